@@ -1,0 +1,136 @@
+"""Pass 2: the computation gets its full parameters back, one ``synchronize`` for each bucket before its first use.
+
+Thunder's autodiff then turns each into an all_gather in forward and a reduce_scatter in backward, by its grad rule:
+what is bucketed here is bucketed in both.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transforms import is_constant_for_vjp
+
+from passes.bucketing import Group, Use, group_uses
+from passes.collectives import synchronize
+from passes.plan import Bucket, Enlisted, Member, ShardedParameter
+
+
+def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+    """Returns the computation with a ``synchronize`` for each bucket of the parameters that it uses.
+
+    A parameter that is unpacked under several names (tied weights) is gathered once. One that is never used gets no
+    collective; one that is used only where no gradient flows (``no_grad``, ``detach``) is gathered but not reduced.
+    """
+    first_use, canonical, trainable = _find_uses(computation, enlisted)
+    if not first_use:
+        return computation
+    uses = [
+        Use(Member(parameter, parameter in trainable), canonical[parameter].dtype, canonical[parameter].device.device_str())
+        for parameter in first_use
+    ]
+    groups = group_uses(uses)
+
+    new = from_trace(computation)
+    before: dict[int, list[BoundSymbol]] = {}
+    full: dict[ShardedParameter, TensorProxy] = {}
+    for group in groups:
+        line = min(first_use[u.parameter] for u in group.uses)
+        inserted, outputs = _synchronize(new, group, canonical)
+        before.setdefault(line, []).append(inserted)
+        full.update(zip((u.parameter for u in group.uses), outputs, strict=True))
+
+    swap = {
+        variableify(p): full[parameter]
+        for p in computation.args
+        if (parameter := enlisted.get(p)) is not None and parameter in full
+    }
+    for i, bsym in enumerate(computation.bound_symbols):
+        new.bound_symbols += before.get(i, [])
+        if bsym.sym is prims.unpack_trivial:
+            new.bound_symbols.append(bsym.from_bsym())
+        elif bsym.sym is prims.python_return:
+            new.bound_symbols += _return(new, bsym, swap)
+        else:
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap))
+    return new
+
+
+def _find_uses(
+    computation: TraceCtx, enlisted: Enlisted
+) -> tuple[dict[ShardedParameter, int], dict[ShardedParameter, TensorProxy], set[ShardedParameter]]:
+    """In order of first use: the line of it, the first proxy of each parameter, and those that get a gradient."""
+    known = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
+    inputs = {p.name: p for p in computation.args if p.name in known}
+    first_use: dict[ShardedParameter, int] = {}
+    canonical: dict[ShardedParameter, TensorProxy] = {}
+    trainable: set[ShardedParameter] = set()
+    for i, bsym in enumerate(computation.bound_symbols):
+        if bsym.sym is prims.unpack_trivial:
+            continue
+        is_return = bsym.sym is prims.python_return
+        proxies = _outputs(bsym) if is_return else bsym.flat_proxy_args
+        for p in proxies:
+            parameter = known.get(p.name)
+            if parameter is None:
+                continue
+            first_use.setdefault(parameter, i)
+            canonical.setdefault(parameter, inputs[p.name])
+            if inputs[p.name].requires_grad and (is_return or not is_constant_for_vjp(bsym)):
+                trainable.add(parameter)
+    return first_use, canonical, trainable
+
+
+def _outputs(bsym: BoundSymbol) -> list[Proxy]:
+    """The proxies that the traced function returns (its return line also lists all its inputs)."""
+    found: list[Proxy] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, Proxy) else None, bsym.args[0]["output"])
+    return found
+
+
+def _synchronize(
+    trace: TraceCtx, group: Group, canonical: dict[ShardedParameter, TensorProxy]
+) -> tuple[BoundSymbol, tuple[TensorProxy, ...]]:
+    plan = group.uses[0].parameter.plan
+    members = tuple(u.member for u in group.uses)
+    bucket = Bucket(group.label, _identifier(trace, group.label), plan, members, group.uses[0].dtype)
+    shards = tuple(canonical[m.parameter] for m in members)
+    trace.push_scope([])
+    with tracectx(trace):
+        outputs = synchronize(shards, bucket)
+    (bsym,) = trace.pop_scope()
+    for p in outputs:  # set if tracing ended inside no_grad; whether a gradient flows is for the uses to tell
+        p.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return bsym, outputs
+
+
+def _identifier(trace: TraceCtx, label: str) -> str:
+    """A Python name for a bucket that nothing else in the trace has."""
+    base = "b_" + re.sub(r"\W+", "_", label).strip("_")
+    name, n = base, 1
+    while trace.has_name(name):
+        name, n = f"{base}_{n}", n + 1
+    trace.add_name(name)
+    return name
+
+
+def _return(trace: TraceCtx, bsym: BoundSymbol, swap: dict[Variable, TensorProxy]) -> list[BoundSymbol]:
+    """The return line, with a copy of each parameter that the model returns.
+
+    The copy is an output proper, which later passes may not recompute. The inputs listed for autograd stay shards.
+    """
+    trace.push_scope([])
+    with tracectx(trace):
+
+        def copy_if_parameter(x: Any) -> Any:
+            full = swap.get(variableify(x)) if isinstance(x, Proxy) else None
+            return prims.shallow_copy(full) if full is not None else x
+
+        output = tree_map(copy_if_parameter, bsym.args[0]["output"])
+    copies = trace.pop_scope()
+    return [*copies, bsym.from_bsym(args=({**bsym.args[0], "output": output},))]

@@ -1,0 +1,121 @@
+"""The pipeline: which passes run, in which order, and the runner between them.
+
+Each pass is one Thunder Transform, so that each stage shows up by its name in ``thunder.last_traces`` and
+``thunder.last_backward_traces``. The runner knows no pass: it times, names and verifies what a pass returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.transform_common import Transform
+
+from passes.insert_synchronize import insert_synchronize
+from passes.plan import Enlisted, Plan
+from passes.recognise import bucket_of, is_issue
+from passes.regather import regather
+from passes.schedule import schedule
+from passes.shard_parameters import shard_parameters
+from passes.traffic import collectives
+from passes.verify import verify
+
+Stage = Callable[[TraceCtx, TraceCtx, Enlisted], tuple[TraceCtx, TraceCtx]]
+
+
+class Compilation:
+    """What the tracing of one call finds out and its passes need; renewed when the next call is traced."""
+
+    def __init__(self) -> None:
+        self.enlisted = Enlisted()
+        self.at_end_of_tracing: list[Callable[[], None]] = []
+        self._tracing: Any = None
+
+    def begin(self, tracing: Any) -> None:
+        """Starts afresh, unless ``tracing`` (Thunder's context of it) is the one that is going on already."""
+        if self._tracing is not tracing:
+            self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
+
+    def end(self) -> None:
+        checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
+        for check in checks:
+            check()
+
+
+class Pass(Transform):
+    """One pass as a Transform. ``seconds`` is what its last run took."""
+
+    def __init__(self, name: str, compilation: Compilation) -> None:
+        self.name = name
+        self.compilation = compilation
+        self.seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"shardtrace.{self.name}"
+
+    def finish(self, trace: TraceCtx, start: float) -> None:
+        self.seconds = time.perf_counter() - start
+        trace.set_provenance(TraceProvenance(f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"))
+
+
+class PassBeforeAutodiff(Pass):
+    """A pass over the prologue and the computation as they were traced."""
+
+    def __init__(self, name: str, compilation: Compilation, stage: Stage) -> None:
+        super().__init__(name, compilation)
+        self.stage = stage
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        start = time.perf_counter()
+        self.compilation.end()
+        prologue, computation = self.stage(prologue_trace, computation_trace, self.compilation.enlisted)
+        for new, old in ((prologue, prologue_trace), (computation, computation_trace)):
+            if new is not old:
+                self.finish(new, start)
+        return prologue, computation, epilogue_trace
+
+
+class PassAfterLowering(Pass):
+    """A pass over the forward, then the backward, as they will be executed; its result is verified."""
+
+    def __init__(self, name: str, compilation: Compilation, stage: Callable[[TraceCtx], TraceCtx]) -> None:
+        super().__init__(name, compilation)
+        self.stage = stage
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        start = time.perf_counter()
+        new = self.stage(computation_trace)
+        if new is not computation_trace:
+            verify(new)
+            self.finish(new, start)
+            compare_ranks(new)
+        return new
+
+
+def compare_ranks(trace: TraceCtx) -> None:
+    """Lets each plan compare the trace's collectives with those of the other ranks of its group."""
+    plans: dict[Plan, list[str]] = {}
+    issues = [b for b in trace.bound_symbols if is_issue(b)]
+    for bsym, row in zip(issues, collectives(trace), strict=True):
+        plans.setdefault(bucket_of(bsym).plan, []).append(f"{row.phase}: {row}")
+    for plan, lines in plans.items():
+        if plan.agree is not None:
+            plan.agree(lines)
+
+
+def pipeline(compilation: Compilation) -> list[Pass]:
+    """The passes, in the order in which Thunder calls them."""
+    return [
+        # parameters are shards from here on; first, as the next pass needs to know which inputs are parameters
+        PassBeforeAutodiff("shard_parameters", compilation, lambda p, c, e: shard_parameters(p, c, enlisted=e)),
+        # before autodiff: the grad rule of a bucketed synchronize buckets backward too
+        PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
+        # before autodiff, as that reads the tags; after the gathers are there
+        PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
+        # last: executors and fusions have had their say about the order of lines
+        PassAfterLowering("schedule", compilation, schedule),
+    ]

@@ -1,0 +1,88 @@
+"""Recognisers: what the lines of a lowered trace are. They change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.core.trace import TraceCtx, TraceTag
+from thunder.executors.pythonex import clear_mutable_collection
+
+from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.plan import Bucket
+
+
+def is_issue(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id in (all_gather.id, reduce_scatter.id)
+
+
+def is_wait(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id in (wait_all_gather.id, wait_reduce_scatter.id)
+
+
+def is_collective(bsym: BoundSymbol) -> bool:
+    return is_issue(bsym) or is_wait(bsym)
+
+
+def is_gather(bsym: BoundSymbol) -> bool:
+    """True for both halves of a gather."""
+    return bsym.sym.id in (all_gather.id, wait_all_gather.id)
+
+
+def is_return(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id == prims.PrimIDs.RETURN
+
+
+def is_deletion(bsym: BoundSymbol) -> bool:
+    """``del``, or the clearing of the list that held the saved tensors: made anew whenever lines have moved."""
+    return bsym.sym.id == prims.PrimIDs.DEL or bsym.sym.id == clear_mutable_collection.id
+
+
+def is_backward(trace: TraceCtx) -> bool:
+    return TraceTag.BACKWARD in trace.tags
+
+
+def bucket_of(bsym: BoundSymbol) -> Bucket:
+    """The bucket of a collective's line."""
+    bucket: Bucket = bsym.args[1]
+    return bucket
+
+
+def names(values: Any) -> set[str]:
+    """The names of all proxies in a nested structure."""
+    return {p.name for p in tree_iter(values) if isinstance(p, Proxy)}
+
+
+def unsharded_values(lines: Iterable[BoundSymbol]) -> dict[str, frozenset[Bucket]]:
+    """For each value that holds unsharded parameters, the buckets that it comes from.
+
+    These are the outputs of gathers, and whatever is computed deterministically from nothing but them: views, casts,
+    slices, transposes. Memory of a parameter lives as long as any of them.
+    """
+    found: dict[str, frozenset[Bucket]] = {}
+    for bsym in lines:
+        _mark_unsharded(bsym, found)
+    return found
+
+
+def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:
+    if bsym.sym.id == wait_all_gather.id:
+        for o in bsym.flat_proxy_outs:
+            found[o.name] = frozenset([bucket_of(bsym)])
+        return
+    if is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
+        return
+    sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    if not any(name in found for name in sources):
+        return
+    if bsym.sym.is_fusion:  # only its parts tell which of its outputs come from parameters alone
+        for part in bsym.subsymbols:
+            _mark_unsharded(part, found)
+    elif all(name in found for name in sources) and not has_tags(bsym, {prims.OpTags.RANDOM_OP}):
+        buckets = frozenset[Bucket]().union(*(found[name] for name in sources))
+        for o in bsym.flat_proxy_outs:
+            found.setdefault(o.name, buckets)

@@ -1,0 +1,83 @@
+"""Pass 3 (ZeRO-3): what is computed from parameters alone is computed again in backward instead of being saved.
+
+Thunder's autodiff repeats in backward whatever is tagged RECOMPUTE_IN_BACKWARD and needed there. The whole chain
+must carry the tag, from the gather to the last view or cast of a parameter: a chain that ends too early saves its
+last link, and with it the memory of the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
+
+from passes.collectives import synchronize
+
+
+def regather(computation: TraceCtx) -> TraceCtx:
+    """Tags the gathers of ZeRO-3 buckets, and all that depends on nothing but their parameters and constants.
+
+    Random symbols are not tagged (a second draw would differ), nor is what the function returns. A composite symbol
+    that mixes parameters with activations, such as a product that first broadcasts its weight, is replaced by its
+    parts where autodiff would do so anyway, so that the part that concerns the parameter alone can be tagged.
+    """
+    if not any(_is_regathered(b) for b in computation.bound_symbols):
+        return computation
+    returned = {p.name for p in tree_iter(computation.bound_symbols[-1].args[0]["output"]) if isinstance(p, Proxy)}
+    derived: set[str] = set()
+    new = from_trace(computation)
+    for bsym in computation.bound_symbols:
+        for line in _tagged(bsym, derived, returned):
+            new.bound_symbols.append(line)
+    return new
+
+
+def _is_regathered(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id == synchronize.id and bsym.args[1].plan.regather
+
+
+def _tagged(bsym: BoundSymbol, derived: set[str], returned: set[str]) -> Iterator[BoundSymbol]:
+    if _is_regathered(bsym) or _is_derived(bsym, derived):
+        outputs = {o.name for o in bsym.flat_proxy_outs}
+        if outputs.isdisjoint(returned):
+            derived |= outputs
+            yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
+            return
+    elif _has_derived_part(bsym, derived) and _is_decomposed_by_autodiff(bsym):
+        for part in bsym.subsymbols:
+            yield from _tagged(part.from_bsym(tags=part.tags | bsym.tags), derived, returned)
+        return
+    yield bsym.from_bsym()
+
+
+def _is_derived(bsym: BoundSymbol, derived: set[str]) -> bool:
+    """Computed from parameters and constants alone, the same way each time."""
+    tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    return (
+        bool(tensors)
+        and all(a.name in derived for a in tensors)
+        and bsym.sym is not prims.python_return
+        and not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE})
+    )
+
+
+def _has_derived_part(bsym: BoundSymbol, derived: set[str]) -> bool:
+    if not any(a.name in derived for a in bsym.flat_proxy_args):
+        return False
+    return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
+
+
+def _is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
+    """True where Thunder has no grad rule for the symbol as a whole and differentiates its parts."""
+    return not (
+        is_constant_for_vjp(bsym)
+        or bsym.sym.is_prim
+        or _get_gradfn_and_executor(bsym)[0] is not None
+        or bsym.sym.id in augmented_forward_impls
+        or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
+    )

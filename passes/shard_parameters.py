@@ -1,0 +1,64 @@
+"""Pass 1: parameters enter the trace as shards.
+
+The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape, in the
+prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of the
+computation is left as it was: :mod:`passes.insert_synchronize` gives it the full parameters back.
+"""
+
+from __future__ import annotations
+
+from thunder.core import prims
+from thunder.core.codeutils import ContextObject
+from thunder.core.proxies import TensorProxy, Variable, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+from passes.collectives import check_parameters
+from passes.plan import Enlisted
+
+
+def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enlisted) -> tuple[TraceCtx, TraceCtx]:
+    """Returns both traces with shards as parameters, and each model's guard as a line of the prologue."""
+    full = [b.output for b in prologue.bound_symbols if b.sym is prims.unpack_parameter and enlisted.get(b.output)]
+    if not full:
+        return prologue, computation
+
+    new_prologue = from_trace(prologue)
+    swap = {variableify(p): _as_shard(p, new_prologue, enlisted) for p in full}
+    new_prologue.bound_symbols = [_check_shard(b.from_bsym_swap_proxies(swap), swap) for b in prologue.bound_symbols]
+    _insert_guards(new_prologue, enlisted)
+
+    new_computation = from_trace(computation)
+    # inputs of the computation are proxies of their own, equal to the prologue's outputs by name
+    inputs = {variableify(p): _as_shard(p, new_computation, enlisted) for p in computation.args if variableify(p) in swap}
+    new_computation.args = tuple(inputs.get(variableify(p), p) for p in computation.args)
+    new_computation.bound_symbols = [
+        b.from_bsym_swap_proxies(inputs) if b.sym is prims.unpack_trivial else b.from_bsym()
+        for b in computation.bound_symbols
+    ]
+    return new_prologue, new_computation
+
+
+def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> TensorProxy:
+    """The same value with its shard's shape: a new proxy that takes over the name in ``trace``."""
+    parameter = enlisted.get(proxy)
+    assert parameter is not None
+    trace.names.discard(proxy.name)
+    with tracectx(trace):
+        return proxy.replace(shape=parameter.shard_shape)
+
+
+def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
+    """A check of a parameter's metadata, against the shard's shape."""
+    if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
+        return bsym
+    proxy, _, *rest = bsym.args
+    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), *rest))
+
+
+def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
+    guards = [plan.guard for plan in enlisted.plans if plan.guard is not None]
+    last = prologue.bound_symbols.pop()  # the return
+    for i, guard in enumerate(guards):
+        prologue.bound_symbols.append(check_parameters.bind(ContextObject(f"guard_{i}", guard), output=None))
+    prologue.bound_symbols.append(last)

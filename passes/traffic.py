@@ -1,0 +1,41 @@
+"""What a trace sends: its collectives, as plain rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thunder.core.trace import TraceCtx
+
+from passes.collectives import all_gather
+from passes.recognise import bucket_of, is_backward, is_issue
+
+
+class Collective(NamedTuple):
+    """One collective of a trace, in the order in which it is issued.
+
+    ``bytes`` counts the whole unsharded bucket, padding included; each rank sends and receives ``bytes * (N - 1) / N``
+    of it where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather" or "reduce_scatter".
+    """
+
+    kind: str
+    phase: str
+    bucket: str
+    dtype: str
+    bytes: int
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.bucket} ({self.dtype}, {self.bytes} bytes: {', '.join(self.parameters)})"
+
+
+def collectives(trace: TraceCtx) -> list[Collective]:
+    """The collectives that ``trace`` issues, in order."""
+    phase = "backward" if is_backward(trace) else "forward"
+    rows = []
+    for bsym in trace.bound_symbols:
+        if is_issue(bsym):
+            bucket = bucket_of(bsym)
+            kind = "all_gather" if bsym.sym.id == all_gather.id else "reduce_scatter"
+            parameters = tuple(m.parameter.name for m in bucket.members)
+            rows.append(Collective(kind, phase, bucket.label, bucket.dtype.shortname(), bucket.bytes, parameters))
+    return rows

@@ -1,0 +1,198 @@
+"""Pass 5: proves the invariants of a scheduled trace, or raises an error that shows the line that breaks one.
+
+1. Each future is waited for exactly once, and nothing else reads it; no value is used before it exists or after its
+   ``del``.
+2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
+   moves exactly the bytes of its bucket's members.
+3. Live buckets are bounded: at each line those whose gathered values it needs to have, and ``prefetch`` more.
+4. ZeRO-3: no unsharded parameter, nor anything computed from parameters alone, is saved for backward.
+
+That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
+knows nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NoReturn
+
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag
+
+from passes.collectives import all_gather
+from passes.plan import Bucket, ShardedParameter
+from passes.recognise import (
+    bucket_of,
+    is_backward,
+    is_collective,
+    is_deletion,
+    is_gather,
+    is_issue,
+    is_return,
+    is_wait,
+    names,
+    unsharded_values,
+)
+
+
+class VerificationError(AssertionError):
+    """A compiled trace breaks an invariant: a bug of a pass, never of the model. The message shows the lines."""
+
+
+def verify(trace: TraceCtx) -> None:
+    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines."""
+    lines = trace.bound_symbols
+    if not any(is_collective(b) for b in lines):
+        return
+    _verify_values(lines)
+    _verify_futures(lines)
+    _verify_traffic(trace)
+    values = unsharded_values(lines)
+    _verify_live_buckets(lines, values)
+    _verify_saved(trace, values)
+
+
+def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
+    shown = [
+        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i]).splitlines()[0]}"
+        for i in range(max(0, at - 3), min(len(lines), at + 4))
+    ]
+    raise VerificationError("\n".join([f"{message} (line {at})", *shown]))
+
+
+def _verify_values(lines: list[BoundSymbol]) -> None:
+    defined: set[str] = set()
+    deleted: set[str] = set()
+    for i, bsym in enumerate(lines):
+        used = names(bsym.args[0]) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}
+        if bsym.sym.id != prims.PrimIDs.UNPACK_TRIVIAL:
+            if used & deleted:
+                _fail(lines, i, f"{sorted(used & deleted)[0]} is used after it was deleted")
+            for a in bsym.flat_proxy_args if is_collective(bsym) else ():
+                if a.name not in defined:
+                    _fail(lines, i, f"{a.name} is used before it exists")
+        if bsym.sym.id == prims.PrimIDs.DEL:
+            deleted |= used
+        defined.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _verify_futures(lines: list[BoundSymbol]) -> None:
+    issued: dict[str, int] = {}
+    waited: set[str] = set()
+    for i, bsym in enumerate(lines):
+        if is_issue(bsym):
+            issued[bsym.output.name] = i
+        elif is_wait(bsym):
+            future = bsym.args[0].name
+            if future in waited:
+                _fail(lines, i, f"future {future} is waited for twice")
+            if future not in issued:
+                _fail(lines, i, f"future {future} is waited for before it is issued")
+            if bucket_of(bsym) is not bucket_of(lines[issued[future]]):
+                _fail(lines, i, f"future {future} is of another bucket")
+            waited.add(future)
+        elif not is_deletion(bsym):
+            for a in bsym.flat_proxy_args:
+                if isinstance(a, FutureTensorProxy):
+                    _fail(lines, i, f"future {a.name} is read without a wait")
+    for future in issued.keys() - waited:
+        _fail(lines, issued[future], f"future {future} is never waited for")
+
+
+def _verify_traffic(trace: TraceCtx) -> None:
+    lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
+    for i, bsym in enumerate(lines):
+        if not is_issue(bsym):
+            continue
+        bucket, gathers = bucket_of(bsym), is_gather(bsym)
+        if gathers and is_backward(trace) and not bucket.plan.regather:
+            _fail(lines, i, f"ZeRO-2 gathers bucket {bucket.label} again in backward")
+        if len(bsym.args[0]) != len(bucket.members):
+            _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
+        for value, m in zip(bsym.args[0], bucket.members, strict=True):
+            expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
+            if tuple(value.shape) != expected or value.dtype != bucket.dtype:
+                _fail(lines, i, f"{value.name} should have shape {expected} and dtype {bucket.dtype} as {m.parameter.name}")
+            if (bsym.sym.id, m.parameter) in seen:
+                verb = "gathered" if gathers else "reduced"
+                _fail(lines, i, f"parameter {m.parameter.name} is {verb} twice")
+            seen.add((bsym.sym.id, m.parameter))
+
+
+def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
+    """At each line: live buckets <= those that compute around it needs to have at once + prefetch."""
+    first, last = _needs(lines, values)
+    prefetch = max((b.plan.prefetch for b in first), default=0)
+    compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_deletion(b)]
+    starts, ends = sorted(first.values()), sorted(last.values())
+    for i, live in _live_buckets(lines, values):
+        # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use
+        at = compute[min(bisect_left(compute, i), len(compute) - 1)]
+        needed = bisect_left(starts, at + 1) - bisect_left(ends, at)
+        if len(live) > max(needed, 1) + prefetch:
+            held = ", ".join(sorted(b.label for b in live))
+            _fail(lines, i, f"{len(live)} buckets are unsharded at once, {needed} needed, prefetch {prefetch}: {held}")
+
+
+def _needs(
+    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
+) -> tuple[dict[Bucket, int], dict[Bucket, int]]:
+    """The first and the last compute line at which each bucket's gathered values are used."""
+    first: dict[Bucket, int] = {}
+    last: dict[Bucket, int] = {}
+    for i, bsym in enumerate(lines):
+        if is_collective(bsym) or is_deletion(bsym):
+            continue
+        for name in names(bsym.args[0]) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}:
+            for bucket in values.get(name, ()):
+                first.setdefault(bucket, i)
+                last[bucket] = i
+    return first, last
+
+
+def _live_buckets(
+    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
+) -> Iterator[tuple[int, set[Bucket]]]:
+    """At each line that adds to them, the buckets whose memory is held: from issue until all their values are gone."""
+    alive: dict[str, frozenset[Bucket]] = {}  # futures and values
+    counts: dict[Bucket, int] = {}
+
+    def drop(name: str) -> None:
+        for bucket in alive.pop(name, ()):
+            counts[bucket] -= 1
+            if not counts[bucket]:
+                del counts[bucket]
+
+    for i, bsym in enumerate(lines):
+        if bsym.sym.id == prims.PrimIDs.DEL:
+            for a in bsym.flat_proxy_args:
+                drop(a.name)
+            continue
+        added = False
+        for o in bsym.flat_proxy_outs:
+            buckets = frozenset([bucket_of(bsym)]) if bsym.sym.id == all_gather.id else values.get(o.name)
+            if buckets and o.name not in alive:
+                alive[o.name] = buckets
+                added = True
+                for bucket in buckets:
+                    counts[bucket] = counts.get(bucket, 0) + 1
+        if added:
+            yield i, set(counts)
+
+
+def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None:
+    lines = trace.bound_symbols
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
+        return
+    result, (saved, _) = lines[-1].args
+    outputs = names(result["output"])
+    for p in saved:
+        kept = [b for b in values.get(p.name, ()) if b.plan.regather]
+        if kept and p.name not in outputs:
+            _fail(lines, len(lines) - 1, f"{p.name}, unsharded parameters of bucket {kept[0].label}, is saved for backward")
+
+
+

@@ -1,0 +1,33 @@
+"""shardtrace: FSDP as a compiler, for lightning-thunder.
+
+    import shardtrace, thunder
+
+    model = shardtrace.fsdp(model)                       # in place: each rank holds 1/N of every parameter
+    cmodel = thunder.jit(model)
+    optimizer = torch.optim.AdamW(cmodel.parameters())
+    cmodel(x, y).backward(); optimizer.step()
+
+Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:`passes.compat`).
+"""
+
+import passes  # noqa: F401  first, as it makes Thunder importable
+from passes import Collective, VerificationError
+from shardtrace.consensus import RankMismatchError
+from shardtrace.fsdp import fsdp
+from shardtrace.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.report import collectives
+from shardtrace.strategy import ShardingStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Collective",
+    "RankMismatchError",
+    "ShardingStrategy",
+    "VerificationError",
+    "collectives",
+    "fsdp",
+    "full_params",
+    "full_state_dict",
+    "load_full_state_dict",
+]

@@ -1,0 +1,217 @@
+"""``fsdp``: shards a model in place."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
+from shardtrace.mesh import Mesh, resolve_device, resolve_group
+from shardtrace.names import Place, places
+from shardtrace.sharding import shard, unshard
+from shardtrace.state import Entry, Options, ShardedState, state_of, states_in
+from shardtrace.strategy import ShardingStrategy, parse_bucketing_strategy, parse_sharding_strategy
+from shardtrace.tracing import attach
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fsdp(
+    model: M,
+    *,
+    sharding_strategy: ShardingStrategy | str | Any = "zero3",
+    bucketing_strategy: str | float = "block",
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+    broadcast_from: int | None = None,
+    param_init_fn: InitFn | None = None,
+    prefetch: int = 1,
+    timeout: float = 300.0,
+) -> M:
+    """Shards the parameters of ``model`` over the ranks of ``mesh``, in place, and returns it.
+
+    Afterwards each rank holds ``ceil(rows / N)`` rows of dim 0 of each parameter, padded with zeros, as the same
+    ``nn.Parameter`` objects as before: an optimizer may be built before or after, and names in ``state_dict()`` stay.
+    ``thunder.jit(model)`` then runs the model with its full parameters, gathered and freed by lines of the trace.
+    The gradient that reaches a shard is the mean over ranks.
+
+    Tied weights stay one parameter and are gathered once. Frozen parameters are sharded and not reduced. A 0-dim
+    parameter becomes a shard of shape ``(1,)`` whose value is on rank 0; a parameter without elements, and every
+    parameter in a world of one, is left as it is. Buffers are left whole on every rank. Modules inside that are
+    sharded already keep their own sharding.
+
+    Args:
+        model: a module, or what ``thunder.jit`` made of one; for the latter a new jitted module is returned.
+        sharding_strategy: :class:`ShardingStrategy` or its name: "zero3" / "full_shard" frees gathered parameters
+            after forward and gathers them again for backward, "zero2" / "shard_grad_op" keeps them.
+        bucketing_strategy: what one collective carries: "none" (one parameter), "layer" (a module's own parameters),
+            "block" (a repeated block), or a size in MB of unsharded parameters.
+        mesh: a 1-D DeviceMesh or a ProcessGroup; default: the default group, made from torchrun's environment if
+            there is none (nccl for CUDA, else gloo).
+        device: where shards and buffers go; default: where the model is, for a meta-device model CUDA or the CPU.
+        broadcast_from: the global rank whose parameters and buffers all ranks take over; default: each its own.
+        param_init_fn: for meta-device models, called with each module that owns meta parameters or buffers once they
+            have memory; default: the module's ``reset_parameters``. At most one module is whole at a time.
+        prefetch: buckets whose gather is issued ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
+            unless the model uses more than one at once.
+        timeout: seconds to wait for other ranks when models and compiled traces are compared.
+
+    Raises:
+        ValueError, RuntimeError: what is wrong and with which parameter or module; then nothing has been sharded.
+        RankMismatchError: on every rank, if the model differs between ranks.
+
+    Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the layout is that of PyTorch FSDP2.
+    """
+    if isinstance(model, ThunderModule):
+        jitted, model = model, model._model
+    else:
+        jitted = None
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fsdp takes an nn.Module, not {type(model).__name__}")
+    options = Options(
+        parse_sharding_strategy(sharding_strategy),
+        parse_bucketing_strategy(bucketing_strategy),
+        _parse_prefetch(prefetch),
+        timeout,
+    )
+    exclude = {id(p) for state in states_in(model) for p in (e.shard for e in state.entries)}
+    found = places(model, exclude)
+    target = resolve_device(device, found[0].parameter.device if found else None)
+    group = resolve_group(mesh, target)
+
+    _agree(model, found, options, broadcast_from, param_init_fn, group)
+    stand_ins = {id(p.parameter): _stand_in(p.parameter, target) for p in found}
+    shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
+    _shard_parameters(model, exclude, group, target, broadcast_from, param_init_fn, found)
+    entries = tuple(
+        Entry(p.name, shapes[id(p.parameter)], p.layer, p.block, p.parameter, stand_ins[id(p.parameter)], tuple(p.owners))
+        for p in found
+        if stand_ins[id(p.parameter)].numel() and group.size() > 1
+    )
+    attach(model, ShardedState(type(model).__name__, group, options, entries))
+    return _jit_again(jitted) if jitted is not None else model  # type: ignore[return-value]
+
+
+def _parse_prefetch(prefetch: Any) -> int:
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of buckets, 0 or more, not {prefetch!r}")
+    return prefetch
+
+
+def _agree(
+    model: nn.Module,
+    found: list[Place],
+    options: Options,
+    broadcast_from: int | None,
+    param_init_fn: InitFn | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Raises on every rank if the model cannot be sharded on one, or is not the same on all."""
+    error = _refusal(model, found, broadcast_from, param_init_fn, group)
+    lines = [
+        f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
+        f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
+        for p in found
+    ]
+    lines.append(f"options {options} broadcast_from={broadcast_from}")
+    try:
+        compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout, error=str(error or ""))
+    except RankMismatchError as mismatch:
+        raise error or mismatch from None
+
+
+def _refusal(
+    model: nn.Module,
+    found: list[Place],
+    broadcast_from: int | None,
+    param_init_fn: InitFn | None,
+    group: dist.ProcessGroup,
+) -> Exception | None:
+    """Why this rank cannot shard the model, if so."""
+    name = type(model).__name__
+    if state_of(model) is not None:
+        return ValueError(f"{name} is sharded already: call fsdp() once for each model")
+    if "forward" in model.__dict__:
+        return ValueError(f"{name} has a forward of its own instance, which fsdp() cannot trace: define it in the class")
+    if broadcast_from is not None and broadcast_from not in dist.get_process_group_ranks(group):
+        return ValueError(f"broadcast_from={broadcast_from} is not a rank of the group {dist.get_process_group_ranks(group)}")
+    for p in found:
+        if isinstance(p.parameter, nn.parameter.UninitializedTensorMixin):
+            return ValueError(f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()")
+        if isinstance(p.parameter, DTensor):
+            return ValueError(f"parameter {p.name!r} is a DTensor: fsdp() takes plain tensors")
+        if p.parameter.grad is not None:
+            return ValueError(f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()")
+    if module := uninitializable(model, param_init_fn):
+        return ValueError(f"module {module} is on the meta device and has no reset_parameters: pass param_init_fn")
+    return None
+
+
+def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A meta tensor of the full shape; Thunder takes the device of its proxy from ``_thunder_device``."""
+    stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    stand_in._thunder_device = device  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _shard_parameters(
+    model: nn.Module,
+    exclude: set[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    broadcast_from: int | None,
+    param_init_fn: InitFn | None,
+    found: list[Place],
+) -> None:
+    """Module by module, parameter by parameter: the whole is freed as its shard is made."""
+    full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
+    names = {id(p.parameter): p.name for p in found}
+    sharded: set[int] = set()
+
+    def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
+        whole = broadcast(values.to(device), broadcast_from, group)
+        set_data(parameter, shard(whole, group) if group.size() > 1 else whole, names[id(parameter)])
+        sharded.add(id(parameter))
+
+    def whole_again(parameter: nn.Parameter) -> torch.Tensor:
+        if id(parameter) in sharded and group.size() > 1:
+            return unshard(parameter, full_shapes[id(parameter)], group)
+        return parameter.detach().to(device)
+
+    meta_modules = {m for m in model.modules() if has_meta(m)}  # before the first of a tied parameter has memory
+    for module in model.modules():
+        if any(id(p) in exclude for p in module._parameters.values()):
+            continue  # sharded on its own before
+        if module in meta_modules:
+            for _, parameter, values in materialized(module, device, param_init_fn, whole_again):
+                keep_shard(parameter, values)
+        else:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in sharded:
+                    keep_shard(parameter, parameter.detach())
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)
+
+
+def _jit_again(jitted: ThunderModule) -> ThunderModule:
+    """A new jitted module with the same options: what the old one has compiled is of whole parameters."""
+    data = thunder.compile_data(jitted)
+    return thunder.jit(
+        jitted._model,
+        langctx=data.langctx,
+        executors=data.executors_list,
+        sharp_edges=data.sharp_edges,
+        cache=data.cache_option,
+        disable_torch_autograd=data.disable_torch_autograd_support,
+        transforms=list(jitted._lc_transforms),
+        debug_options=data.debug_options,
+        **data.compile_options,
+    )

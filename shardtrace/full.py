@@ -1,0 +1,140 @@
+"""Whole parameters out of shards, and shards out of whole parameters: state dicts and ``full_params``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.sharding import shard, unshard
+from shardtrace.state import Entry, ShardedState, states_in
+
+
+def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, tuple[ShardedState, Entry]]]:
+    """The module itself (not jitted), the sharded states in it, and by id of each shard where it belongs."""
+    module = model._model if isinstance(model, ThunderModule) else model
+    states = states_in(module)
+    if not states:
+        raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
+    if any(state.unsharded for state in states):
+        raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
+    return module, states, {id(e.shard): (state, e) for state in states for e in state.entries}
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+    """The state dict of the unsharded model: equal, key by key, to the single-process ``state_dict()``.
+
+    A collective: every rank of the model's group must call it. Parameters are gathered one at a time.
+
+    Args:
+        model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
+        rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
+        cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
+    """
+    module, states, entries = _sharded_entries(model)
+    keep = not rank0_only or states[0].group.rank() == 0
+    whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in whole:
+                full = unshard(value, entries[id(value)][1].full_shape, entries[id(value)][0].group) if id(value) in entries else value.detach()
+                whole[id(value)] = (full.cpu() if cpu else full) if keep else torch.empty(0)
+            value = whole[id(value)]
+        if keep:
+            result[key] = value
+    return result
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, broadcast_from: int | None = None
+) -> _IncompatibleKeys:
+    """Loads an unsharded state dict: each rank copies its rows into its shards, buffers are copied whole.
+
+    Args:
+        state_dict: whole values by the original names, as ``full_state_dict`` or a single process saved them.
+        strict: raise if keys are missing or unexpected.
+        broadcast_from: the global rank that has the state dict; the others may pass an empty one. Default: all have it.
+
+    Returns:
+        The missing and the unexpected keys, as ``nn.Module.load_state_dict`` does.
+
+    Raises:
+        RuntimeError: on every rank, naming the keys and shapes that do not fit; then nothing has been loaded.
+    """
+    module, states, entries = _sharded_entries(model)
+    group, options = states[0].group, states[0].options
+    targets = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    shapes = {k: entries[id(v)][1].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
+    has_values = broadcast_from is None or dist.get_rank() == broadcast_from
+
+    keys = _IncompatibleKeys([], [])
+    problems: list[str] = []
+    if has_values:
+        keys = _IncompatibleKeys([k for k in targets if k not in state_dict], [k for k in state_dict if k not in targets])
+        problems = [
+            f"{k} has shape {tuple(state_dict[k].shape)}, the model's is {shape}"
+            for k, shape in shapes.items()
+            if k in state_dict and tuple(state_dict[k].shape) != shape
+        ]
+        if strict:
+            problems += [f"missing key {k}" for k in keys.missing_keys]
+            problems += [f"unexpected key {k}" for k in keys.unexpected_keys]
+    error = f"cannot load the state dict into {type(module).__name__}: {'; '.join(problems)}" if problems else ""
+    try:
+        compare(group, "a state dict to load", [], timeout=options.timeout, error=error)
+    except RankMismatchError as mismatch:
+        raise RuntimeError(error or str(mismatch)) from None
+
+    if broadcast_from is not None:
+        said: list[Any] = [keys]
+        dist.broadcast_object_list(said, src=broadcast_from, group=group)
+        keys = said[0]
+    with torch.no_grad():
+        for key, target in targets.items():
+            if key in keys.missing_keys:
+                continue
+            if broadcast_from is None:
+                values = state_dict[key]
+            else:
+                values = target.new_empty(shapes[key])
+                if has_values:
+                    values.copy_(state_dict[key])
+                dist.broadcast(values, src=broadcast_from, group=group)
+            target.copy_(shard(values, entries[id(target)][0].group) if id(target) in entries else values)
+    return keys
+
+
+@contextmanager
+def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Inside, the model's parameters are whole, on every rank; on leaving, each rank keeps its shards again.
+
+    A collective on entering. The model itself (not what ``thunder.jit`` made of it) may be called inside, without
+    Thunder. PyTorch's name for it is ``summon_full_params``.
+
+    Args:
+        writeback: keep what was changed inside, of which each rank takes its own rows.
+    """
+    _, states, entries = _sharded_entries(model)
+    shards = {key: entry.shard.data for key, (_, entry) in entries.items()}
+    for state, entry in entries.values():
+        entry.shard.data = unshard(entry.shard, entry.full_shape, state.group)
+    for state in states:
+        state.unsharded = True
+    try:
+        yield
+    finally:
+        for key, (state, entry) in entries.items():
+            if writeback:
+                shards[key].copy_(shard(entry.shard.data, state.group))
+            entry.shard.data = shards[key]
+        for state in states:
+            state.unsharded = False

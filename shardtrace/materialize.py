@@ -1,0 +1,81 @@
+"""Meta-device models: one module at a time gets memory and values, then its shards alone stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+InitFn = Callable[[nn.Module], None]
+
+
+def has_meta(module: nn.Module) -> bool:
+    """True if the module itself (not its children) owns a meta parameter or buffer."""
+    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+
+
+def uninitializable(model: nn.Module, param_init_fn: InitFn | None) -> str | None:
+    """The name of a module that is on the meta device and that nothing can initialise, if there is one."""
+    if param_init_fn is not None:
+        return None
+    for name, module in model.named_modules():
+        if has_meta(module) and not callable(getattr(module, "reset_parameters", None)):
+            return f"{name or 'the model itself'} ({type(module).__name__})"
+    return None
+
+
+def materialized(
+    module: nn.Module,
+    device: torch.device,
+    param_init_fn: InitFn | None,
+    whole: Callable[[nn.Parameter], torch.Tensor],
+) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """Gives a module's own meta parameters memory and values; yields (attribute, the Parameter object, its values).
+
+    ``whole`` returns the full values of a parameter of this module that another module has initialised and sharded
+    before (tied weights): as without sharding, the last module that initialises a tied parameter wins.
+    """
+    originals = {a: p for a, p in module._parameters.items() if p is not None}
+    for attribute, p in originals.items():
+        values = torch.empty_like(p, device=device) if p.is_meta else whole(p)
+        module._parameters[attribute] = nn.Parameter(values, requires_grad=p.requires_grad)
+    for attribute, b in module._buffers.items():
+        if b is not None and b.is_meta:
+            module._buffers[attribute] = torch.empty_like(b, device=device)
+    try:
+        with torch.no_grad():
+            if param_init_fn is not None:
+                param_init_fn(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]
+        values_of = {a: module._parameters[a] for a in originals}
+    finally:
+        for attribute, p in originals.items():
+            module._parameters[attribute] = p
+    for attribute, p in originals.items():
+        values = values_of.pop(attribute)
+        assert values is not None
+        yield attribute, p, values.detach()
+
+
+def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
+    """Gives a Parameter other values, shape or device; it stays the same object, so that optimizers keep it."""
+    if not parameter.is_meta:
+        parameter.data = values
+        return
+    try:
+        torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"meta parameter {name!r} cannot get memory in place, as something holds a weak reference or an autograd "
+            "graph of it: call fsdp() right after building the model"
+        ) from error
+
+
+def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """The values of global rank ``source``, in place; the tensor itself if there is no source."""
+    if source is not None and group.size() > 1 and tensor.numel():
+        dist.broadcast(tensor, src=source, group=group)
+    return tensor

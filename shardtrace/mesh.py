@@ -1,0 +1,53 @@
+"""The process group over which a model is sharded."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Mesh = DeviceMesh | dist.ProcessGroup
+
+
+def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
+    """The group of a 1-D DeviceMesh, a ProcessGroup itself, or the default group.
+
+    If there is no default group it is made from torchrun's environment: nccl where ``device`` is CUDA, else gloo.
+    Raises ValueError for a mesh that is not 1-D, RuntimeError if there is neither a group nor such an environment.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name']")
+        return mesh.get_group()
+    if isinstance(mesh, dist.ProcessGroup):
+        if dist.get_rank(mesh) < 0:
+            raise ValueError("this rank is not in the process group that was passed as mesh")
+        return mesh
+    if mesh is not None:
+        raise TypeError(f"mesh must be a DeviceMesh or a ProcessGroup, not {type(mesh).__name__}")
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched() and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise RuntimeError(
+                "there is no process group and no torchrun environment to make one from: start the script with "
+                "torchrun, call torch.distributed.init_process_group first, or pass mesh="
+            )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def resolve_device(device: torch.device | str | None, current: torch.device | None) -> torch.device:
+    """Where the shards are to be: ``device``, else where the model is, else (meta) CUDA by LOCAL_RANK or the CPU."""
+    if device is None:
+        if current is not None and current.type != "meta":
+            return current
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return resolved

@@ -1,0 +1,141 @@
+"""What a sharded model remembers of its parameters, and where shards and their full-shape stand-ins change places."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from passes.plan import Plan, Shape, ShardedParameter
+from shardtrace.consensus import compare
+from shardtrace.strategy import ShardingStrategy
+
+ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``fsdp`` that the compiler needs, in their canonical form."""
+
+    strategy: ShardingStrategy
+    bucketing: str | float
+    prefetch: int
+    timeout: float
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
+
+    ``owners`` are all the places where the model holds it: (module, attribute), more than one if it is tied.
+    ``stand_in`` is a meta tensor of the full shape, which Thunder traces in its place.
+    """
+
+    name: str
+    full_shape: Shape
+    layer: str
+    block: str | None
+    shard: nn.Parameter
+    stand_in: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if the parameter was replaced, re-typed, moved or resized since it was sharded."""
+        for module, attribute in self.owners:
+            if module._parameters.get(attribute) is not self.shard:
+                raise RuntimeError(
+                    f"parameter {self.name!r} was replaced after fsdp(): change its values in place "
+                    "(for example in shardtrace.full_params), or replace it before fsdp()"
+                )
+        expected = self.stand_in
+        device: torch.device = expected._thunder_device  # type: ignore[attr-defined]
+        for what, now, then in (
+            ("dtype", self.shard.dtype, expected.dtype),
+            ("device", self.shard.device, device),
+            ("requires_grad of a non-floating type", not self.shard.requires_grad or self.shard.is_floating_point(), True),
+        ):
+            if now != then:
+                raise RuntimeError(
+                    f"the {what} of parameter {self.name!r} was {then} when fsdp() sharded it and is {now} now: "
+                    "convert or move the model before fsdp()"
+                )
+
+
+class ShardedState:
+    """The sharding of one model. Copies deeply along with it; the process group is shared."""
+
+    def __init__(
+        self, model_name: str, group: dist.ProcessGroup, options: Options, entries: tuple[Entry, ...]
+    ) -> None:
+        self.model_name = model_name
+        self.group = group
+        self.options = options
+        self.entries = entries
+        self.unsharded = False  # inside full_params
+        self.plan = Plan(
+            model=model_name,
+            group=group,
+            world_size=group.size(),
+            regather=options.strategy is ShardingStrategy.ZERO3,
+            bucketing=options.bucketing,
+            prefetch=options.prefetch,
+            guard=self.check_owners,
+            agree=self.agree,
+        )
+        self.by_stand_in = {
+            id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block) for e in entries
+        }
+        self.by_shard = {id(e.shard): e for e in entries}
+        self._places = [(module._parameters, attribute, e) for e in entries for module, attribute in e.owners]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        entries = []
+        for e in self.entries:
+            stand_in = copy.deepcopy(e.stand_in, memo)
+            stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
+            shard, owners = copy.deepcopy((e.shard, e.owners), memo)
+            entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, stand_in, owners))
+        return ShardedState(self.model_name, self.group, self.options, tuple(entries))
+
+    def check_owners(self) -> None:
+        """The check of every step, as cheap as can be: :meth:`check_unchanged` says what is wrong."""
+        if self.unsharded:
+            raise RuntimeError("inside full_params")
+        for parameters, attribute, entry in self._places:
+            if parameters.get(attribute) is not entry.shard:
+                raise RuntimeError(f"parameter {entry.name!r} was replaced")
+
+    def check_unchanged(self) -> None:
+        for entry in self.entries:
+            entry.check_unchanged()
+
+    def agree(self, lines: list[str]) -> None:
+        compare(self.group, f"the collectives of {self.model_name}", lines, timeout=self.options.timeout)
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """While the forward is traced, the modules hold full-shape stand-ins; everywhere else they hold the shards."""
+        for parameters, attribute, entry in self._places:
+            entry.stand_in.requires_grad_(entry.shard.requires_grad)
+            parameters[attribute] = entry.stand_in
+        try:
+            yield
+        finally:
+            for parameters, attribute, entry in self._places:
+                parameters[attribute] = entry.shard
+
+
+def state_of(module: nn.Module) -> ShardedState | None:
+    """The state of a module that was sharded itself."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def states_in(module: nn.Module) -> list[ShardedState]:
+    """The states of all sharded modules in ``module``, itself included."""
+    return [state for m in module.modules() if (state := state_of(m)) is not None]
