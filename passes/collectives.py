@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
 
-from passes.plan import Bucket
+from passes.plan import Bucket, Shape
 
 # Symbols of an executor are kept by Thunder's lowering as they are, whichever executors the user chose.
 executor = OperatorExecutor("shardtrace", version="0.1")
@@ -92,13 +93,21 @@ def pack_rows(tensors: tuple[torch.Tensor, ...], bucket: Bucket, *, divisor: int
     start = 0
     for tensor, m in zip(tensors, bucket.members, strict=True):
         columns = rows[:, start : start + m.numel]
-        whole, rest = divmod(tensor.numel(), m.numel)  # ranks whose shard has no padding; elements of the next one
-        flat = tensor.reshape(-1)
+        whole, rest = divmod(math.prod(m.parameter.full_shape), m.numel)  # ranks whose shard has no padding; elements of the next one
+        flat = _reduced(tensor, m.parameter.full_shape).reshape(-1)
         torch.div(flat[: whole * m.numel].view(whole, m.numel), divisor, out=columns[:whole])
         if rest:
             torch.div(flat[whole * m.numel :], divisor, out=columns[whole, :rest])
         start += m.numel
     return rows.view(-1)
+
+
+def _reduced(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Sums a gradient over the dims by which its parameter was broadcast.
+
+    Thunder leaves that to the end for 0-dim tensors (torch's autograd engine does it where it receives a gradient).
+    """
+    return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
 
 
 # ---- symbols ----

@@ -37,6 +37,11 @@ def is_return(bsym: BoundSymbol) -> bool:
     return bsym.sym.id == prims.PrimIDs.RETURN
 
 
+def is_unpack(bsym: BoundSymbol) -> bool:
+    """A line that only gives names to what the function was called with."""
+    return bsym.sym.id in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
+
+
 def is_deletion(bsym: BoundSymbol) -> bool:
     """``del``, or the clearing of the list that held the saved tensors: made anew whenever lines have moved."""
     return bsym.sym.id == prims.PrimIDs.DEL or bsym.sym.id == clear_mutable_collection.id

@@ -20,6 +20,7 @@ from passes.recognise import (
     is_gather,
     is_issue,
     is_return,
+    is_unpack,
     is_wait,
 )
 
@@ -61,8 +62,9 @@ class _Schedule:
             for a in bsym.flat_proxy_args:
                 if a.name in self.wait_of:
                     self._wait(self.wait_of[a.name])
+            if not is_unpack(bsym):  # the first gathers go ahead of compute, after the signature's lines
+                self._issue_gathers(self.prefetch)
             self._emit(bsym)
-            self._issue_gathers(self.prefetch)
         return self.result
 
     def _gathers_by_first_use(self) -> list[BoundSymbol]:

@@ -67,7 +67,7 @@ def _verify_values(lines: list[BoundSymbol]) -> None:
     defined: set[str] = set()
     deleted: set[str] = set()
     for i, bsym in enumerate(lines):
-        used = names(bsym.args[0]) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}
+        used = names(bsym.args) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}
         if bsym.sym.id != prims.PrimIDs.UNPACK_TRIVIAL:
             if used & deleted:
                 _fail(lines, i, f"{sorted(used & deleted)[0]} is used after it was deleted")
@@ -114,7 +114,8 @@ def _verify_traffic(trace: TraceCtx) -> None:
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):
             expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
-            if tuple(value.shape) != expected or value.dtype != bucket.dtype:
+            fits = tuple(value.shape) == expected or (not gathers and not expected)  # see collectives._reduced
+            if not fits or value.dtype != bucket.dtype:
                 _fail(lines, i, f"{value.name} should have shape {expected} and dtype {bucket.dtype} as {m.parameter.name}")
             if (bsym.sym.id, m.parameter) in seen:
                 verb = "gathered" if gathers else "reduced"
@@ -146,7 +147,7 @@ def _needs(
     for i, bsym in enumerate(lines):
         if is_collective(bsym) or is_deletion(bsym):
             continue
-        for name in names(bsym.args[0]) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}:
+        for name in names(bsym.args) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}:
             for bucket in values.get(name, ()):
                 first.setdefault(bucket, i)
                 last[bucket] = i

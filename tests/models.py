@@ -1,0 +1,58 @@
+"""Small models for the tests. They trace in about a second and hold every kind of parameter."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+
+class Block(nn.Module):
+    """RMS norm and a gated product: weights used through broadcasts, casts, slices and transposes."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(width) + 0.5)
+        self.up = nn.Linear(width, 7)
+        self.down = nn.Parameter(torch.randn(7, width) / 3)  # used transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.norm
+        return x + F.linear(torch.tanh(self.up(y)), self.down.t())
+
+
+class Zoo(nn.Module):
+    """Parameters of every special kind, two blocks, tied embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)  # 11 rows: divisible by neither 2 nor 3
+        self.position = nn.Parameter(torch.randn(5, 6))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.frozen = nn.Parameter(torch.randn(1, 6), requires_grad=False)  # fewer rows than ranks
+        self.scale = nn.Parameter(torch.tensor(1.3))  # 0-dim
+        self.nothing = nn.Parameter(torch.zeros(0, 6))  # no elements
+        self.unused = nn.Parameter(torch.ones(4, 2))
+        self.row = nn.Parameter(torch.randn(1, 6))  # its shard has the full shape
+        self.offset = nn.Parameter(torch.randn(6))  # used in two places
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.full((6,), 0.1))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Loss if there are targets, else logits."""
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]] + self.offset
+        for block in self.blocks:
+            x = block(x)
+        x = x * self.scale + self.frozen + self.shift + self.row + self.offset + self.nothing.sum(0)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1))
+
+
+def tokens(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for :class:`Zoo`, of shape (rows, 5)."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 11, (rows, 6), generator=generator)
+    return data[:, :-1], data[:, 1:]
