@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-from thunder.core import dtypes
-
 from passes.plan import Member, ShardedParameter
+
+from thunder.core import dtypes
 
 MB = 2**20
 

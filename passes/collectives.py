@@ -15,15 +15,15 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from passes import compat
+from passes.plan import Bucket, Shape
+
 import torch
-import torch.distributed as dist
 from thunder.core.prims import OpTags, get_grad, put_grad
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
-
-from passes.plan import Bucket, Shape
 
 # Symbols of an executor are kept by Thunder's lowering as they are, whichever executors the user chose.
 executor = OperatorExecutor("shardtrace", version="0.1")
@@ -40,7 +40,7 @@ class InFlight(NamedTuple):
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     row = _flatten(shards)  # (numel,)
     rows = row.new_empty(bucket.plan.world_size * bucket.numel)
-    work = dist.all_gather_into_tensor(rows, row, group=bucket.plan.group, async_op=True)
+    work = compat.all_gather_single(rows, row, group=bucket.plan.group, async_op=True)
     return InFlight(work, rows, row)
 
 
@@ -52,7 +52,7 @@ def _finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, 
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     rows = pack_rows(grads, bucket, divisor=bucket.plan.world_size)
     row = rows.new_empty(bucket.numel)
-    work = dist.reduce_scatter_tensor(row, rows, group=bucket.plan.group, async_op=True)
+    work = compat.reduce_scatter_single(row, rows, group=bucket.plan.group, async_op=True)
     return InFlight(work, row, rows)
 
 
@@ -93,7 +93,8 @@ def pack_rows(tensors: tuple[torch.Tensor, ...], bucket: Bucket, *, divisor: int
     start = 0
     for tensor, m in zip(tensors, bucket.members, strict=True):
         columns = rows[:, start : start + m.numel]
-        whole, rest = divmod(math.prod(m.parameter.full_shape), m.numel)  # ranks whose shard has no padding; elements of the next one
+        # ranks whose shards have no padding, and the elements of the next one
+        whole, rest = divmod(math.prod(m.parameter.full_shape), m.numel)
         flat = _reduced(tensor, m.parameter.full_shape).reshape(-1)
         torch.div(flat[: whole * m.numel].view(whole, m.numel), divisor, out=columns[:whole])
         if rest:
@@ -131,9 +132,7 @@ def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureT
 
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     return tuple(
-        TensorProxy(
-            shape=m.parameter.full_shape, device=future.device, dtype=future.dtype, requires_grad=m.trainable
-        )
+        TensorProxy(shape=m.parameter.full_shape, device=future.device, dtype=future.dtype, requires_grad=m.trainable)
         for m in bucket.members
     )
 

@@ -6,6 +6,9 @@ or to mark it as unsupported. torch 2.13 removed named tensors, and with them fi
 bears the method's name (Thunder checks it) and raises when it is called, as the removed method would.
 
 Where nothing is missing (torch up to 2.12, or a Thunder that no longer asks), nothing is done.
+
+torch 2.13 also gave two collectives new names; :data:`all_gather_single` and :data:`reduce_scatter_single` are them
+under whichever name this torch has.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 REMOVED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from passes.bucketing import Group, Use, group_uses
+from passes.collectives import synchronize
+from passes.plan import Bucket, Enlisted, Member, ShardedParameter
+
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import is_constant_for_vjp
-
-from passes.bucketing import Group, Use, group_uses
-from passes.collectives import synchronize
-from passes.plan import Bucket, Enlisted, Member, ShardedParameter
 
 
 def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
@@ -31,7 +31,11 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     if not first_use:
         return computation
     uses = [
-        Use(Member(parameter, parameter in trainable), canonical[parameter].dtype, canonical[parameter].device.device_str())
+        Use(
+            Member(parameter, parameter in trainable),
+            canonical[parameter].dtype,
+            canonical[parameter].device.device_str(),
+        )
         for parameter in first_use
     ]
     groups = group_uses(uses)

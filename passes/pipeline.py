@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from thunder.core.trace import TraceCtx, TraceProvenance
-from thunder.core.transform_common import Transform
-
 from passes.insert_synchronize import insert_synchronize
 from passes.plan import Enlisted, Plan
 from passes.recognise import bucket_of, is_issue
@@ -21,6 +18,9 @@ from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.traffic import collectives
 from passes.verify import verify
+
+from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.transform_common import Transform
 
 Stage = Callable[[TraceCtx, TraceCtx, Enlisted], tuple[TraceCtx, TraceCtx]]
 

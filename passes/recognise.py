@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.plan import Bucket
+
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.executors.pythonex import clear_mutable_collection
-
-from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.plan import Bucket
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -51,6 +51,25 @@ def is_backward(trace: TraceCtx) -> bool:
     return TraceTag.BACKWARD in trace.tags
 
 
+# Thunder tags only some of its random symbols RANDOM_OP, and none of those of its executors.
+RANDOM_NAMES = ("rand", "uniform", "multinomial", "bernoulli", "dropout", "philox", "normal_", "scaled_dot_product")
+CONSTANT_NAMES = frozenset({"arange", "iota", "full", "zeros", "ones", "tensor_from_sequence"})
+
+
+def is_repeatable(bsym: BoundSymbol) -> bool:
+    """True if computing it again gives the same values and changes nothing."""
+    return not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE}) and not _is_random(bsym)
+
+
+def _is_random(bsym: BoundSymbol) -> bool:
+    return any(name in bsym.sym.name for name in RANDOM_NAMES) or any(_is_random(part) for part in bsym.subsymbols)
+
+
+def is_constant(bsym: BoundSymbol) -> bool:
+    """True for a line that makes a tensor out of numbers."""
+    return bsym.sym.name in CONSTANT_NAMES and not any(isinstance(a, TensorProxy) for a in bsym.flat_proxy_args)
+
+
 def bucket_of(bsym: BoundSymbol) -> Bucket:
     """The bucket of a collective's line."""
     bucket: Bucket = bsym.args[1]
@@ -65,29 +84,29 @@ def names(values: Any) -> set[str]:
 def unsharded_values(lines: Iterable[BoundSymbol]) -> dict[str, frozenset[Bucket]]:
     """For each value that holds unsharded parameters, the buckets that it comes from.
 
-    These are the outputs of gathers, and whatever is computed deterministically from nothing but them: views, casts,
-    slices, transposes. Memory of a parameter lives as long as any of them.
+    These are the outputs of gathers, and whatever is computed deterministically from nothing but them and constants:
+    views, casts, slices, transposes. Memory of a parameter lives as long as any of them.
     """
     found: dict[str, frozenset[Bucket]] = {}
     for bsym in lines:
         _mark_unsharded(bsym, found)
-    return found
+    return {name: buckets for name, buckets in found.items() if buckets}
 
 
 def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:
+    """Constants are marked with no bucket."""
     if bsym.sym.id == wait_all_gather.id:
-        for o in bsym.flat_proxy_outs:
-            found[o.name] = frozenset([bucket_of(bsym)])
+        buckets = frozenset([bucket_of(bsym)])
+    elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
         return
-    if is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
-        return
-    sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-    if not any(name in found for name in sources):
-        return
-    if bsym.sym.is_fusion:  # only its parts tell which of its outputs come from parameters alone
+    elif bsym.sym.is_fusion:  # only its parts tell which of its outputs come from parameters alone
         for part in bsym.subsymbols:
             _mark_unsharded(part, found)
-    elif all(name in found for name in sources) and not has_tags(bsym, {prims.OpTags.RANDOM_OP}):
+        return
+    else:
+        sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        if not (sources and all(name in found for name in sources) and is_repeatable(bsym)) and not is_constant(bsym):
+            return
         buckets = frozenset[Bucket]().union(*(found[name] for name in sources))
-        for o in bsym.flat_proxy_outs:
-            found.setdefault(o.name, buckets)
+    for o in bsym.flat_proxy_outs:
+        found.setdefault(o.name, buckets)

@@ -8,15 +8,17 @@ last link, and with it the memory of the whole parameter.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+from passes.collectives import synchronize
+from passes.recognise import is_constant, is_repeatable
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
-
-from passes.collectives import synchronize
 
 
 def regather(computation: TraceCtx) -> TraceCtx:
@@ -29,45 +31,54 @@ def regather(computation: TraceCtx) -> TraceCtx:
     if not any(_is_regathered(b) for b in computation.bound_symbols):
         return computation
     returned = {p.name for p in tree_iter(computation.bound_symbols[-1].args[0]["output"]) if isinstance(p, Proxy)}
-    derived: set[str] = set()
+    derived = Derived(set(), set(), returned)
     new = from_trace(computation)
     for bsym in computation.bound_symbols:
-        for line in _tagged(bsym, derived, returned):
-            new.bound_symbols.append(line)
+        new.bound_symbols += _tagged(bsym, derived)
     return new
+
+
+class Derived(NamedTuple):
+    """Names of values: computed from parameters and constants, computed from nothing, and returned."""
+
+    parameters: set[str]
+    constants: set[str]
+    returned: set[str]
 
 
 def _is_regathered(bsym: BoundSymbol) -> bool:
     return bsym.sym.id == synchronize.id and bsym.args[1].plan.regather
 
 
-def _tagged(bsym: BoundSymbol, derived: set[str], returned: set[str]) -> Iterator[BoundSymbol]:
+def _tagged(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
     if _is_regathered(bsym) or _is_derived(bsym, derived):
         outputs = {o.name for o in bsym.flat_proxy_outs}
-        if outputs.isdisjoint(returned):
-            derived |= outputs
+        if outputs.isdisjoint(derived.returned):
+            derived.parameters.update(outputs)
             yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
             return
     elif _has_derived_part(bsym, derived) and _is_decomposed_by_autodiff(bsym):
         for part in bsym.subsymbols:
-            yield from _tagged(part.from_bsym(tags=part.tags | bsym.tags), derived, returned)
+            yield from _tagged(part.from_bsym(tags=part.tags | bsym.tags), derived)
         return
+    elif is_constant(bsym):
+        derived.constants.update(o.name for o in bsym.flat_proxy_outs)
     yield bsym.from_bsym()
 
 
-def _is_derived(bsym: BoundSymbol, derived: set[str]) -> bool:
+def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
     """Computed from parameters and constants alone, the same way each time."""
-    tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
     return (
-        bool(tensors)
-        and all(a.name in derived for a in tensors)
+        not tensors.isdisjoint(derived.parameters)
+        and tensors <= derived.parameters | derived.constants
         and bsym.sym is not prims.python_return
-        and not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE})
+        and is_repeatable(bsym)
     )
 
 
-def _has_derived_part(bsym: BoundSymbol, derived: set[str]) -> bool:
-    if not any(a.name in derived for a in bsym.flat_proxy_args):
+def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
+    if not any(a.name in derived.parameters for a in bsym.flat_proxy_args):
         return False
     return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
 

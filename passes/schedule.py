@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
-from thunder.executors.passes import del_last_used
-
 from passes.recognise import (
     bucket_of,
     is_backward,
@@ -23,6 +19,10 @@ from passes.recognise import (
     is_unpack,
     is_wait,
 )
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.executors.passes import del_last_used
 
 
 def schedule(trace: TraceCtx) -> TraceCtx:

@@ -7,14 +7,14 @@ computation is left as it was: :mod:`passes.insert_synchronize` gives it the ful
 
 from __future__ import annotations
 
+from passes.collectives import check_parameters
+from passes.plan import Enlisted
+
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
 from thunder.core.proxies import TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-
-from passes.collectives import check_parameters
-from passes.plan import Enlisted
 
 
 def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enlisted) -> tuple[TraceCtx, TraceCtx]:
@@ -30,7 +30,9 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
 
     new_computation = from_trace(computation)
     # inputs of the computation are proxies of their own, equal to the prologue's outputs by name
-    inputs = {variableify(p): _as_shard(p, new_computation, enlisted) for p in computation.args if variableify(p) in swap}
+    inputs = {
+        variableify(p): _as_shard(p, new_computation, enlisted) for p in computation.args if variableify(p) in swap
+    }
     new_computation.args = tuple(inputs.get(variableify(p), p) for p in computation.args)
     new_computation.bound_symbols = [
         b.from_bsym_swap_proxies(inputs) if b.sym is prims.unpack_trivial else b.from_bsym()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from thunder.core.trace import TraceCtx
-
 from passes.collectives import all_gather
 from passes.recognise import bucket_of, is_backward, is_issue
+
+from thunder.core.trace import TraceCtx
 
 
 class Collective(NamedTuple):
     """One collective of a trace, in the order in which it is issued.
 
-    ``bytes`` counts the whole unsharded bucket, padding included; each rank sends and receives ``bytes * (N - 1) / N``
-    of it where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather" or "reduce_scatter".
+    ``bytes`` counts the whole unsharded bucket, padding included; of it each rank sends and receives
+    ``bytes * (N - 1) / N`` where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather"
+    or "reduce_scatter", ``parameters`` the names of the bucket's members.
     """
 
     kind: str

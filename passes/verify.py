@@ -17,11 +17,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NoReturn
 
-from thunder.core import prims
-from thunder.core.proxies import FutureTensorProxy
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceTag
-
 from passes.collectives import all_gather
 from passes.plan import Bucket, ShardedParameter
 from passes.recognise import (
@@ -36,6 +31,11 @@ from passes.recognise import (
     names,
     unsharded_values,
 )
+
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag
 
 
 class VerificationError(AssertionError):
@@ -116,7 +116,11 @@ def _verify_traffic(trace: TraceCtx) -> None:
             expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see collectives._reduced
             if not fits or value.dtype != bucket.dtype:
-                _fail(lines, i, f"{value.name} should have shape {expected} and dtype {bucket.dtype} as {m.parameter.name}")
+                _fail(
+                    lines,
+                    i,
+                    f"{value.name} should have shape {expected} and dtype {bucket.dtype} as {m.parameter.name}",
+                )
             if (bsym.sym.id, m.parameter) in seen:
                 verb = "gathered" if gathers else "reduced"
                 _fail(lines, i, f"parameter {m.parameter.name} is {verb} twice")
@@ -154,9 +158,7 @@ def _needs(
     return first, last
 
 
-def _live_buckets(
-    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
-) -> Iterator[tuple[int, set[Bucket]]]:
+def _live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> Iterator[tuple[int, set[Bucket]]]:
     """At each line that adds to them, the buckets whose memory is held: from issue until all their values are gone."""
     alive: dict[str, frozenset[Bucket]] = {}  # futures and values
     counts: dict[Bucket, int] = {}
@@ -193,7 +195,8 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
     for p in saved:
         kept = [b for b in values.get(p.name, ()) if b.plan.regather]
         if kept and p.name not in outputs:
-            _fail(lines, len(lines) - 1, f"{p.name}, unsharded parameters of bucket {kept[0].label}, is saved for backward")
-
-
-
+            _fail(
+                lines,
+                len(lines) - 1,
+                f"{p.name}, unsharded parameters of bucket {kept[0].label}, is saved for backward",
+            )

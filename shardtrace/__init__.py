@@ -12,8 +12,8 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
+from shardtrace.api import fsdp
 from shardtrace.consensus import RankMismatchError
-from shardtrace.fsdp import fsdp
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.report import collectives
 from shardtrace.strategy import ShardingStrategy

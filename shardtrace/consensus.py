@@ -28,7 +28,9 @@ def compare(group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: f
             raise RankMismatchError(f"rank {rank}: {error}")
         return
     store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
-    turn = store.add(f"turn/{rank}", 1)  # the store counts for us: the n-th comparison of each rank meets the others' n-th
+    turn = store.add(
+        f"turn/{rank}", 1
+    )  # the store counts for us: the n-th comparison of each rank meets the others' n-th
     store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error}))
     if rank == 0:
         store.set(f"{turn}/verdict", _verdict(store, turn, what, world_size, timeout))
@@ -44,14 +46,15 @@ def compare(group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: f
 def _verdict(store: dist.Store, turn: int, what: str, world_size: int, timeout: float) -> str:
     """What is wrong, or nothing."""
     keys = [f"{turn}/{r}" for r in range(world_size)]
-    absent = []
+    absent: list[int] = []
     for r, key in enumerate(keys):
         try:
             store.wait([key], timedelta(seconds=0.01 if absent else timeout))
         except dist.DistStoreError:
             absent.append(r)
     if absent:
-        return f"rank(s) {', '.join(map(str, absent))} did not come to compare {what} within {timeout:g} s: they do something else"
+        ranks = ", ".join(map(str, absent))
+        return f"rank(s) {ranks} did not come to compare {what} within {timeout:g} s: they do something else"
     said = [json.loads(store.get(key)) for key in keys]
     for key in keys:
         store.delete_key(key)
@@ -71,6 +74,7 @@ def _difference(first: dict, other: dict, rank: int) -> str:
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if len(a) == len(b) == at:
         return ""
-    lengths = f"{first['what']}: rank 0 has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else first["what"]
+    lengths = f": rank 0 has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else ""
     mine, theirs = (side[at] if at < len(side) else "nothing" for side in (a, b))
-    return f"the ranks differ in {lengths}; the first difference, at position {at}: rank 0 has {mine}; rank {rank} has {theirs}"
+    where = f"the ranks differ in {first['what']}{lengths}; the first difference, at position {at}"
+    return f"{where}: rank 0 has {mine}; rank {rank} has {theirs}"

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.sharding import shard, unshard
+from shardtrace.state import Entry, ShardedState, states_in
+
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-
-from shardtrace.consensus import RankMismatchError, compare
-from shardtrace.sharding import shard, unshard
-from shardtrace.state import Entry, ShardedState, states_in
 
 
 def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, tuple[ShardedState, Entry]]]:
@@ -46,7 +46,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             if id(value) not in whole:
-                full = unshard(value, entries[id(value)][1].full_shape, entries[id(value)][0].group) if id(value) in entries else value.detach()
+                state, entry = entries.get(id(value), (None, None))
+                full = unshard(value, entry.full_shape, state.group) if state and entry else value.detach()
                 whole[id(value)] = (full.cpu() if cpu else full) if keep else torch.empty(0)
             value = whole[id(value)]
         if keep:
@@ -79,7 +80,9 @@ def load_full_state_dict(
     keys = _IncompatibleKeys([], [])
     problems: list[str] = []
     if has_values:
-        keys = _IncompatibleKeys([k for k in targets if k not in state_dict], [k for k in state_dict if k not in targets])
+        keys = _IncompatibleKeys(
+            [k for k in targets if k not in state_dict], [k for k in state_dict if k not in targets]
+        )
         problems = [
             f"{k} has shape {tuple(state_dict[k].shape)}, the model's is {shape}"
             for k, shape in shapes.items()

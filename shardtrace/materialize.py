@@ -31,33 +31,30 @@ def materialized(
     device: torch.device,
     param_init_fn: InitFn | None,
     whole: Callable[[nn.Parameter], torch.Tensor],
-) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Gives a module's own meta parameters memory and values; yields (attribute, the Parameter object, its values).
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Gives a module's own meta parameters and buffers memory and values; yields each Parameter object and its values.
 
     ``whole`` returns the full values of a parameter of this module that another module has initialised and sharded
     before (tied weights): as without sharding, the last module that initialises a tied parameter wins.
     """
-    originals = {a: p for a, p in module._parameters.items() if p is not None}
-    for attribute, p in originals.items():
+    originals = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, p in originals.items():
         values = torch.empty_like(p, device=device) if p.is_meta else whole(p)
-        module._parameters[attribute] = nn.Parameter(values, requires_grad=p.requires_grad)
-    for attribute, b in module._buffers.items():
+        module._parameters[name] = nn.Parameter(values, requires_grad=p.requires_grad)
+    for name, b in module._buffers.items():
         if b is not None and b.is_meta:
-            module._buffers[attribute] = torch.empty_like(b, device=device)
+            module._buffers[name] = torch.empty_like(b, device=device)
     try:
         with torch.no_grad():
             if param_init_fn is not None:
                 param_init_fn(module)
             else:
                 module.reset_parameters()  # type: ignore[operator]
-        values_of = {a: module._parameters[a] for a in originals}
+        initialized = {name: module.get_parameter(name).detach() for name in originals}
     finally:
-        for attribute, p in originals.items():
-            module._parameters[attribute] = p
-    for attribute, p in originals.items():
-        values = values_of.pop(attribute)
-        assert values is not None
-        yield attribute, p, values.detach()
+        module._parameters.update(originals)
+    for name, p in originals.items():
+        yield p, initialized.pop(name)
 
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:

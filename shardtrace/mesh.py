@@ -19,7 +19,9 @@ def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
     """
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            raise ValueError(f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name']")
+            raise ValueError(
+                f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name']"
+            )
         return mesh.get_group()
     if isinstance(mesh, dist.ProcessGroup):
         if dist.get_rank(mesh) < 0:
@@ -28,7 +30,10 @@ def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
     if mesh is not None:
         raise TypeError(f"mesh must be a DeviceMesh or a ProcessGroup, not {type(mesh).__name__}")
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched() and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        if (
+            not dist.is_torchelastic_launched()
+            and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        ):
             raise RuntimeError(
                 "there is no process group and no torchrun environment to make one from: start the script with "
                 "torchrun, call torch.distributed.init_process_group first, or pass mesh="

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import thunder
-
 import passes
 from passes import Collective
+
+import thunder
 
 
 def collectives(cmodel: Callable[..., Any]) -> list[Collective]:
@@ -24,7 +24,7 @@ def collectives(cmodel: Callable[..., Any]) -> list[Collective]:
     forward = thunder.last_traces(cmodel)
     # on a cache hit Thunder renews last_traces alone: the backward that belongs to it is in the cache
     entries = thunder.compile_stats(cmodel).interpreter_cache
-    backward = next((e.backward_traces for e in entries if e.computation_traces is forward), [])
+    backward: list[Any] = next((e.backward_traces for e in entries if e.computation_traces is forward), [])
     last = next((t for t in reversed(forward) if t.bound_symbols), None)
     rows = passes.collectives(last) if last is not None else []
     return rows + (passes.collectives(backward[-1]) if backward else [])

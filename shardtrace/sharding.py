@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+from passes.compat import all_gather_single
+from passes.plan import Shape, shard_shape
+
 import torch
 import torch.distributed as dist
 
-from passes.plan import Shape, shard_shape
 
-
-def shard(full: torch.Tensor, group: dist.ProcessGroup, device: torch.device | None = None) -> torch.Tensor:
-    """This rank's padded dim-0 shard of ``full``, in memory of its own, on ``device``.
+def shard(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's padded dim-0 shard of ``full``, in memory of its own.
 
     ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape ``(1,)``. A tensor without
-    elements is returned as it is.
+    elements, or in a group of one, is returned as it is.
     """
     source = full.detach()
-    if source.numel() == 0:
-        return source.to(device or source.device)
+    if source.numel() == 0 or group.size() == 1:
+        return source
     source = source.reshape(1) if source.dim() == 0 else source
     shape = shard_shape(tuple(source.shape), group.size())
     mine = source[group.rank() * shape[0] :][: shape[0]]  # empty or short where padding begins
-    result = torch.zeros(shape, dtype=source.dtype, device=device or source.device)
+    result = torch.zeros(shape, dtype=source.dtype, device=source.device)
     result[: mine.shape[0]].copy_(mine)
     return result
 
 
 def unshard(shard: torch.Tensor, full_shape: Shape, group: dist.ProcessGroup) -> torch.Tensor:
     """The inverse of :func:`shard`: gathers from all ranks of ``group`` (a collective) and drops the padding."""
-    if shard.shape == full_shape and (shard.numel() == 0 or group.size() == 1):
+    if shard.numel() == 0 or group.size() == 1:
         return shard.detach().clone()
     mine = shard.detach().contiguous()
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
-    dist.all_gather_into_tensor(padded, mine, group=group)
+    all_gather_single(padded, mine, group=group)
     return padded[: full_shape[0]] if full_shape else padded[0]

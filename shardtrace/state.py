@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
 from passes.plan import Plan, Shape, ShardedParameter
 from shardtrace.consensus import compare
 from shardtrace.strategy import ShardingStrategy
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 
@@ -42,6 +42,7 @@ class Entry:
     layer: str
     block: str | None
     shard: nn.Parameter
+    shard_shape: Shape
     stand_in: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
 
@@ -58,7 +59,7 @@ class Entry:
         for what, now, then in (
             ("dtype", self.shard.dtype, expected.dtype),
             ("device", self.shard.device, device),
-            ("requires_grad of a non-floating type", not self.shard.requires_grad or self.shard.is_floating_point(), True),
+            ("shape of the shard", tuple(self.shard.shape), self.shard_shape),
         ):
             if now != then:
                 raise RuntimeError(
@@ -70,9 +71,7 @@ class Entry:
 class ShardedState:
     """The sharding of one model. Copies deeply along with it; the process group is shared."""
 
-    def __init__(
-        self, model_name: str, group: dist.ProcessGroup, options: Options, entries: tuple[Entry, ...]
-    ) -> None:
+    def __init__(self, model_name: str, group: dist.ProcessGroup, options: Options, entries: tuple[Entry, ...]) -> None:
         self.model_name = model_name
         self.group = group
         self.options = options
@@ -100,7 +99,7 @@ class ShardedState:
             stand_in = copy.deepcopy(e.stand_in, memo)
             stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
-            entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, stand_in, owners))
+            entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, e.shard_shape, stand_in, owners))
         return ShardedState(self.model_name, self.group, self.options, tuple(entries))
 
     def check_owners(self) -> None:

@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from passes.pipeline import Compilation, Pass, pipeline
+from shardtrace.state import ATTRIBUTE, ShardedState, state_of
+
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from torch import nn
-
-from passes.pipeline import Compilation, Pass, pipeline
-from shardtrace.state import ATTRIBUTE, ShardedState, state_of
 
 
 def run_forward(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -90,13 +90,13 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_forward(original, self, *args, **kwargs)
 
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
             f"{type(self).__name__} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
             "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"

@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import shardtrace  # noqa: F401  makes thunder importable on torch 2.13
+
 import pytest
 import torch.distributed as dist
 from ranks import Ranks

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import shardtrace  # isort: split
+
+import thunder
 import torch
 import torch.distributed as dist
 from models import Zoo, tokens
 
-import shardtrace  # isort: split
-import thunder
 
-
-def reference(steps: int, optimizer: str, build: Any = Zoo, rows: int = 12) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(
+    steps: int, optimizer: str, build: Any = Zoo, rows: int = 12
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and parameters of the single-process model on the whole batch."""
     torch.manual_seed(0)
     model = build()
@@ -58,7 +60,8 @@ def train_zoo(strategy: str, bucketing: Any, optimizer: str = "adamw", steps: in
         loss = cmodel(*my_rows(step))
         loss.backward()
         opt.step()
-        assert model.unused.grad is None and model.frozen.grad is None
+        assert model.unused.grad is None
+        assert model.frozen.grad is None
         opt.zero_grad()
         losses.append(mean_over_ranks(loss))
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import thunder
-import torch
-import torch.distributed as dist
-from thunder.core.module import ThunderModule
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.mesh import Mesh, resolve_device, resolve_group
@@ -19,6 +12,14 @@ from shardtrace.sharding import shard, unshard
 from shardtrace.state import Entry, Options, ShardedState, state_of, states_in
 from shardtrace.strategy import ShardingStrategy, parse_bucketing_strategy, parse_sharding_strategy
 from shardtrace.tracing import attach
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,10 +70,8 @@ def fsdp(
 
     Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the layout is that of PyTorch FSDP2.
     """
-    if isinstance(model, ThunderModule):
-        jitted, model = model, model._model
-    else:
-        jitted = None
+    jitted = model if isinstance(model, ThunderModule) else None
+    model = jitted._model if jitted is not None else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(model).__name__}")
     options = Options(
@@ -81,22 +80,21 @@ def fsdp(
         _parse_prefetch(prefetch),
         timeout,
     )
-    exclude = {id(p) for state in states_in(model) for p in (e.shard for e in state.entries)}
+    exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
     found = places(model, exclude)
     target = resolve_device(device, found[0].parameter.device if found else None)
     group = resolve_group(mesh, target)
 
     _agree(model, found, options, broadcast_from, param_init_fn, group)
-    stand_ins = {id(p.parameter): _stand_in(p.parameter, target) for p in found}
-    shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
-    _shard_parameters(model, exclude, group, target, broadcast_from, param_init_fn, found)
+    stand_ins = [_stand_in(p.parameter, target) for p in found]
+    _shard_parameters(model, found, group, target, broadcast_from, param_init_fn)
     entries = tuple(
-        Entry(p.name, shapes[id(p.parameter)], p.layer, p.block, p.parameter, stand_ins[id(p.parameter)], tuple(p.owners))
-        for p in found
-        if stand_ins[id(p.parameter)].numel() and group.size() > 1
+        Entry(p.name, tuple(s.shape), p.layer, p.block, p.parameter, tuple(p.parameter.shape), s, tuple(p.owners))
+        for p, s in zip(found, stand_ins, strict=True)
+        if s.numel() and group.size() > 1
     )
     attach(model, ShardedState(type(model).__name__, group, options, entries))
-    return _jit_again(jitted) if jitted is not None else model  # type: ignore[return-value]
+    return _jit_again(jitted) if jitted is not None else model
 
 
 def _parse_prefetch(prefetch: Any) -> int:
@@ -121,8 +119,9 @@ def _agree(
         for p in found
     ]
     lines.append(f"options {options} broadcast_from={broadcast_from}")
+    what = f"the parameters of {type(model).__name__}"
     try:
-        compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout, error=str(error or ""))
+        compare(group, what, lines, timeout=options.timeout, error=str(error or ""))
     except RankMismatchError as mismatch:
         raise error or mismatch from None
 
@@ -139,11 +138,12 @@ def _refusal(
     if state_of(model) is not None:
         return ValueError(f"{name} is sharded already: call fsdp() once for each model")
     if "forward" in model.__dict__:
-        return ValueError(f"{name} has a forward of its own instance, which fsdp() cannot trace: define it in the class")
-    if broadcast_from is not None and broadcast_from not in dist.get_process_group_ranks(group):
-        return ValueError(f"broadcast_from={broadcast_from} is not a rank of the group {dist.get_process_group_ranks(group)}")
+        return ValueError(f"{name} has a forward set on the instance, which fsdp() cannot trace: set it on the class")
+    ranks = dist.get_process_group_ranks(group)
+    if broadcast_from is not None and broadcast_from not in ranks:
+        return ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
     for p in found:
-        if isinstance(p.parameter, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(p.parameter):
             return ValueError(f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()")
         if isinstance(p.parameter, DTensor):
             return ValueError(f"parameter {p.name!r} is a DTensor: fsdp() takes plain tensors")
@@ -163,39 +163,35 @@ def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 def _shard_parameters(
     model: nn.Module,
-    exclude: set[int],
+    found: list[Place],
     group: dist.ProcessGroup,
     device: torch.device,
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
-    found: list[Place],
 ) -> None:
-    """Module by module, parameter by parameter: the whole is freed as its shard is made."""
+    """Module by module, parameter by parameter: the whole is freed as soon as its shard is made."""
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
     sharded: set[int] = set()
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
         whole = broadcast(values.to(device), broadcast_from, group)
-        set_data(parameter, shard(whole, group) if group.size() > 1 else whole, names[id(parameter)])
+        set_data(parameter, shard(whole, group), names[id(parameter)])
         sharded.add(id(parameter))
 
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:
-        if id(parameter) in sharded and group.size() > 1:
+        if id(parameter) in sharded:
             return unshard(parameter, full_shapes[id(parameter)], group)
         return parameter.detach().to(device)
 
     meta_modules = {m for m in model.modules() if has_meta(m)}  # before the first of a tied parameter has memory
     for module in model.modules():
-        if any(id(p) in exclude for p in module._parameters.values()):
-            continue  # sharded on its own before
         if module in meta_modules:
-            for _, parameter, values in materialized(module, device, param_init_fn, whole_again):
+            for parameter, values in materialized(module, device, param_init_fn, whole_again):
                 keep_shard(parameter, values)
-        else:
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in sharded:
-                    keep_shard(parameter, parameter.detach())
+        for own in module._parameters.values():
+            if own is not None and id(own) in names and id(own) not in sharded:
+                keep_shard(own, own.detach())
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)

@@ -1,0 +1,65 @@
+# Everything happens in a virtual environment of its own. `make help` lists what there is.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+
+# make train
+NPROC ?= 2
+MODEL ?= tiny
+STRATEGY ?= zero3
+STEPS ?= 700
+DEVICE ?= cpu
+TRAIN_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+.DELETE_ON_ERROR:
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo "Variables: PYTHON VENV TORCH; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS"
+
+train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3: about a minute and a half
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
+		examples/gpt2/train.py --model $(MODEL) --sharding-strategy $(STRATEGY) --steps $(STEPS) \
+		--device $(DEVICE) $(TRAIN_ARGS)
+
+test: lint  ## check the code's style and types, then run all tests
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mypy examples/gpt2
+
+clean:  ## remove the environment and all that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is installed is remembered by a stamp, and looked at again only when pyproject.toml changes.
+$(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+	$(BIN)/python -m pip install -q -e ".[$*]"
+	@touch $@
+
+# The CUDA build of torch brings gigabytes that a machine without a GPU has no use for: there the CPU build is tried
+# first, from the indexes that pip is configured for and then from PyTorch's own.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit("needs Python 3.10 to 3.13, "\
+	"but $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@set -- $(BIN)/python -m pip install -q; \
+	if ! command -v nvidia-smi >/dev/null 2>&1; then \
+		echo "installing torch $(TORCH), the CPU build if one is offered"; \
+		"$$@" "torch==$(TORCH)+cpu" 2>/dev/null \
+		|| "$$@" --timeout 10 --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu \
+			"torch==$(TORCH)+cpu" 2>/dev/null \
+		|| "$$@" "torch==$(TORCH)"; \
+	else \
+		echo "installing torch $(TORCH)"; \
+		"$$@" "torch==$(TORCH)"; \
+	fi
+	@touch $@

@@ -1,0 +1,209 @@
+from passes.recognise import is_collective
+
+import pytest
+import thunder
+import torch
+from expecttest import assert_expected_inline
+from golden import compile_fake, stage, text
+from torch import nn
+
+
+def two_linear():
+    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+def collective_lines(trace):
+    """Collectives by bucket, with the compute between them as dots."""
+    words = []
+    for b in trace.bound_symbols:
+        if is_collective(b):
+            words.append(
+                f"{b.sym.name.replace('all_gather', 'gather').replace('reduce_scatter', 'reduce')} {b.args[1].label}"
+            )
+        elif b.sym.name in ("linear", "matmul", "tanh", "python_return"):
+            words.append(b.sym.name)
+    return "\n".join(words)
+
+
+def test_golden_forward(fake_ranks):
+    fake_ranks(2)
+    assert_expected_inline(
+        text(stage(compile_fake(two_linear, torch.ones(3, 6)), "schedule")),
+        """\
+ft0 = all_gather((t_0_weight, t_0_bias), b_0)
+ft1 = all_gather((t_2_weight, t_2_bias), b_2)
+(t2, t3) = wait_all_gather(ft0, b_0)
+del ft0
+t4 = torch.nn.functional.linear(input, t2, t3)
+del t2, t3
+t5 = torch.tanh(t4)
+del t4
+(t6, t7) = wait_all_gather(ft1, b_2)
+del ft1
+t8 = torch.nn.functional.linear(t5, t6, t7)
+del t6, t7
+return {'output': (t8,), 'flat_args': [input, t_0_bias, t_0_weight, t_2_bias, t_2_weight], 'flat_output': (t8,)}, ((t_2_weight, t_2_bias, t5, input), ())""",
+    )
+
+
+def test_golden_backward_of_zero3(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(two_linear, torch.ones(3, 6))
+    assert_expected_inline(
+        text(stage(cmodel, "schedule", thunder.last_backward_traces)),
+        """\
+C0, C1, = saved_for_backward
+clear_mutable_collection(saved_for_backward)
+clear_mutable_collection(C1)
+del C1, saved_for_backward
+t0, = cotangents
+clear_mutable_collection(cotangents)
+del cotangents
+t_2_weight, t_2_bias, t1, input, = C0
+clear_mutable_collection(C0)
+del C0
+bw_ft2 = all_gather((t_2_weight, t_2_bias), b_2)
+del t_2_weight, t_2_bias
+t3 = torch.reshape(t0, (-1, 5))
+(bw_t4, bw_t5) = wait_all_gather(bw_ft2, b_2)
+del bw_t5, bw_ft2
+t6 = torch.matmul(t3, bw_t4)
+del t3, bw_t4
+t7 = torch.reshape(t6, (3, 64))
+del t6
+t8 = torch.reshape(t0, (-1, 5))
+t9 = torch.permute(t8, (1, 0))
+del t8
+t10 = torch.reshape(t1, (-1, 64))
+t11 = torch.matmul(t9, t10)
+del t9, t10
+t12 = torch.sum(t0, (0,), False, dtype=None)
+del t0
+ft13 = reduce_scatter((t11, t12), b_2)
+del t11, t12
+t14 = torch.mul(t1, t1)
+del t1
+t15 = torch.sub(1, t14, alpha=1)
+del t14
+t16 = torch.mul(t7, t15)
+del t7, t15
+t17 = torch.reshape(t16, (-1, 64))
+t18 = torch.permute(t17, (1, 0))
+del t17
+t19 = torch.reshape(input, (-1, 6))
+del input
+t20 = torch.matmul(t18, t19)
+del t18, t19
+t21 = torch.sum(t16, (0,), False, dtype=None)
+del t16
+ft22 = reduce_scatter((t20, t21), b_0)
+del t20, t21
+(t23, t24) = wait_reduce_scatter(ft13, b_2)
+del ft13
+(t25, t26) = wait_reduce_scatter(ft22, b_0)
+del ft22
+return (None, t26, t25, t24, t23)""",
+    )
+
+
+def test_golden_backward_of_zero2(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy="zero2")
+    assert_expected_inline(
+        collective_lines(stage(cmodel, "schedule", thunder.last_backward_traces)),
+        """\
+matmul
+matmul
+reduce 2
+matmul
+reduce 0
+wait_reduce 2
+wait_reduce 0
+python_return""",
+    )
+
+
+def four_linear():
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+
+
+def test_prefetch_0(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4), prefetch=0)
+    assert_expected_inline(
+        collective_lines(stage(cmodel, "schedule")),
+        """\
+gather 0
+wait_gather 0
+linear
+gather 1
+wait_gather 1
+linear
+gather 2
+wait_gather 2
+linear
+gather 3
+wait_gather 3
+linear
+python_return""",
+    )
+
+
+def test_prefetch_1(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4))
+    assert_expected_inline(
+        collective_lines(stage(cmodel, "schedule")),
+        """\
+gather 0
+gather 1
+wait_gather 0
+linear
+gather 2
+wait_gather 1
+linear
+gather 3
+wait_gather 2
+linear
+wait_gather 3
+linear
+python_return""",
+    )
+
+
+def test_prefetch_2(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4), prefetch=2)
+    assert_expected_inline(
+        collective_lines(stage(cmodel, "schedule")),
+        """\
+gather 0
+gather 1
+gather 2
+wait_gather 0
+linear
+gather 3
+wait_gather 1
+linear
+wait_gather 2
+linear
+wait_gather 3
+linear
+python_return""",
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_compute_keeps_its_order(fake_ranks, strategy):
+    fake_ranks(2)
+    cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy=strategy)
+    for traces in (thunder.last_traces(cmodel), thunder.last_backward_traces(cmodel)):
+        before, after = (
+            [
+                [o.name for o in b.flat_proxy_outs]
+                for b in trace.bound_symbols
+                if not is_collective(b) and b.flat_proxy_outs and not b.sym.name.startswith("unpack")
+            ]
+            for trace in (next(t for t in traces if "Delete Last Used" in str(t.get_provenance())), traces[-1])
+        )
+        assert before == after
