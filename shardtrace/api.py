@@ -113,11 +113,15 @@ def _agree(
 ) -> None:
     """Raises on every rank if the model cannot be sharded on one, or is not the same on all."""
     error = _refusal(model, found, broadcast_from, param_init_fn, group)
-    lines = [
-        f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
-        f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
-        for p in found
-    ]
+    lines = (
+        []
+        if error
+        else [
+            f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
+            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
+            for p in found
+        ]
+    )
     lines.append(f"options {options} broadcast_from={broadcast_from}")
     what = f"the parameters of {type(model).__name__}"
     try:

@@ -77,6 +77,7 @@ class ShardedState:
         self.options = options
         self.entries = entries
         self.unsharded = False  # inside full_params
+        self._agreed: set[tuple[str, ...]] = set()
         self.plan = Plan(
             model=model_name,
             group=group,
@@ -115,7 +116,14 @@ class ShardedState:
             entry.check_unchanged()
 
     def agree(self, lines: list[str]) -> None:
-        compare(self.group, f"the collectives of {self.model_name}", lines, timeout=self.options.timeout)
+        """Compares a compiled trace's collectives with other ranks'; what was agreed on before needs no second time.
+
+        So a rank that alone sees a new shape, as with an uneven last batch, does not wait for the others.
+        """
+        known = tuple(lines)
+        if known not in self._agreed:
+            compare(self.group, f"the collectives of {self.model_name}", lines, timeout=self.options.timeout)
+            self._agreed.add(known)
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

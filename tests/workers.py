@@ -79,3 +79,202 @@ def train_zoo(strategy: str, bucketing: Any, optimizer: str = "adamw", steps: in
         torch.testing.assert_close(logits, model(tokens(2, 9)[0]), rtol=1e-5, atol=1e-6)
     assert {c.kind for c in shardtrace.collectives(cmodel)} == {"all_gather"}
     return [tuple(row) for row in rows]
+
+
+# ---- shardtrace.full, consensus, materialize, groups ----
+
+
+def state_dicts() -> None:
+    torch.manual_seed(0)
+    model = Zoo()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    full = shardtrace.full_state_dict(cmodel, cpu=True)
+    assert list(full) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(full[name], value, rtol=0, atol=0)
+    assert full["head.weight"] is full["embedding.weight"]
+    on_first = shardtrace.full_state_dict(model, rank0_only=True)
+    assert list(on_first) == (list(expected) if dist.get_rank() == 0 else [])
+
+    other = {k: v + 1 for k, v in expected.items()}
+    assert shardtrace.load_full_state_dict(cmodel, other) == ([], [])
+    with shardtrace.full_params(model):
+        for name, value in other.items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
+        model.scale.data.fill_(7.0)
+    assert shardtrace.full_state_dict(model)["scale"] == 7
+    with shardtrace.full_params(model, writeback=False):
+        model.scale.data.fill_(8.0)
+    assert shardtrace.full_state_dict(model)["scale"] == 7
+
+    loaded = shardtrace.load_full_state_dict(model, expected if dist.get_rank() == 0 else {}, broadcast_from=0)
+    assert loaded == ([], [])
+    torch.testing.assert_close(shardtrace.full_state_dict(model), dict(full), rtol=0, atol=0)
+    partial = {"scale": torch.tensor(3.0)}
+    missing, unexpected = shardtrace.load_full_state_dict(model, partial, strict=False)
+    assert len(missing) == len(expected) - 1
+    assert not unexpected
+    assert shardtrace.full_state_dict(model)["scale"] == 3
+    # plain state dicts of shards round-trip too
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+
+
+def wrong_state_dict(broken_on: int | None) -> None:
+    """A state dict that does not fit, on one rank or on all."""
+    model = shardtrace.fsdp(Zoo())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    good = {k: v + 1 for k, v in shardtrace.full_state_dict(model).items()}
+    if broken_on in (None, dist.get_rank()):
+        del good["scale"]
+        good["position"] = torch.zeros(2, 2)
+    try:
+        shardtrace.load_full_state_dict(model, good)
+    finally:
+        for k, v in model.state_dict().items():
+            assert torch.equal(v, before[k]), f"{k} was changed"
+
+
+def full_params_call() -> None:
+    model = shardtrace.fsdp(Zoo())
+    cmodel = thunder.jit(model)
+    inputs, targets = tokens(4)
+    with torch.no_grad():
+        expected = cmodel(inputs, targets)
+        with shardtrace.full_params(model):
+            torch.testing.assert_close(model(inputs, targets), expected)
+            try:
+                cmodel(inputs, targets)
+            except RuntimeError as error:
+                assert "was called inside full_params" in str(error)  # noqa: PT017
+            else:
+                raise AssertionError("the jitted model ran inside full_params")
+        torch.testing.assert_close(cmodel(inputs, targets), expected)
+
+
+def broadcast_from(source: int) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Zoo()
+    model.shift.fill_(dist.get_rank())
+    torch.manual_seed(source)
+    expected = Zoo()
+    expected.shift.fill_(source)
+    shardtrace.fsdp(model, broadcast_from=source)
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(expected.state_dict()), rtol=0, atol=0)
+
+
+class Meta(torch.nn.Module):
+    """Parameters, a buffer and tied weights that reset_parameters can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x)))
+
+
+def meta_device(with_init_fn: bool) -> None:
+    def init(module: torch.nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            torch.nn.init.normal_(p)
+
+    with torch.device("meta"):
+        model = Meta()
+        expected = Meta()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected.to_empty(device="cpu")
+    expected.head.weight = expected.embedding.weight  # to_empty unties
+    torch.manual_seed(3)
+    for module in expected.modules():
+        if with_init_fn:
+            init(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.manual_seed(3)
+    shardtrace.fsdp(model, device="cpu", param_init_fn=init if with_init_fn else None)
+    assert model.head.weight is model.embedding.weight
+    full = shardtrace.full_state_dict(model)
+    for name, value in expected.state_dict().items():
+        if not with_init_fn or "running" not in name:  # what init does not set is undefined
+            torch.testing.assert_close(full[name], value, rtol=0, atol=0, equal_nan=True)
+    # the optimizer that was built on the meta device holds the parameters
+    before = model.head.bias.detach().clone()
+    thunder.jit(model)(torch.arange(4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.head.bias, before)
+
+
+def on_different_groups() -> None:
+    """Two models in one process, one over all ranks, one over the first two; a third rank has only the first."""
+    pair = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    wide, narrow = Zoo(), Zoo()
+    expected = {k: v.clone() for k, v in narrow.state_dict().items()}
+    shardtrace.fsdp(wide)
+    models = [thunder.jit(wide)]
+    if dist.get_rank() < 2:
+        models.append(thunder.jit(shardtrace.fsdp(narrow, mesh=pair, sharding_strategy="zero2")))
+    for _ in range(2):
+        for cmodel in models:
+            cmodel(*my_rows(0)).backward()
+    if dist.get_rank() < 2:
+        full = shardtrace.full_state_dict(narrow)
+        torch.testing.assert_close(dict(full), expected, rtol=0, atol=0)
+
+
+def differs(how: str, on: int) -> None:
+    """One rank builds another model."""
+    width, dtype, depth, name = 6, torch.float32, 2, "a"
+    frozen = False
+    if dist.get_rank() == on:
+        width, dtype, depth, name, frozen = {
+            "shape": (5, dtype, depth, name, frozen),
+            "dtype": (width, torch.bfloat16, depth, name, frozen),
+            "depth": (width, dtype, 3, name, frozen),
+            "name": (width, dtype, depth, "b", frozen),
+            "frozen": (width, dtype, depth, name, True),
+        }[how]
+    model = torch.nn.Sequential()
+    for i in range(depth):
+        model.add_module(f"{name}{i}", torch.nn.Linear(width, width, dtype=dtype).requires_grad_(not frozen))
+    try:
+        shardtrace.fsdp(model, timeout=20)
+    finally:
+        assert all(p.shape[0] == width for p in model.parameters()), "half sharded"
+
+
+def refuses_on_one_rank(on: int) -> None:
+    model = torch.nn.Linear(4, 4)
+    if dist.get_rank() == on:
+        model.weight.grad = torch.zeros(4, 4)
+    shardtrace.fsdp(model, timeout=20)
+
+
+def does_not_come(on: int) -> None:
+    if dist.get_rank() != on:
+        shardtrace.fsdp(torch.nn.Linear(4, 4), timeout=0.5)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        return self.left(self.right(x)) if order == "left" else self.right(self.left(x))
+
+
+def runs_in_another_order() -> None:
+    cmodel = thunder.jit(shardtrace.fsdp(Branches(), bucketing_strategy="layer", timeout=20))
+    cmodel(torch.ones(2, 4), "right" if dist.get_rank() == 0 else "left")
+
+
+def compiles_alone() -> None:
+    """One rank alone sees a new shape: the collectives are the same, so nothing needs to be compared again."""
+    cmodel = thunder.jit(shardtrace.fsdp(Branches(), timeout=2))
+    for rows in (3, 3 + dist.get_rank(), 3):
+        cmodel(torch.ones(rows, 4), "left").sum().backward()

@@ -1,0 +1,337 @@
+"""What ``fsdp`` does to a model, and what it says when it cannot. In one process: other ranks are fake."""
+
+import copy
+import inspect
+import pickle
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Zoo, tokens
+from torch import nn
+
+
+class Net(nn.Module):
+    """A small net."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(width, 3)
+
+    def forward(self, x, *, scale: float = 1.0):
+        """Runs the net."""
+        return self.second(torch.tanh(self.first(x))) * scale
+
+
+@pytest.fixture
+def ranks(fake_ranks):
+    fake_ranks(2)
+
+
+# ---- what the model is afterwards ----
+
+
+def test_the_class_stays_recognisable(ranks):
+    model = Net()
+    parameters = list(model.parameters())
+    assert shardtrace.fsdp(model) is model
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "FSDPNet"
+    assert type(model).__doc__ == "A small net."
+    assert str(inspect.signature(model.forward)) == "(x, *, scale: float = 1.0)"
+    assert model.forward.__doc__ == "Runs the net."
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert {n: tuple(p.shape) for n, p in model.state_dict().items()} == {
+        "first.weight": (3, 4),
+        "first.bias": (3,),
+        "second.weight": (2, 5),
+        "second.bias": (2,),
+    }
+
+
+def test_shards_are_rows_and_padding_is_zero(fake_ranks):
+    fake_ranks(2, rank=1)
+    whole = Net()
+    model = shardtrace.fsdp(copy.deepcopy(whole))
+    assert torch.equal(model.first.weight[:2], whole.first.weight[3:])
+    assert not model.first.weight[2].any()
+
+
+def test_special_parameters(fake_ranks):
+    fake_ranks(8, rank=3)
+    model = shardtrace.fsdp(Zoo())
+    assert model.head.weight is model.embedding.weight
+    assert model.scale.shape == (1,)
+    assert model.scale.item() == 0  # its value is on rank 0
+    assert model.nothing.shape == (0, 6)
+    assert model.shift.shape == (6,)  # buffers are whole
+    assert not model.frozen.requires_grad
+
+
+def test_deepcopy_is_a_sharded_model_of_its_own(ranks):
+    model = shardtrace.fsdp(Net())
+    other = copy.deepcopy(model)
+    assert type(other) is type(model)
+    assert torch.equal(other.first.weight, model.first.weight)
+    assert other.first.weight is not model.first.weight
+    for m in (other, model):
+        thunder.jit(m)(torch.ones(2, 4)).sum().backward()
+    assert model.first.weight.grad is not other.first.weight.grad
+
+
+def test_pickling_is_refused_clearly(ranks):
+    with pytest.raises(TypeError, match=r"FSDPNet is sharded and cannot be pickled.*full_state_dict"):
+        pickle.dumps(shardtrace.fsdp(Net()))
+
+
+def test_state_dicts_keep_the_names(ranks):
+    names = list(Net().state_dict())
+    model = shardtrace.fsdp(Net())
+    assert list(model.state_dict()) == list(thunder.jit(model).state_dict()) == names
+
+
+def test_optimizers_from_anywhere_hold_the_same_shards(ranks):
+    model = Net()
+    before = torch.optim.SGD(model.parameters(), lr=1.0)
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    after = torch.optim.SGD(cmodel.parameters(), lr=1.0)
+    for a, b, c in zip(
+        before.param_groups[0]["params"], after.param_groups[0]["params"], model.parameters(), strict=True
+    ):
+        assert a is b is c
+
+
+# ---- ways of calling ----
+
+
+def kinds(cmodel):
+    return [c.kind for c in shardtrace.collectives(cmodel)]
+
+
+def test_shapes_keywords_eval_and_no_grad(ranks):
+    cmodel = thunder.jit(shardtrace.fsdp(Net()))
+    cmodel(torch.ones(2, 4)).sum().backward()
+    cmodel(x=torch.ones(3, 4), scale=2.0).sum().backward()
+    cmodel.eval()
+    with torch.no_grad():
+        assert not cmodel(torch.ones(2, 4)).requires_grad
+    assert set(kinds(cmodel)) == {"all_gather"}
+    cmodel.train()
+    cmodel(torch.ones(2, 4)).sum().backward()
+    assert "reduce_scatter" in kinds(cmodel)
+    assert thunder.cache_misses(cmodel) == 3
+
+
+def test_inference_of_a_frozen_model(ranks):
+    cmodel = thunder.jit(shardtrace.fsdp(Net().requires_grad_(False)))
+    assert cmodel(torch.ones(2, 4)).shape == (2, 3)
+    assert kinds(cmodel) == ["all_gather"]
+
+
+def test_a_function_that_closes_over_the_model(ranks):
+    model, other = shardtrace.fsdp(Net()), shardtrace.fsdp(Net(7))
+
+    @thunder.jit
+    def step(x):
+        return model(x).sum() + other(x).sum()
+
+    step(torch.ones(2, 4)).backward()
+    assert all(p.grad is not None for m in (model, other) for p in m.parameters())
+    assert sorted(kinds(step)) == ["all_gather"] * 3 + ["reduce_scatter"] * 2 or kinds(step)
+
+
+def test_called_twice_in_one_step_it_is_gathered_once(ranks):
+    model = shardtrace.fsdp(Net())
+    step = thunder.jit(lambda x: model(x).sum() + model(2 * x).sum())
+    step(torch.ones(2, 4)).backward()
+    assert [c.kind for c in shardtrace.collectives(step) if c.phase == "forward"] == ["all_gather"]
+
+
+def test_a_sharded_part_of_a_larger_model(ranks):
+    outer = nn.Sequential(nn.Linear(4, 4), Net())
+    shardtrace.fsdp(outer[1])
+    cmodel = thunder.jit(outer)
+    cmodel(torch.ones(2, 4)).sum().backward()
+    assert outer[0].weight.grad.shape == (4, 4)
+    assert outer[1].first.weight.grad.shape == (3, 4)
+    assert {p for c in shardtrace.collectives(cmodel) for p in c.parameters} == set(Net().state_dict())
+
+
+def test_parts_that_are_sharded_already_keep_their_sharding(ranks):
+    model = nn.Sequential(nn.Linear(4, 4), Net())
+    shardtrace.fsdp(model[1], sharding_strategy="zero2")
+    shardtrace.fsdp(model, sharding_strategy="zero3")
+    cmodel = thunder.jit(model)
+    cmodel(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    again = [c.parameters for c in shardtrace.collectives(cmodel) if (c.kind, c.phase) == ("all_gather", "backward")]
+    assert again == [("0.weight", "0.bias")]
+
+
+def test_a_jitted_model_gives_a_new_one_with_the_same_options(ranks):
+    old = thunder.jit(Net(), executors=["sdpa"], cache="constant values")
+    old(torch.ones(2, 4))
+    new = shardtrace.fsdp(old)
+    assert new is not old
+    assert new._model is old._model
+    assert thunder.compile_data(new).executors_list[-1].name == thunder.compile_data(old).executors_list[-1].name
+    new(torch.ones(2, 4)).sum().backward()
+    assert "reduce_scatter" in kinds(new)
+
+
+def test_requires_grad_may_change(ranks):
+    model = shardtrace.fsdp(Net())
+    cmodel = thunder.jit(model)
+    reduced = []
+    for trainable in (True, False, True):
+        model.first.requires_grad_(trainable)
+        cmodel.zero_grad()
+        cmodel(torch.ones(2, 4)).sum().backward()
+        reduced.append({p for c in shardtrace.collectives(cmodel) if c.kind == "reduce_scatter" for p in c.parameters})
+        assert (model.first.weight.grad is not None) == trainable
+    everything = set(Net().state_dict())
+    assert reduced == [everything, {"second.weight", "second.bias"}, everything]
+
+
+def test_parameters_are_restored_when_tracing_fails(ranks):
+    class Fails(Net):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("from the model")
+
+    model = shardtrace.fsdp(Fails())
+    with pytest.raises(KeyError, match="from the model"):
+        thunder.jit(model)(torch.ones(2, 4))
+    assert model.first.weight.shape == (3, 4)
+    assert not model.first.weight.is_meta
+
+
+def test_world_of_one(single_rank):
+    torch.manual_seed(0)
+    model = Zoo()
+    whole = copy.deepcopy(model)
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    cmodel(*tokens(2)).backward()
+    whole(*tokens(2)).backward()
+    torch.testing.assert_close(model.scale.grad, whole.scale.grad)
+    assert kinds(cmodel) == []
+    assert shardtrace.full_state_dict(cmodel).keys() == whole.state_dict().keys()
+    with shardtrace.full_params(model):
+        assert model.scale.shape == ()
+
+
+def test_groups_and_meshes(fake_ranks):
+    fake_ranks(4)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert shardtrace.fsdp(Net(), mesh=mesh["inner"]).first.weight.shape == (3, 4)
+    assert shardtrace.fsdp(Net(), mesh=dist.group.WORLD).first.weight.shape == (2, 4)
+    with pytest.raises(ValueError, match=r"mesh must have one dimension, this one has shape \(2, 2\)"):
+        shardtrace.fsdp(Net(), mesh=mesh)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh or a ProcessGroup, not int"):
+        shardtrace.fsdp(Net(), mesh=3)
+
+
+# ---- what bad input gets ----
+
+
+def refused(message, model, error=ValueError, **options):
+    """``fsdp`` refuses the model and leaves it as it was."""
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(error, match=message):
+        shardtrace.fsdp(model, **options)
+    assert [p.shape for p in model.parameters()] == shapes
+
+
+def test_called_without_thunder(ranks):
+    with pytest.raises(
+        RuntimeError, match=r"FSDPNet is sharded and was called without Thunder: wrap it in thunder.jit"
+    ):
+        shardtrace.fsdp(Net())(torch.ones(2, 4))
+
+
+def test_twice(ranks):
+    refused("FSDPNet is sharded already", shardtrace.fsdp(Net()))
+
+
+@pytest.mark.parametrize("strategy", ["zero4", None, 3])
+def test_unknown_strategy(ranks, strategy):
+    refused(r"unknown sharding_strategy .*'zero2', .*'zero3', 'full_shard'", Net(), sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize("bucketing", ["blocks", 0, -1, None, True])
+def test_unknown_bucketing(ranks, bucketing):
+    refused(
+        r"unknown bucketing_strategy .*'none', 'layer', 'block', or a size in MB", Net(), bucketing_strategy=bucketing
+    )
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, True])
+def test_bad_prefetch(ranks, prefetch):
+    refused("prefetch must be a number of buckets", Net(), prefetch=prefetch)
+
+
+def test_no_group_and_no_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    refused("no process group and no torchrun environment.*start the script with torchrun", Net(), RuntimeError)
+
+
+def test_not_a_module(ranks):
+    with pytest.raises(TypeError, match=r"fsdp takes an nn.Module, not function"):
+        shardtrace.fsdp(lambda x: x)
+
+
+def test_gradients_lazy_parameters_and_patched_forwards(ranks):
+    model = Net()
+    model(torch.ones(2, 4)).sum().backward()
+    refused(r"parameter 'first.weight' has a gradient: call zero_grad\(\)", model)
+    patched = Net()
+    patched.forward = lambda x: x
+    refused("Net has a forward set on the instance", patched)
+    with pytest.raises(ValueError, match=r"parameter 'weight' has no shape yet"):
+        shardtrace.fsdp(nn.LazyLinear(3))
+    refused(r"broadcast_from=5 is not one of the group's ranks \[0, 1\]", Net(), broadcast_from=5)
+
+
+def replace(model):
+    model.first.weight = nn.Parameter(torch.zeros(3, 4))
+
+
+def retype(model):
+    model.first.half()
+
+
+def resize(model):
+    model.first.weight.data = torch.zeros(5, 4)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace, r"parameter 'first.weight' was replaced after fsdp\(\)"),
+        (
+            retype,
+            r"the dtype of parameter 'first.weight' was torch.float32 when fsdp\(\) sharded it and is torch.float16 now",
+        ),
+        (resize, r"the shape of the shard of parameter 'first.weight' was \(3, 4\)"),
+    ],
+)
+def test_parameters_changed_after_sharding(ranks, change, message, called_before):
+    model = shardtrace.fsdp(Net())
+    cmodel = thunder.jit(model)
+    if called_before:
+        cmodel(torch.ones(2, 4))
+    change(model)
+    with pytest.raises(RuntimeError, match=message):
+        cmodel(torch.ones(2, 4))
+
+
+def test_a_shard_used_outside_its_modules_forward(ranks):
+    model = shardtrace.fsdp(Net())
+    weights = [model.first.weight]
+    step = thunder.jit(lambda x: model(x).sum() + weights[0].sum())
+    with pytest.raises(RuntimeError, match=r"parameter 'first.weight' of Net is used outside the forward"):
+        step(torch.ones(2, 4))
