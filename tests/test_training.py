@@ -13,3 +13,24 @@ def test_two_ranks(two_ranks, strategy, bucketing):
 @pytest.mark.parametrize(("strategy", "bucketing"), [("zero2", "block"), ("zero3", "none"), ("zero3", "block")])
 def test_three_ranks(three_ranks, strategy, bucketing):
     three_ranks.run(workers.train_zoo, strategy=strategy, bucketing=bucketing)
+
+
+def test_losses_of_ddp(two_ranks):
+    two_ranks.run(workers.losses_of_ddp)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_mixed_dtypes(two_ranks, strategy):
+    two_ranks.run(workers.mixed_dtypes, strategy=strategy)
+
+
+def test_sgd_sees_gradients_that_are_wrong_by_a_factor(two_ranks):
+    two_ranks.run(workers.train_zoo, strategy="zero3", bucketing="layer", optimizer="sgd")
+
+
+def test_accumulation_and_hooks(two_ranks):
+    two_ranks.run(workers.retain_and_accumulate)
+
+
+def test_fsdp_needs_no_more_memory_than_one_module(two_ranks):
+    assert max(two_ranks.run(workers.peak_of_fsdp)) < 1
