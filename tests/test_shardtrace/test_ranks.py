@@ -49,6 +49,7 @@ def test_a_refusal_on_one_rank_is_raised_on_all(two_ranks):
 
 def test_a_rank_that_does_not_come(three_ranks):
     outcomes = three_ranks.outcomes(workers.does_not_come, on=1)
+    three_ranks.stop()  # from now on their comparisons do not meet
     assert [ok for ok, _ in outcomes] == [False, True, False]
     for rank in (0, 2):
         assert "rank(s) 1 did not come to compare the parameters of Linear within 0.5 s" in outcomes[rank][1]
