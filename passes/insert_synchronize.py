@@ -18,6 +18,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variabl
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import dce
 from thunder.core.transforms import is_constant_for_vjp
 
 
@@ -27,6 +28,12 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     A parameter that is unpacked under several names (tied weights) is gathered once. One that is never used gets no
     collective; one that is used only where no gradient flows (``no_grad``, ``detach``) is gathered but not reduced.
     """
+    if not any(enlisted.get(p) for p in computation.args):
+        return computation
+    _refuse_updates(computation, enlisted)
+    # A line without effect is no use. Thunder goes through named_parameters() in the order of a set, which differs
+    # between ranks: models that only ask for a dtype there would be gathered in different orders.
+    computation = dce(computation)
     first_use, canonical, trainable = _find_uses(computation, enlisted)
     if not first_use:
         return computation
@@ -88,6 +95,27 @@ def _find_uses(
             if inputs[p.name].requires_grad and (is_return or not is_constant_for_vjp(bsym)):
                 trainable.add(parameter)
     return first_use, canonical, trainable
+
+
+def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
+    """Raises RuntimeError if a line copies something into a parameter, as in-place operations do."""
+    names = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
+
+    def check(bsym: BoundSymbol) -> None:
+        if bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:  # new names for the same values
+            names.update(
+                {o.name: names[a.name] for a, o in zip(bsym.args[0], bsym.output, strict=True) if a.name in names}
+            )
+        if bsym.sym.id == prims.PrimIDs.COPY_ and bsym.args[1].name in names:
+            raise RuntimeError(
+                f"parameter {names[bsym.args[1].name].name!r} is updated in place in forward, which would change a "
+                "gathered copy and not the shards: make it a buffer, or update it outside of forward"
+            )
+        for part in bsym.subsymbols:
+            check(part)
+
+    for bsym in computation.bound_symbols:
+        check(bsym)
 
 
 def _outputs(bsym: BoundSymbol) -> list[Proxy]:

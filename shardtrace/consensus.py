@@ -12,7 +12,9 @@ class RankMismatchError(RuntimeError):
     """The ranks of a group differ where they must be equal. Raised on every rank with the same message."""
 
 
-def compare(group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: float, error: str | None = None) -> None:
+def compare(
+    group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: float, error: str | None = None, hint: str = ""
+) -> None:
     """Raises :class:`RankMismatchError` on every rank unless ``lines`` is the same on all ranks of ``group``.
 
     Each rank writes its lines to the default store; the first rank of the group compares lengths, then lines, and
@@ -20,6 +22,7 @@ def compare(group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: f
 
     Args:
         what: the name of what is compared, for the message ("the model's parameters").
+        hint: what may help, for the message of a difference.
         timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -31,7 +34,7 @@ def compare(group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: f
     turn = store.add(
         f"turn/{rank}", 1
     )  # the store counts for us: the n-th comparison of each rank meets the others' n-th
-    store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error}))
+    store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error, "hint": hint}))
     if rank == 0:
         store.set(f"{turn}/verdict", _verdict(store, turn, what, world_size, timeout))
     try:
@@ -77,4 +80,5 @@ def _difference(first: dict, other: dict, rank: int) -> str:
     lengths = f": rank 0 has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else ""
     mine, theirs = (side[at] if at < len(side) else "nothing" for side in (a, b))
     where = f"the ranks differ in {first['what']}{lengths}; the first difference, at position {at}"
-    return f"{where}: rank 0 has {mine}; rank {rank} has {theirs}"
+    hint = f" ({first['hint']})" if first["hint"] else ""
+    return f"{where}: rank 0 has {mine}; rank {rank} has {theirs}{hint}"

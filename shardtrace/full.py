@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.materialize import replace_data
 from shardtrace.sharding import shard, unshard
 from shardtrace.state import Entry, ShardedState, states_in
 
@@ -123,21 +124,27 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     A collective on entering. The model itself (not what ``thunder.jit`` made of it) may be called inside, without
     Thunder. PyTorch's name for it is ``summon_full_params``.
 
+    Gradients of shards are put aside inside; those that are computed inside are dropped on leaving.
+
     Args:
         writeback: keep what was changed inside, of which each rank takes its own rows.
     """
     _, states, entries = _sharded_entries(model)
-    shards = {key: entry.shard.data for key, (_, entry) in entries.items()}
+    shards = {key: (entry.shard.data, entry.shard.grad) for key, (_, entry) in entries.items()}
     for state, entry in entries.values():
-        entry.shard.data = unshard(entry.shard, entry.full_shape, state.group)
+        entry.shard.grad = None
+        replace_data(entry.shard, unshard(entry.shard, entry.full_shape, state.group))
     for state in states:
         state.unsharded = True
     try:
         yield
     finally:
         for key, (state, entry) in entries.items():
+            data, grad = shards[key]
             if writeback:
-                shards[key].copy_(shard(entry.shard.data, state.group))
-            entry.shard.data = shards[key]
+                data.copy_(shard(entry.shard.data, state.group))
+            entry.shard.grad = None
+            replace_data(entry.shard, data)
+            entry.shard.grad = grad
         for state in states:
             state.unsharded = False

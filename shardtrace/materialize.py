@@ -60,7 +60,7 @@ def materialized(
 def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
     """Gives a Parameter other values, shape or device; it stays the same object, so that optimizers keep it."""
     if not parameter.is_meta:
-        parameter.data = values
+        replace_data(parameter, values)
         return
     try:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
@@ -69,6 +69,17 @@ def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
             f"meta parameter {name!r} cannot get memory in place, as something holds a weak reference or an autograd "
             "graph of it: call fsdp() right after building the model"
         ) from error
+
+
+def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """``parameter.data = values``, for values of another shape.
+
+    An autograd graph that is still alive keeps the parameter's gradient accumulator, which expects gradients of the old
+    shape. Autograd forgets it if the dtype changes, not if the shape does: so the dtype changes for a moment.
+    """
+    other = torch.float16 if values.dtype != torch.float16 else torch.float32
+    parameter.data = torch.empty(0, dtype=other if values.is_floating_point() else values.dtype, device=values.device)
+    parameter.data = values
 
 
 def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup) -> torch.Tensor:

@@ -24,7 +24,8 @@ def collectives(cmodel: Callable[..., Any]) -> list[Collective]:
     forward = thunder.last_traces(cmodel)
     # on a cache hit Thunder renews last_traces alone: the backward that belongs to it is in the cache
     entries = thunder.compile_stats(cmodel).interpreter_cache
-    backward: list[Any] = next((e.backward_traces for e in entries if e.computation_traces is forward), [])
+    uncached = thunder.last_backward_traces(cmodel)
+    backward: list[Any] = next((e.backward_traces for e in entries if e.computation_traces is forward), uncached)
     last = next((t for t in reversed(forward) if t.bound_symbols), None)
     rows = passes.collectives(last) if last is not None else []
     return rows + (passes.collectives(backward[-1]) if backward else [])

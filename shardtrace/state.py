@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from passes.plan import Plan, Shape, ShardedParameter
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
+ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 
 
@@ -77,6 +80,7 @@ class ShardedState:
         self.options = options
         self.entries = entries
         self.unsharded = False  # inside full_params
+        self.tracing = False  # stand-ins are in place
         self._agreed: set[tuple[str, ...]] = set()
         self.plan = Plan(
             model=model_name,
@@ -92,16 +96,21 @@ class ShardedState:
             id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block) for e in entries
         }
         self.by_shard = {id(e.shard): e for e in entries}
-        self._places = [(module._parameters, attribute, e) for e in entries for module, attribute in e.owners]
+
+    @cached_property
+    def _places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
+        return [(module._parameters, attribute, e) for e in self.entries for module, attribute in e.owners]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+        new = memo[id(self)] = object.__new__(ShardedState)  # the modules to be copied refer to it
         entries = []
         for e in self.entries:
             stand_in = copy.deepcopy(e.stand_in, memo)
             stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, e.shard_shape, stand_in, owners))
-        return ShardedState(self.model_name, self.group, self.options, tuple(entries))
+        new.__init__(self.model_name, self.group, self.options, tuple(entries))  # type: ignore[misc]
+        return new
 
     def check_owners(self) -> None:
         """The check of every step, as cheap as can be: :meth:`check_unchanged` says what is wrong."""
@@ -122,8 +131,18 @@ class ShardedState:
         """
         known = tuple(lines)
         if known not in self._agreed:
-            compare(self.group, f"the collectives of {self.model_name}", lines, timeout=self.options.timeout)
+            what = f"the collectives of {self.model_name}"
+            compare(self.group, what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
             self._agreed.add(known)
+
+    def refuse_shards(self, module: nn.Module) -> None:
+        """Raises RuntimeError if a part of the model is called by itself, where its parameters are shards."""
+        if not (self.unsharded or self.tracing):
+            raise RuntimeError(
+                f"a {type(module).__name__} inside the sharded {self.model_name} was called by itself, and holds only "
+                f"this rank's shards: call the {self.model_name} through thunder.jit, or apply fsdp() to that module, "
+                "or call it inside shardtrace.full_params"
+            )
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -131,9 +150,11 @@ class ShardedState:
         for parameters, attribute, entry in self._places:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
+        was_tracing, self.tracing = self.tracing, True
         try:
             yield
         finally:
+            self.tracing = was_tracing
             for parameters, attribute, entry in self._places:
                 parameters[attribute] = entry.shard
 

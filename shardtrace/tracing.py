@@ -15,7 +15,7 @@ from passes.pipeline import Compilation, Pass, pipeline
 from shardtrace.state import ATTRIBUTE, ShardedState, state_of
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
+from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from torch import nn
 
@@ -54,7 +54,7 @@ def _trace_forward(forward: Any, module: Any, /, *args: Any, **kwargs: Any) -> A
             parameter = state.by_stand_in.get(id(value.original_value))
             if parameter is not None:
                 compilation.enlisted.add(value.value.history, parameter)
-    compilation.at_end_of_tracing.append(functools.partial(_refuse_shards, state, proxied))
+    compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
     return result
 
 
@@ -69,7 +69,7 @@ def _compilation() -> Compilation:
     return compilation
 
 
-def _refuse_shards(state: ShardedState, proxied: set[Any]) -> None:
+def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
     for value in proxied:
         entry = state.by_shard.get(id(value.original_value))
         if entry is not None:
@@ -113,7 +113,30 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (cls,), namespace)
 
 
+class RefuseShards:
+    """A forward pre-hook of each module inside that owns shards: see :meth:`ShardedState.refuse_shards`."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        refuse_shards(self, module)
+
+
+def refuse_shards(hook: RefuseShards, module: nn.Module) -> None:
+    hook.state.refuse_shards(module)
+
+
+@register_general_jit_lookaside(refuse_shards)
+def _refuse_shards_in_tracing(hook: Any, module: Any) -> Any:
+    unwrap(hook).state.refuse_shards(unwrap(module))
+    return wrap_const(None)
+
+
 def attach(model: nn.Module, state: ShardedState) -> None:
-    """Makes ``model`` an instance of its sharded class."""
+    """Makes ``model`` an instance of its sharded class; the modules inside refuse to be called by themselves."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model))
+    hook = RefuseShards(state)
+    for module in {module for entry in state.entries for module, _ in entry.owners} - {model}:
+        module.register_forward_pre_hook(hook, prepend=True)

@@ -335,3 +335,71 @@ def test_a_shard_used_outside_its_modules_forward(ranks):
     step = thunder.jit(lambda x: model(x).sum() + weights[0].sum())
     with pytest.raises(RuntimeError, match=r"parameter 'first.weight' of Net is used outside the forward"):
         step(torch.ones(2, 4))
+
+
+def test_a_part_called_by_itself(ranks):
+    model = shardtrace.fsdp(Net())
+    for call in (model.first, thunder.jit(model.first), thunder.jit(lambda x: model.first(x))):
+        with pytest.raises(RuntimeError, match=r"a Linear inside the sharded Net was called by itself"):
+            call(torch.ones(2, 4))
+    other = copy.deepcopy(model)
+    with shardtrace.full_params(other):
+        other.first(torch.ones(2, 4))  # its own hook, its own state
+        with pytest.raises(RuntimeError, match="was called by itself"):
+            model.first(torch.ones(2, 4))
+
+
+def test_a_parameter_updated_in_place(ranks):
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.calls.add_(1.0)
+            return super().forward(x) + self.calls.sum()
+
+    with pytest.raises(RuntimeError, match=r"parameter 'calls' is updated in place in forward.*make it a buffer"):
+        thunder.jit(shardtrace.fsdp(Counts()))(torch.ones(2, 4))
+
+
+def test_looking_at_a_parameter_is_no_use(ranks):
+    """Hugging Face models ask their parameters for a dtype: nothing to gather, and no order of first use."""
+
+    class Asks(Net):
+        def forward(self, x):
+            for _, p in self.named_parameters():
+                assert p.is_floating_point()
+            return self.second(torch.tanh(self.first(x)))
+
+    cmodel = thunder.jit(shardtrace.fsdp(Asks(), bucketing_strategy="none"))
+    cmodel(torch.ones(2, 4))
+    assert [c.bucket for c in shardtrace.collectives(cmodel) if c.phase == "forward"] == [
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+    ]
+
+
+def test_graphs_and_gradients_from_before_and_inside_full_params(ranks):
+    model = Net()
+    old = model(torch.ones(2, 4)).sum()  # its graph stays alive, and with it gradient accumulators of the whole shapes
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    cmodel(torch.ones(2, 4)).sum().backward()
+    grad = model.first.weight.grad
+    with shardtrace.full_params(model):
+        assert model.first.weight.grad is None
+        inside = model(torch.ones(2, 4)).sum()
+        inside.backward()
+        assert model.first.weight.grad.shape == (5, 4)
+    assert model.first.weight.grad is grad
+    cmodel(torch.ones(2, 4)).sum().backward()
+    del old, inside
+
+
+def test_without_a_cache(ranks):
+    cmodel = thunder.jit(shardtrace.fsdp(Net()), cache="no caching")
+    cmodel(torch.ones(2, 4)).sum().backward()
+    assert "reduce_scatter" in kinds(cmodel)
