@@ -20,6 +20,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import is_constant_for_vjp
+from thunder.torch import _syms_returning_views, _syms_that_may_return_views
+
+VIEWS = _syms_returning_views | _syms_that_may_return_views
 
 
 def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
@@ -98,7 +101,7 @@ def _find_uses(
 
 
 def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
-    """Raises RuntimeError if a line copies something into a parameter, as in-place operations do."""
+    """Raises RuntimeError if a line copies something into a parameter or a view of one, as in-place operations do."""
     names = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
 
     def check(bsym: BoundSymbol) -> None:
@@ -106,6 +109,8 @@ def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
             names.update(
                 {o.name: names[a.name] for a, o in zip(bsym.args[0], bsym.output, strict=True) if a.name in names}
             )
+        elif bsym.sym in VIEWS and bsym.flat_proxy_args and (source := bsym.flat_proxy_args[0].name) in names:
+            names.update({o.name: names[source] for o in bsym.flat_proxy_outs})
         if bsym.sym.id == prims.PrimIDs.COPY_ and bsym.args[1].name in names:
             raise RuntimeError(
                 f"parameter {names[bsym.args[1].name].name!r} is updated in place in forward, which would change a "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
-from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.collectives import all_gather, reduce_scatter, synchronize, wait_all_gather, wait_reduce_scatter
 from passes.plan import Bucket
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceTag
@@ -70,6 +70,25 @@ def is_constant(bsym: BoundSymbol) -> bool:
     return bsym.sym.name in CONSTANT_NAMES and not any(isinstance(a, TensorProxy) for a in bsym.flat_proxy_args)
 
 
+def constant_inputs(trace: TraceCtx) -> set[str]:
+    """Inputs that are buffers, or parameters that are not sharded: the same in forward and backward.
+
+    Left out are those that a line updates in place, as batch normalisation does.
+    """
+    shards = {a.name for b in trace.bound_symbols if b.sym.id in (synchronize.id, all_gather.id) for a in b.args[0]}
+    held = {p.name for p in trace.args if isinstance(p, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in p.tags}
+    return held - shards - {name for b in trace.bound_symbols for name in _updated(b)}
+
+
+def _updated(bsym: BoundSymbol) -> Iterator[str]:
+    if bsym.sym.name == "update_aliases":
+        yield from (a.name for a in bsym.flat_proxy_args)
+    elif bsym.sym.name == "copy_":
+        yield bsym.flat_proxy_args[-1].name
+    for part in bsym.subsymbols:
+        yield from _updated(part)
+
+
 def bucket_of(bsym: BoundSymbol) -> Bucket:
     """The bucket of a collective's line."""
     bucket: Bucket = bsym.args[1]
@@ -81,14 +100,15 @@ def names(values: Any) -> set[str]:
     return {p.name for p in tree_iter(values) if isinstance(p, Proxy)}
 
 
-def unsharded_values(lines: Iterable[BoundSymbol]) -> dict[str, frozenset[Bucket]]:
+def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:
     """For each value that holds unsharded parameters, the buckets that it comes from.
 
-    These are the outputs of gathers, and whatever is computed deterministically from nothing but them and constants:
-    views, casts, slices, transposes. Memory of a parameter lives as long as any of them.
+    These are the outputs of gathers, and whatever is computed deterministically from nothing but them and constants
+    (numbers, buffers): views, casts, slices, transposes, products with a mask. Memory of a parameter lives as long as
+    any of them.
     """
-    found: dict[str, frozenset[Bucket]] = {}
-    for bsym in lines:
+    found: dict[str, frozenset[Bucket]] = dict.fromkeys(constant_inputs(trace), frozenset())
+    for bsym in trace.bound_symbols:
         _mark_unsharded(bsym, found)
     return {name: buckets for name, buckets in found.items() if buckets}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from passes.collectives import synchronize
-from passes.recognise import is_constant, is_repeatable
+from passes.recognise import constant_inputs, is_constant, is_repeatable
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
@@ -31,7 +31,7 @@ def regather(computation: TraceCtx) -> TraceCtx:
     if not any(_is_regathered(b) for b in computation.bound_symbols):
         return computation
     returned = {p.name for p in tree_iter(computation.bound_symbols[-1].args[0]["output"]) if isinstance(p, Proxy)}
-    derived = Derived(set(), set(), returned)
+    derived = Derived(set(), constant_inputs(computation), returned)
     new = from_trace(computation)
     for bsym in computation.bound_symbols:
         new.bound_symbols += _tagged(bsym, derived)
@@ -39,7 +39,7 @@ def regather(computation: TraceCtx) -> TraceCtx:
 
 
 class Derived(NamedTuple):
-    """Names of values: computed from parameters and constants, computed from nothing, and returned."""
+    """Names of values: computed from parameters and constants, constants and buffers, and what is returned."""
 
     parameters: set[str]
     constants: set[str]

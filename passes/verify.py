@@ -50,7 +50,7 @@ def verify(trace: TraceCtx) -> None:
     _verify_values(lines)
     _verify_futures(lines)
     _verify_traffic(trace)
-    values = unsharded_values(lines)
+    values = unsharded_values(trace)
     _verify_live_buckets(lines, values)
     _verify_saved(trace, values)
 

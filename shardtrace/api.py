@@ -9,7 +9,7 @@ from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, se
 from shardtrace.mesh import Mesh, resolve_device, resolve_group
 from shardtrace.names import Place, places
 from shardtrace.sharding import shard, unshard
-from shardtrace.state import Entry, Options, ShardedState, state_of, states_in
+from shardtrace.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
 from shardtrace.strategy import ShardingStrategy, parse_bucketing_strategy, parse_sharding_strategy
 from shardtrace.tracing import attach
 
@@ -141,6 +141,11 @@ def _refusal(
     name = type(model).__name__
     if state_of(model) is not None:
         return ValueError(f"{name} is sharded already: call fsdp() once for each model")
+    inner = states_in(model)
+    for part, module in model.named_modules():
+        outer = module.__dict__.get(PART_ATTRIBUTE)
+        if outer is not None and outer not in inner:
+            return ValueError(f"{part or name} is part of a sharded {outer.model_name}: shard the inner modules first")
     if "forward" in model.__dict__:
         return ValueError(f"{name} has a forward set on the instance, which fsdp() cannot trace: set it on the class")
     ranks = dist.get_process_group_ranks(group)

@@ -77,8 +77,9 @@ def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
     An autograd graph that is still alive keeps the parameter's gradient accumulator, which expects gradients of the old
     shape. Autograd forgets it if the dtype changes, not if the shape does: so the dtype changes for a moment.
     """
-    other = torch.float16 if values.dtype != torch.float16 else torch.float32
-    parameter.data = torch.empty(0, dtype=other if values.is_floating_point() else values.dtype, device=values.device)
+    if values.is_floating_point() or values.is_complex():  # others have no gradient
+        other = torch.float16 if values.dtype != torch.float16 else torch.float32
+        parameter.data = torch.empty(0, dtype=other, device=values.device)
     parameter.data = values
 
 

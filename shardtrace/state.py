@@ -20,6 +20,7 @@ from torch import nn
 # Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
+PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: the same
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,12 @@ class ShardedState:
         return new
 
     def check_owners(self) -> None:
-        """The check of every step, as cheap as can be: :meth:`check_unchanged` says what is wrong."""
+        """The check of every step, as cheap as can be: tracing anew says what is wrong."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
         for parameters, attribute, entry in self._places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
-
-    def check_unchanged(self) -> None:
-        for entry in self.entries:
-            entry.check_unchanged()
 
     def agree(self, lines: list[str]) -> None:
         """Compares a compiled trace's collectives with other ranks'; what was agreed on before needs no second time.
@@ -135,8 +132,25 @@ class ShardedState:
             compare(self.group, what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
             self._agreed.add(known)
 
-    def refuse_shards(self, module: nn.Module) -> None:
-        """Raises RuntimeError if a part of the model is called by itself, where its parameters are shards."""
+    def check_callable(self, name: str) -> None:
+        """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
+        if not self.unsharded:
+            raise RuntimeError(
+                f"{name} is sharded and was called without Thunder: wrap it in thunder.jit, "
+                "or call it inside shardtrace.full_params(model)"
+            )
+
+    def check_traceable(self) -> None:
+        """Raises RuntimeError if the model cannot be traced as it is now."""
+        if self.unsharded:
+            raise RuntimeError(
+                f"a jitted {self.model_name} was called inside full_params: call the model itself, or leave the context"
+            )
+        for entry in self.entries:
+            entry.check_unchanged()
+
+    def check_part(self, module: nn.Module) -> None:
+        """Raises RuntimeError if a module inside is called by itself, where its parameters are shards."""
         if not (self.unsharded or self.tracing):
             raise RuntimeError(
                 f"a {type(module).__name__} inside the sharded {self.model_name} was called by itself, and holds only "

@@ -1,7 +1,10 @@
 """The hook into ``thunder.jit``: a sharded module enlists its own passes when Thunder traces its forward.
 
-A sharded module's class is a subclass of its former class whose ``forward`` calls :func:`run_forward`. Thunder's
-interpreter finds a lookaside for that function, the one below; without Thunder the function's own body runs.
+The class of a sharded module is swapped for a subclass, as are those of the modules inside that own shards. Thunder's
+interpreter finds a lookaside for the ``forward`` of such a class: for the sharded module itself one that enlists the
+passes and puts full-shape stand-ins in place, for the modules inside one that checks that they are there. Without
+Thunder, the plain ``forward`` says what is wrong. (A hook on each module would do for the check, but Thunder's
+interpreter takes half as long again to trace modules with hooks.)
 """
 
 from __future__ import annotations
@@ -12,50 +15,41 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.pipeline import Compilation, Pass, pipeline
-from shardtrace.state import ATTRIBUTE, ShardedState, state_of
+from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap, wrap_const
+from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from torch import nn
 
 
-def run_forward(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Runs without Thunder: an error, except inside ``full_params``, where parameters are whole."""
-    state = state_of(module)
-    assert state is not None
-    if not state.unsharded:
-        raise RuntimeError(
-            f"{type(module).__name__} is sharded and was called without Thunder: wrap it in thunder.jit, "
-            "or call it inside shardtrace.full_params(model)"
-        )
-    return forward(module, *args, **kwargs)
-
-
-@register_general_jit_lookaside(run_forward)
-def _trace_forward(forward: Any, module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces the forward at full shapes. All arguments are wrapped by Thunder's interpreter."""
-    state = state_of(unwrap(module))
-    assert state is not None
-    if state.unsharded:
-        raise RuntimeError(
-            f"a jitted {state.model_name} was called inside full_params: call the model itself, or leave the context"
-        )
-    state.check_unchanged()
+def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces the forward of a sharded module at full shapes. All arguments are wrapped by Thunder's interpreter."""
+    state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
+    state.check_traceable()
     if state.plan.world_size == 1:
-        return _interpret_call(forward, module, *args, **kwargs)
+        return _interpret_call(original, module, *args, **kwargs)
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
-        result = _interpret_call(forward, module, *args, **kwargs)
+        try:
+            result = _interpret_call(original, module, *args, **kwargs)
+        except Exception:
+            _refuse_values(state, proxied)  # the likely cause, and the better message
+            raise
         for value in proxied:
             parameter = state.by_stand_in.get(id(value.original_value))
             if parameter is not None:
                 compilation.enlisted.add(value.value.history, parameter)
     compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
     return result
+
+
+def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
+    return _interpret_call(original, module, *args, **kwargs)
 
 
 def _compilation() -> Compilation:
@@ -79,16 +73,24 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
             )
 
 
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``cls`` named ``FSDP<cls>`` whose forward is traced with full parameters.
+@functools.cache
+def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
+    """A subclass of ``cls`` for a sharded module (named ``FSDP<cls>``), or for one inside it (which keeps its name).
 
     Keeps the signature and docstring of ``forward``. Instances copy deeply and refuse to be pickled.
     """
     original = cls.forward
+    name = f"FSDP{cls.__name__}" if root else cls.__name__
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(original, self, *args, **kwargs)
+        if root:
+            self.__dict__[ATTRIBUTE].check_callable(name)
+        else:
+            self.__dict__[PART_ATTRIBUTE].check_part(self)
+        return original(self, *args, **kwargs)
+
+    register_general_jit_lookaside(forward)(functools.partial(_trace_root if root else _trace_part, original))
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = type(self).__new__(type(self))
@@ -98,7 +100,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
+            f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
             "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
         )
 
@@ -107,36 +109,17 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
         "__module__": cls.__module__,
-        "__qualname__": f"FSDP{cls.__qualname__}",
+        "__qualname__": name,
         "__doc__": cls.__doc__,
     }
-    return type(f"FSDP{cls.__name__}", (cls,), namespace)
-
-
-class RefuseShards:
-    """A forward pre-hook of each module inside that owns shards: see :meth:`ShardedState.refuse_shards`."""
-
-    def __init__(self, state: ShardedState) -> None:
-        self.state = state
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        refuse_shards(self, module)
-
-
-def refuse_shards(hook: RefuseShards, module: nn.Module) -> None:
-    hook.state.refuse_shards(module)
-
-
-@register_general_jit_lookaside(refuse_shards)
-def _refuse_shards_in_tracing(hook: Any, module: Any) -> Any:
-    unwrap(hook).state.refuse_shards(unwrap(module))
-    return wrap_const(None)
+    return type(name, (cls,), namespace)
 
 
 def attach(model: nn.Module, state: ShardedState) -> None:
-    """Makes ``model`` an instance of its sharded class; the modules inside refuse to be called by themselves."""
+    """Makes ``model`` an instance of its sharded class, and the modules inside that own shards parts of it."""
     model.__dict__[ATTRIBUTE] = state
-    model.__class__ = sharded_class(type(model))
-    hook = RefuseShards(state)
+    model.__class__ = sharded_class(type(model), root=True)  # type: ignore[arg-type]
     for module in {module for entry in state.entries for module, _ in entry.owners} - {model}:
-        module.register_forward_pre_hook(hook, prepend=True)
+        if "forward" not in module.__dict__:  # one that was set on the instance goes before the class's
+            module.__dict__[PART_ATTRIBUTE] = state
+            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]

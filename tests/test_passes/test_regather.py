@@ -20,6 +20,7 @@ class Uses(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
         self.gain = nn.Parameter(torch.ones(4, 1))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
         self.how = how
 
     def forward(self, x):
@@ -42,6 +43,8 @@ USES = {
     "embedding": lambda m, x: F.embedding(torch.arange(4), m.weight) * x,
     "einsum": lambda m, x: torch.einsum("ij,jk->ik", x, m.weight),
     "conv": lambda m, x: F.conv1d(x[None], m.weight[:, :, None]),
+    "mask": lambda m, x: x @ (m.weight * m.mask),
+    "dequantize": lambda m, x: x @ (m.weight.to(torch.int8).float() * m.mask),
     "two parameters": lambda m, x: x @ (m.weight @ m.weight.t() * m.gain),
 }
 
@@ -50,7 +53,7 @@ def saved_unsharded(cmodel):
     """The values computed from parameters alone that forward saves, leaving out the model's outputs."""
     trace = stage(cmodel, "schedule")
     (result, (saved, _)) = trace.bound_symbols[-1].args
-    return names(saved) & unsharded_values(trace.bound_symbols).keys() - names(result["output"])
+    return names(saved) & unsharded_values(trace).keys() - names(result["output"])
 
 
 def gathers(cmodel, phase):

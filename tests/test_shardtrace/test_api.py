@@ -342,14 +342,19 @@ def test_a_part_called_by_itself(ranks):
     for call in (model.first, thunder.jit(model.first), thunder.jit(lambda x: model.first(x))):
         with pytest.raises(RuntimeError, match=r"a Linear inside the sharded Net was called by itself"):
             call(torch.ones(2, 4))
+    assert isinstance(model.first, nn.Linear)
+    assert repr(model.first) == repr(Net().first)
+    with pytest.raises(ValueError, match="Linear is part of a sharded Net: shard the inner modules first"):
+        shardtrace.fsdp(model.first)
     other = copy.deepcopy(model)
     with shardtrace.full_params(other):
-        other.first(torch.ones(2, 4))  # its own hook, its own state
+        other.first(torch.ones(2, 4))  # has a state of its own
         with pytest.raises(RuntimeError, match="was called by itself"):
             model.first(torch.ones(2, 4))
 
 
-def test_a_parameter_updated_in_place(ranks):
+@pytest.mark.parametrize("view", [lambda p: p, lambda p: p[:2], lambda p: p.view(2, 2), lambda p: p.chunk(2)[1]])
+def test_a_parameter_updated_in_place(ranks, view):
     class Counts(Net):
         def __init__(self):
             super().__init__()
@@ -357,7 +362,7 @@ def test_a_parameter_updated_in_place(ranks):
 
         def forward(self, x):
             with torch.no_grad():
-                self.calls.add_(1.0)
+                view(self.calls).add_(1.0)
             return super().forward(x) + self.calls.sum()
 
     with pytest.raises(RuntimeError, match=r"parameter 'calls' is updated in place in forward.*make it a buffer"):
