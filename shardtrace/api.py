@@ -146,6 +146,10 @@ def _refusal(
         outer = module.__dict__.get(PART_ATTRIBUTE)
         if outer is not None and outer not in inner:
             return ValueError(f"{part or name} is part of a sharded {outer.model_name}: shard the inner modules first")
+    if isinstance(model, torch.jit.ScriptModule):
+        return ValueError(
+            f"{name} is a TorchScript module, which Thunder cannot trace: shard the module it was made of"
+        )
     if "forward" in model.__dict__:
         return ValueError(f"{name} has a forward set on the instance, which fsdp() cannot trace: set it on the class")
     ranks = dist.get_process_group_ranks(group)

@@ -164,11 +164,11 @@ class ShardedState:
         for parameters, attribute, entry in self._places:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
-        was_tracing, self.tracing = self.tracing, True
+        self.tracing = True
         try:
             yield
         finally:
-            self.tracing = was_tracing
+            self.tracing = False
             for parameters, attribute, entry in self._places:
                 parameters[attribute] = entry.shard
 

@@ -26,6 +26,8 @@ from torch import nn
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces the forward of a sharded module at full shapes. All arguments are wrapped by Thunder's interpreter."""
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
+    if state.tracing:  # called within its own forward
+        return _interpret_call(original, module, *args, **kwargs)
     state.check_traceable()
     if state.plan.world_size == 1:
         return _interpret_call(original, module, *args, **kwargs)

@@ -12,11 +12,13 @@ def test_nothing_is_missing_once_installed():
 
 
 def test_stand_in_bears_its_name_and_raises(monkeypatch):
-    monkeypatch.delattr(torch.Tensor, "align_to", raising=False)
-    assert compat.install() == ("align_to",)
-    assert torch.Tensor.align_to.__name__ == "align_to"
-    with pytest.raises(AttributeError, match=r"align_to was removed"):
-        torch.ones(1).align_to("N")
+    monkeypatch.setattr(compat, "REMOVED_METHODS", ("made_up",))
+    monkeypatch.setattr(torch.Tensor, "made_up", None, raising=False)
+    del torch.Tensor.made_up  # restored, that is removed, by monkeypatch
+    assert compat.install() == ("made_up",)
+    assert torch.Tensor.made_up.__name__ == "made_up"  # Thunder checks it
+    with pytest.raises(AttributeError, match=r"made_up was removed"):
+        torch.ones(1).made_up("N")
 
 
 def test_methods_that_exist_are_left_alone(monkeypatch):
