@@ -116,11 +116,8 @@ def _verify_traffic(trace: TraceCtx) -> None:
             expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see collectives._reduced
             if not fits or value.dtype != bucket.dtype:
-                _fail(
-                    lines,
-                    i,
-                    f"{value.name} should have shape {expected} and dtype {bucket.dtype} as {m.parameter.name}",
-                )
+                wanted = f"shape {expected} and dtype {bucket.dtype} as {m.parameter.name}"
+                _fail(lines, i, f"{value.name} should have {wanted}")
             if (bsym.sym.id, m.parameter) in seen:
                 verb = "gathered" if gathers else "reduced"
                 _fail(lines, i, f"parameter {m.parameter.name} is {verb} twice")
@@ -195,8 +192,5 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
     for p in saved:
         kept = [b for b in values.get(p.name, ()) if b.plan.regather]
         if kept and p.name not in outputs:
-            _fail(
-                lines,
-                len(lines) - 1,
-                f"{p.name}, unsharded parameters of bucket {kept[0].label}, is saved for backward",
-            )
+            what = f"{p.name}, unsharded parameters of bucket {kept[0].label}"
+            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: until it is mended, ZeRO-2 runs the model")

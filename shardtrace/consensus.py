@@ -31,9 +31,7 @@ def compare(
             raise RankMismatchError(f"rank {rank}: {error}")
         return
     store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
-    turn = store.add(
-        f"turn/{rank}", 1
-    )  # the store counts for us: the n-th comparison of each rank meets the others' n-th
+    turn = store.add(f"turn/{rank}", 1)  # the n-th comparison of each rank meets the n-th of the others
     store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error, "hint": hint}))
     if rank == 0:
         store.set(f"{turn}/verdict", _verdict(store, turn, what, world_size, timeout))
