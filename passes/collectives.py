@@ -70,12 +70,15 @@ def _flatten(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def unpack_rows(rows: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
 
-    A bucket of one parameter needs no copy; with several, each is copied out once to be contiguous.
+    A bucket of one parameter needs no copy; with several, each is copied out once, so that it is contiguous and keeps
+    no other's memory.
     """
     table, start, full = rows.view(bucket.plan.world_size, bucket.numel), 0, []
     for m in bucket.members:
         shape = m.parameter.full_shape
-        padded = table[:, start : start + m.numel].reshape(-1, *m.parameter.shard_shape[1:])
+        columns = table[:, start : start + m.numel]
+        columns = columns if len(bucket.members) == 1 else columns.clone(memory_format=torch.contiguous_format)
+        padded = columns.reshape(-1, *m.parameter.shard_shape[1:])
         full.append(padded[: shape[0]] if shape else padded[0])
         start += m.numel
     return tuple(full)

@@ -52,7 +52,17 @@ def is_backward(trace: TraceCtx) -> bool:
 
 
 # Thunder tags only some of its random symbols RANDOM_OP, and none of those of its executors.
-RANDOM_NAMES = ("rand", "uniform", "multinomial", "bernoulli", "dropout", "philox", "normal_", "scaled_dot_product")
+RANDOM_NAMES = (
+    "rand",
+    "uniform",
+    "multinomial",
+    "bernoulli",
+    "dropout",
+    "philox",
+    "normal_",
+    "scaled_dot_product",
+    "sdpa",
+)
 CONSTANT_NAMES = frozenset({"arange", "iota", "full", "zeros", "ones", "tensor_from_sequence"})
 
 
@@ -111,6 +121,32 @@ def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:
     for bsym in trace.bound_symbols:
         _mark_unsharded(bsym, found)
     return {name: buckets for name, buckets in found.items() if buckets}
+
+
+# Symbols whose result is their first argument in another shape, layout or dtype.
+SHAPES = {"reshape", "view", "squeeze", "unsqueeze", "expand", "broadcast_in_dim", "flatten"}
+TRANSPOSES = {"permute", "transpose", "t"}
+SLICES = {"getitem", "slice_prim", "narrow", "select", "split", "chunk", "unbind"}
+CASTS = {"to", "type", "convert_element_type", "float", "bfloat16", "half", "contiguous", "shallow_copy"}
+ALIASES = SHAPES | TRANSPOSES | SLICES | CASTS
+
+
+def parameter_aliases(trace: TraceCtx) -> set[str]:
+    """Gathered parameters, and their views, slices, transposes and casts."""
+    found: set[str] = set()
+
+    def mark(bsym: BoundSymbol) -> None:
+        if bsym.sym.is_fusion:
+            for part in bsym.subsymbols:
+                mark(part)
+        sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        is_alias = bsym.sym.name in ALIASES and sources and all(name in found for name in sources)
+        if is_alias or bsym.sym.id == wait_all_gather.id:
+            found.update(o.name for o in bsym.flat_proxy_outs)
+
+    for bsym in trace.bound_symbols:
+        mark(bsym)
+    return found
 
 
 def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:

@@ -61,7 +61,7 @@ def _tagged(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
         for part in bsym.subsymbols:
             yield from _tagged(part.from_bsym(tags=part.tags | bsym.tags), derived)
         return
-    elif is_constant(bsym):
+    elif is_constant(bsym) or _is_derived_constant(bsym, derived):
         derived.constants.update(o.name for o in bsym.flat_proxy_outs)
     yield bsym.from_bsym()
 
@@ -75,6 +75,12 @@ def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
         and bsym.sym is not prims.python_return
         and is_repeatable(bsym)
     )
+
+
+def _is_derived_constant(bsym: BoundSymbol, derived: Derived) -> bool:
+    """Computed from constants alone, such as a mask that is cast or sliced."""
+    tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
+    return bool(tensors) and tensors <= derived.constants and is_repeatable(bsym)
 
 
 def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:

@@ -5,7 +5,8 @@
 2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
    moves exactly the bytes of its bucket's members.
 3. Live buckets are bounded: at each line those whose gathered values it needs to have, and ``prefetch`` more.
-4. ZeRO-3: no unsharded parameter, nor anything computed from parameters alone, is saved for backward.
+4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
+   computed from parameters alone should not be either: that is a warning.
 
 That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
 knows nothing of other ranks.
@@ -13,6 +14,7 @@ knows nothing of other ranks.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NoReturn
@@ -29,6 +31,7 @@ from passes.recognise import (
     is_return,
     is_wait,
     names,
+    parameter_aliases,
     unsharded_values,
 )
 
@@ -188,9 +191,17 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
         return
     result, (saved, _) = lines[-1].args
-    outputs = names(result["output"])
+    outputs, aliases = names(result["output"]), parameter_aliases(trace)
     for p in saved:
         kept = [b for b in values.get(p.name, ()) if b.plan.regather]
-        if kept and p.name not in outputs:
-            what = f"{p.name}, unsharded parameters of bucket {kept[0].label}"
+        if not kept or p.name in outputs:
+            continue
+        members = ", ".join(m.parameter.name for m in kept[0].members)
+        if p.name in aliases:
+            what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
             _fail(lines, len(lines) - 1, f"{what}, is saved for backward: until it is mended, ZeRO-2 runs the model")
+        warnings.warn(
+            f"{p.name} of shape {tuple(p.shape)} is computed from parameters alone (bucket {kept[0].label}: {members}) "
+            "and saved for backward unsharded, as Thunder's autodiff hides how to compute it again",
+            stacklevel=2,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def compare(
     if rank == 0:
         store.set(f"{turn}/verdict", _verdict(store, turn, what, world_size, timeout))
     try:
-        store.wait([f"{turn}/verdict"], timedelta(seconds=timeout * 2 + 10))
+        store.wait([f"{turn}/verdict"], timedelta(seconds=timeout + 10))  # rank 0 gives up a little earlier
     except RuntimeError:  # which of its subclasses a time-out raises differs between stores
         raise RankMismatchError(f"rank 0 of the group did not come to compare {what} within {timeout:g} s") from None
     verdict = store.get(f"{turn}/verdict").decode()
@@ -48,9 +49,10 @@ def _verdict(store: dist.Store, turn: int, what: str, world_size: int, timeout: 
     """What is wrong, or nothing."""
     keys = [f"{turn}/{r}" for r in range(world_size)]
     absent: list[int] = []
+    deadline = time.monotonic() + timeout
     for r, key in enumerate(keys):
         try:
-            store.wait([key], timedelta(seconds=0.01 if absent else timeout))
+            store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
         except RuntimeError:  # which of its subclasses a time-out raises differs between stores
             absent.append(r)
     if absent:

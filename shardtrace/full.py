@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardtrace.consensus import RankMismatchError, compare
-from shardtrace.materialize import replace_data
+from shardtrace.materialize import broadcast, replace_data
 from shardtrace.sharding import shard, unshard
 from shardtrace.state import Entry, ShardedState, states_in
 
@@ -74,20 +74,23 @@ def load_full_state_dict(
     """
     module, states, entries = _sharded_entries(model)
     group, options = states[0].group, states[0].options
-    targets = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    expected = module.state_dict(keep_vars=True)
+    targets = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
     shapes = {k: entries[id(v)][1].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
     has_values = broadcast_from is None or dist.get_rank() == broadcast_from
 
     keys = _IncompatibleKeys([], [])
     problems: list[str] = []
     if has_values:
-        keys = _IncompatibleKeys(
-            [k for k in targets if k not in state_dict], [k for k in state_dict if k not in targets]
-        )
+        missing = [k for k in expected if k not in state_dict]
+        keys = _IncompatibleKeys(missing, [k for k in state_dict if k not in expected])
+        found = {k: getattr(state_dict[k], "shape", None) for k in shapes if k in state_dict}
         problems = [
-            f"{k} has shape {tuple(state_dict[k].shape)}, the model's is {shape}"
-            for k, shape in shapes.items()
-            if k in state_dict and tuple(state_dict[k].shape) != shape
+            f"{k} has shape {tuple(shape)}, the model's is {shapes[k]}"
+            if shape is not None
+            else f"{k} is a {type(state_dict[k]).__name__}, not a tensor"
+            for k, shape in found.items()
+            if shape is None or tuple(shape) != shapes[k]
         ]
         if strict:
             problems += [f"missing key {k}" for k in keys.missing_keys]
@@ -98,10 +101,13 @@ def load_full_state_dict(
     except RankMismatchError as mismatch:
         raise RuntimeError(error or str(mismatch)) from None
 
+    extra = {k: state_dict[k] for k in expected if k not in targets and k in state_dict}
     if broadcast_from is not None:
-        said: list[Any] = [keys]
+        said: list[Any] = [keys, extra]
         dist.broadcast_object_list(said, src=broadcast_from, group=group)
-        keys = said[0]
+        keys, extra = said
+    for key, value in extra.items():
+        module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
     with torch.no_grad():
         for key, target in targets.items():
             if key in keys.missing_keys:
@@ -112,7 +118,7 @@ def load_full_state_dict(
                 values = target.new_empty(shapes[key])
                 if has_values:
                     values.copy_(state_dict[key])
-                dist.broadcast(values, src=broadcast_from, group=group)
+                broadcast(values, broadcast_from, group)
             target.copy_(shard(values, entries[id(target)][0].group) if id(target) in entries else values)
     return keys
 
@@ -127,24 +133,38 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     Gradients of shards are put aside inside; those that are computed inside are dropped on leaving.
 
     Args:
-        writeback: keep what was changed inside, of which each rank takes its own rows.
+        writeback: keep what was changed inside, of which each rank takes its own rows. Not kept if an exception leaves
+            the context.
     """
     _, states, entries = _sharded_entries(model)
     shards = {key: (entry.shard.data, entry.shard.grad) for key, (_, entry) in entries.items()}
-    for state, entry in entries.values():
-        entry.shard.grad = None
-        replace_data(entry.shard, unshard(entry.shard, entry.full_shape, state.group))
-    for state in states:
-        state.unsharded = True
+    whole: dict[int, torch.Tensor] = {}
     try:
+        for state, entry in entries.values():
+            entry.shard.grad = None
+            replace_data(entry.shard, unshard(entry.shard, entry.full_shape, state.group))
+        for state in states:
+            state.unsharded = True
         yield
+        if writeback:
+            whole = {key: entry.shard.data for key, (_, entry) in entries.items()}
     finally:
-        for key, (state, entry) in entries.items():
+        for state in states:
+            state.unsharded = False
+        for key, (_, entry) in entries.items():
             data, grad = shards[key]
-            if writeback:
-                data.copy_(shard(entry.shard.data, state.group))
             entry.shard.grad = None
             replace_data(entry.shard, data)
             entry.shard.grad = grad
-        for state in states:
-            state.unsharded = False
+    _write_back(entries, whole)
+
+
+def _write_back(entries: dict[int, tuple[ShardedState, Entry]], whole: dict[int, torch.Tensor]) -> None:
+    for key, values in whole.items():
+        state, entry = entries[key]
+        if tuple(values.shape) != entry.full_shape:
+            raise RuntimeError(
+                f"parameter {entry.name!r} was given shape {tuple(values.shape)} inside full_params, its shape is "
+                f"{entry.full_shape}: nothing after it was written back"
+            )
+        entry.shard.data.copy_(shard(values, state.group))

@@ -86,5 +86,7 @@ def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
 def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup) -> torch.Tensor:
     """The values of global rank ``source``, in place; the tensor itself if there is no source."""
     if source is not None and group.size() > 1 and tensor.numel():
-        dist.broadcast(tensor, src=source, group=group)
+        values = tensor.contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)  # as bytes: backends lack dtypes
+        tensor.copy_(values)
     return tensor

@@ -38,23 +38,31 @@ def places(model: nn.Module, exclude: set[int]) -> list[Place]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Qualified names of the repeated blocks: the entries of the outermost containers that hold them.
+    """Qualified names of the repeated blocks: the entries of the containers that hold them.
 
-    A ModuleList or ModuleDict holds blocks; a Sequential does if two of its entries with parameters are of one class.
+    A ModuleList holds blocks. A Sequential does if two of its entries with parameters are of one class, a ModuleDict if
+    two that are made of modules are.
+    An entry that is a stage of several blocks, themselves made of modules, is not one: its blocks are.
     """
     blocks: list[str] = []
     for name, module in model.named_modules():
-        if any(name == b or name.startswith(b + ".") for b in blocks):
+        if any(name == b or name.startswith(b + ".") for b in blocks) or not _holds_blocks(module):
             continue
-        if _holds_blocks(module):
-            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        entries = [(f"{name}.{child}" if name else child, entry) for child, entry in module.named_children()]
+        blocks += [entry_name for entry_name, entry in entries if not _is_stage(entry)]
     return blocks
 
 
+def _is_stage(module: nn.Module) -> bool:
+    return _holds_blocks(module) and any(any(True for _ in child.children()) for child in module.children())
+
+
 def _holds_blocks(module: nn.Module) -> bool:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, nn.ModuleList):
         return True
-    if not isinstance(module, nn.Sequential):
+    if not isinstance(module, (nn.Sequential, nn.ModuleDict)):
         return False
-    classes = Counter(type(child) for child in module if any(True for _ in child.parameters()))
-    return any(count > 1 for count in classes.values())
+    entries = [child for child in module.children() if any(True for _ in child.parameters())]
+    if isinstance(module, nn.ModuleDict):  # two embeddings are not blocks
+        entries = [child for child in entries if any(True for _ in child.children())]
+    return any(count > 1 for count in Counter(map(type, entries)).values())

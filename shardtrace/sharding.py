@@ -33,4 +33,5 @@ def unshard(shard: torch.Tensor, full_shape: Shape, group: dist.ProcessGroup) ->
     mine = shard.detach().contiguous()
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
     all_gather_single(padded, mine, group=group)
-    return padded[: full_shape[0]] if full_shape else padded[0]
+    full = padded[: full_shape[0]] if full_shape else padded[0]
+    return full if full.shape == padded.shape else full.clone()  # a view would keep, and save, the padding

@@ -369,3 +369,57 @@ def compiles_alone() -> None:
     cmodel = thunder.jit(shardtrace.fsdp(Branches(), timeout=2))
     for rows in (3, 3 + dist.get_rank(), 3):
         cmodel(torch.ones(rows, 4), "left").sum().backward()
+
+
+class Counts(torch.nn.Linear):
+    """Has extra state, a buffer of a dtype that gloo does not know, and a parameter of one row."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 3
+        self.row = torch.nn.Parameter(torch.randn(1, 1000))
+        self.register_buffer("table", torch.arange(5, dtype=torch.int16))
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def extra_state_and_odd_buffers() -> None:
+    model = Counts()
+    if dist.get_rank() == 1:
+        model.table += 7
+    shardtrace.fsdp(model, broadcast_from=1)
+    assert model.table.tolist() == [7, 8, 9, 10, 11]
+    full = shardtrace.full_state_dict(model)
+    assert full["row"].untyped_storage().nbytes() == 4000
+    full["_extra_state"] = 5
+    assert shardtrace.load_full_state_dict(model, full) == ([], [])
+    assert model.calls == 5
+    full["_extra_state"] = 6
+    shardtrace.load_full_state_dict(model, full if dist.get_rank() == 1 else {}, broadcast_from=1)
+    assert model.calls == 6
+
+
+def errors_inside_full_params() -> None:
+    """The shards come back whatever happens inside."""
+    model = shardtrace.fsdp(torch.nn.Linear(4, 6))
+    before = [p.detach().clone() for p in model.parameters()]
+    for error, change in ((KeyError, lambda: {}["x"]), (RuntimeError, lambda: resize(model))):
+        try:
+            with shardtrace.full_params(model):
+                change()
+        except error:
+            pass
+        else:
+            raise AssertionError("no error")
+        for p, values in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(p.detach(), values, rtol=0, atol=0)
+    with shardtrace.full_params(model):
+        assert model.weight.shape == (6, 4)
+
+
+def resize(model: torch.nn.Module) -> None:
+    model.weight.data = torch.zeros(2, 2)

@@ -1,5 +1,6 @@
 """The layout of a bucket on the wire, without processes: what ranks pack, put together, is what they unpack."""
 
+import math
 from types import SimpleNamespace
 
 from passes.collectives import pack_rows, unpack_rows
@@ -27,6 +28,10 @@ def test_unpacking_inverts_packing(shapes, world_size):
     assert rows.shape == (world_size * bucket.numel,)
     for tensor, again in zip(tensors, unpack_rows(rows, bucket), strict=True):
         torch.testing.assert_close(again, tensor, rtol=0, atol=0)
+        assert again.is_contiguous()
+        if len(shapes) > 1:  # keeps no memory but its own, padding included
+            padded = world_size * math.prod(shard_shape(tuple(tensor.shape), world_size))
+            assert again.untyped_storage().nbytes() == 4 * padded
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

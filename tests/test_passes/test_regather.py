@@ -45,6 +45,9 @@ USES = {
     "conv": lambda m, x: F.conv1d(x[None], m.weight[:, :, None]),
     "mask": lambda m, x: x @ (m.weight * m.mask),
     "dequantize": lambda m, x: x @ (m.weight.to(torch.int8).float() * m.mask),
+    "cast mask": lambda m, x: x @ (m.weight * m.mask[:4].to(m.weight.dtype)),
+    "causal mask": lambda m, x: x @ (m.weight * torch.ones(4, 4).tril()),
+    "index": lambda m, x: x @ m.weight[torch.arange(4)],
     "two parameters": lambda m, x: x @ (m.weight @ m.weight.t() * m.gain),
 }
 

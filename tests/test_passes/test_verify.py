@@ -106,7 +106,7 @@ def unsharded_is_saved(lines):
         (gathered_twice, r"parameter 0.weight is gathered twice"),
         (wrong_shape, r"input should have shape \(2, 4\) and dtype \S+ as 0.weight"),
         (everything_at_once, r"3 buckets are unsharded at once, 1 needed, prefetch 1: 0, 2, 3"),
-        (unsharded_is_saved, r"unsharded parameters of bucket 3, is saved for backward"),
+        (unsharded_is_saved, r"unsharded, of bucket 3 \(3.weight\), is saved for backward"),
     ],
 )
 def test_broken_forward(cmodel, edit, message):

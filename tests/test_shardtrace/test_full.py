@@ -29,3 +29,11 @@ def test_not_sharded(fake_ranks):
     fake_ranks(2)
     with pytest.raises(ValueError, match=r"Linear is not sharded: call shardtrace.fsdp"):
         shardtrace.full_state_dict(nn.Linear(2, 2))
+
+
+def test_extra_state_and_odd_buffers(two_ranks):
+    two_ranks.run(workers.extra_state_and_odd_buffers)
+
+
+def test_errors_inside_full_params(two_ranks):
+    two_ranks.run(workers.errors_inside_full_params)

@@ -24,6 +24,23 @@ def test_blocks_inside_a_sequential_that_is_none():
     assert repeated_blocks(nn.Sequential(nn.Embedding(2, 2), blocks, nn.LayerNorm(2))) == ["1.0", "1.1"]
 
 
+def test_a_dict_of_unlike_parts_as_in_nanogpt():
+    parts = {"wte": nn.Embedding(2, 2), "wpe": nn.Embedding(2, 2), "h": nn.ModuleList([linear(), linear()])}
+    model = nn.ModuleDict({"transformer": nn.ModuleDict({**parts, "ln_f": nn.LayerNorm(2)})})
+    assert repeated_blocks(model) == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_stages_of_blocks():
+    stages = nn.ModuleList([nn.Sequential(Mlp(), Mlp()), nn.Sequential(Mlp(), Mlp())])
+    assert repeated_blocks(stages) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.ReLU(), linear())
+
+
 def test_a_parameter_has_one_place_and_all_its_owners():
     model = nn.Sequential(nn.Embedding(3, 2), nn.ModuleList([linear()]), nn.Linear(2, 3))
     model[2].weight = model[0].weight
