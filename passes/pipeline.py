@@ -7,7 +7,8 @@ Each pass is one Thunder Transform, so that each stage shows up by its name in `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from passes.insert_synchronize import insert_synchronize
@@ -55,6 +56,17 @@ class Pass(Transform):
     def __repr__(self) -> str:
         return f"shardtrace.{self.name}"
 
+    @contextmanager
+    def announcing_errors(self) -> Iterator[None]:
+        """An error of a pass on this rank becomes one on every rank, instead of a wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            for plan in self.compilation.enlisted.plans:
+                if plan.announce is not None:
+                    plan.announce(f"{type(error).__name__}: {error}")
+            raise
+
     def finish(self, trace: TraceCtx, start: float) -> None:
         self.seconds = time.perf_counter() - start
         trace.set_provenance(TraceProvenance(f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"))
@@ -71,8 +83,9 @@ class PassBeforeAutodiff(Pass):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         start = time.perf_counter()
-        self.compilation.end()
-        prologue, computation = self.stage(prologue_trace, computation_trace, self.compilation.enlisted)
+        with self.announcing_errors():
+            self.compilation.end()
+            prologue, computation = self.stage(prologue_trace, computation_trace, self.compilation.enlisted)
         for new, old in ((prologue, prologue_trace), (computation, computation_trace)):
             if new is not old:
                 self.finish(new, start)
@@ -88,9 +101,11 @@ class PassAfterLowering(Pass):
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         start = time.perf_counter()
-        new = self.stage(computation_trace)
+        with self.announcing_errors():
+            new = self.stage(computation_trace)
+            if new is not computation_trace:
+                verify(new)
         if new is not computation_trace:
-            verify(new)
             self.finish(new, start)
             compare_ranks(new)
         return new

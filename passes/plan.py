@@ -38,6 +38,7 @@ class Plan:
         prefetch: buckets whose gather is issued ahead of use.
         guard: called at each step; raises if a parameter is no longer the one that was sharded.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
+        announce: called with an error of this rank, so that the others raise where they come to agree.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Plan:
     prefetch: int = 1
     guard: Callable[[], None] | None = None
     agree: Callable[[list[str]], None] | None = None
+    announce: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,59 +26,79 @@ def compare(
         hint: what may help, for the message of a difference.
         timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if world_size == 1 or dist.get_backend(group) == "fake":  # other ranks of a fake group do not exist
+    if _is_alone(group):
         if error:
-            raise RankMismatchError(f"rank {rank}: {error}")
+            raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
-    store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
-    turn = store.add(f"turn/{rank}", 1)  # the n-th comparison of each rank meets the n-th of the others
-    store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error, "hint": hint}))
-    if rank == 0:
-        store.set(f"{turn}/verdict", _verdict(store, turn, what, world_size, timeout))
+    store, turn = _say(group, what, lines, error, hint)
+    if dist.get_rank(group) == 0:
+        store.set(f"{turn}/verdict", _verdict(store, turn, what, dist.get_process_group_ranks(group), timeout))
     try:
-        store.wait([f"{turn}/verdict"], timedelta(seconds=timeout + 10))  # rank 0 gives up a little earlier
+        store.wait([f"{turn}/verdict"], timedelta(seconds=timeout + 10))  # the first rank gives up a little earlier
     except RuntimeError:  # which of its subclasses a time-out raises differs between stores
-        raise RankMismatchError(f"rank 0 of the group did not come to compare {what} within {timeout:g} s") from None
+        first = dist.get_process_group_ranks(group)[0]
+        raise RankMismatchError(f"rank {first} did not come to compare {what} within {timeout + 10:g} s") from None
     verdict = store.get(f"{turn}/verdict").decode()
     if verdict:
         raise RankMismatchError(verdict)
 
 
-def _verdict(store: dist.Store, turn: int, what: str, world_size: int, timeout: float) -> str:
-    """What is wrong, or nothing."""
-    keys = [f"{turn}/{r}" for r in range(world_size)]
+def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
+    """Makes the other ranks raise ``error`` where they come to compare ``what``, without waiting for them."""
+    if _is_alone(group):
+        return
+    store, turn = _say(group, what, [], error, "")
+    if dist.get_rank(group) == 0:
+        store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
+
+
+def _is_alone(group: dist.ProcessGroup) -> bool:
+    return group.size() == 1 or dist.get_backend(group) == "fake"  # other ranks of a fake group do not exist
+
+
+def _say(group: dist.ProcessGroup, what: str, lines: list[str], error: str | None, hint: str) -> tuple[dist.Store, int]:
+    """Writes this rank's part of the next comparison; returns the store and the comparison's number."""
+    rank = dist.get_rank(group)
+    store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
+    turn = store.add(f"turn/{rank}", 1)  # the n-th comparison of each rank meets the n-th of the others
+    store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error, "hint": hint}))
+    return store, turn
+
+
+def _verdict(store: dist.Store, turn: int, what: str, ranks: list[int], timeout: float) -> str:
+    """What is wrong, or nothing. ``ranks`` are the global ranks of the group, for the message."""
+    keys = [f"{turn}/{r}" for r in range(len(ranks))]
     absent: list[int] = []
     deadline = time.monotonic() + timeout
-    for r, key in enumerate(keys):
+    for rank, key in zip(ranks, keys, strict=True):
         try:
             store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
         except RuntimeError:  # which of its subclasses a time-out raises differs between stores
-            absent.append(r)
+            absent.append(rank)
+    said = {r: json.loads(store.get(key)) for r, key in zip(ranks, keys, strict=True) if r not in absent}
+    for rank, one in said.items():
+        if one["error"]:
+            return f"rank {rank}: {one['error']}"
     if absent:
-        ranks = ", ".join(map(str, absent))
-        return f"rank(s) {ranks} did not come to compare {what} within {timeout:g} s: they do something else"
-    said = [json.loads(store.get(key)) for key in keys]
+        late = ", ".join(map(str, absent))
+        return f"rank(s) {late} did not come to compare {what} within {timeout:g} s: they do something else"
     for key in keys:
         store.delete_key(key)
-    for r, one in enumerate(said):
-        if one["error"]:
-            return f"rank {r}: {one['error']}"
-    for r, one in enumerate(said[1:], start=1):
-        if difference := _difference(said[0], one, r):
+    for rank in ranks[1:]:
+        if difference := _difference(said[ranks[0]], said[rank], ranks[0], rank):
             return difference
     return ""
 
 
-def _difference(first: dict, other: dict, rank: int) -> str:
+def _difference(first: dict, other: dict, rank_0: int, rank: int) -> str:
     if first["what"] != other["what"]:
-        return f"rank 0 compares {first['what']}, rank {rank} {other['what']}: the ranks run different programs"
+        return f"rank {rank_0} compares {first['what']}, rank {rank} {other['what']}: the ranks run different programs"
     a, b = first["lines"], other["lines"]
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if len(a) == len(b) == at:
         return ""
-    lengths = f": rank 0 has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else ""
+    lengths = f": rank {rank_0} has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else ""
     mine, theirs = (side[at] if at < len(side) else "nothing" for side in (a, b))
     where = f"the ranks differ in {first['what']}{lengths}; the first difference, at position {at}"
     hint = f" ({first['hint']})" if first["hint"] else ""
-    return f"{where}: rank 0 has {mine}; rank {rank} has {theirs}{hint}"
+    return f"{where}: rank {rank_0} has {mine}; rank {rank} has {theirs}{hint}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from passes.plan import Plan, Shape, ShardedParameter
-from shardtrace.consensus import compare
+from shardtrace.consensus import announce, compare
 from shardtrace.strategy import ShardingStrategy
 
 import torch
@@ -92,6 +92,7 @@ class ShardedState:
             prefetch=options.prefetch,
             guard=self.check_owners,
             agree=self.agree,
+            announce=self.announce,
         )
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block) for e in entries
@@ -128,9 +129,16 @@ class ShardedState:
         """
         known = tuple(lines)
         if known not in self._agreed:
-            what = f"the collectives of {self.model_name}"
-            compare(self.group, what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
+            compare(self.group, self.what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
             self._agreed.add(known)
+
+    def announce(self, error: str) -> None:
+        """Makes the other ranks raise ``error`` too, where they compare the trace that this one fails to compile."""
+        announce(self.group, self.what, error)
+
+    @property
+    def what(self) -> str:
+        return f"the collectives of {self.model_name}"
 
     def check_callable(self, name: str) -> None:
         """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""

@@ -28,7 +28,11 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
     if state.tracing:  # called within its own forward
         return _interpret_call(original, module, *args, **kwargs)
-    state.check_traceable()
+    try:
+        state.check_traceable()
+    except RuntimeError as error:
+        state.announce(str(error))
+        raise
     if state.plan.world_size == 1:
         return _interpret_call(original, module, *args, **kwargs)
 

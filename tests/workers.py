@@ -423,3 +423,11 @@ def errors_inside_full_params() -> None:
 
 def resize(model: torch.nn.Module) -> None:
     model.weight.data = torch.zeros(2, 2)
+
+
+def changed_on_one_rank(on: int) -> None:
+    model = torch.nn.Linear(4, 4)
+    cmodel = thunder.jit(shardtrace.fsdp(model, timeout=20))
+    if dist.get_rank() == on:
+        model.half()
+    cmodel(torch.ones(2, 4))

@@ -66,3 +66,10 @@ def test_layers_in_another_order(two_ranks):
 
 def test_a_new_shape_on_one_rank_alone(two_ranks):
     two_ranks.run(workers.compiles_alone)
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_parameter_changed_on_one_rank_is_an_error_on_all(two_ranks, on):
+    for ok, text in two_ranks.outcomes(workers.changed_on_one_rank, on=on):
+        assert not ok
+        assert "the dtype of parameter 'weight' was torch.float32 when fsdp() sharded it" in text
