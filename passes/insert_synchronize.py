@@ -15,7 +15,7 @@ from passes.plan import Bucket, Enlisted, Member, ShardedParameter
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
-from thunder.core.pytree import tree_map
+from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
@@ -125,9 +125,7 @@ def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
 
 def _outputs(bsym: BoundSymbol) -> list[Proxy]:
     """The proxies that the traced function returns (its return line also lists all its inputs)."""
-    found: list[Proxy] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, Proxy) else None, bsym.args[0]["output"])
-    return found
+    return [p for p in tree_iter(bsym.args[0]["output"]) if isinstance(p, Proxy)]
 
 
 def _synchronize(

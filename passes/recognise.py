@@ -1,4 +1,4 @@
-"""Recognisers: what the lines of a lowered trace are. They change nothing."""
+"""Recognisers: what the lines of a trace are. They change nothing."""
 
 from __future__ import annotations
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from passes.collectives import synchronize
-from passes.recognise import constant_inputs, is_constant, is_repeatable
+from passes.recognise import constant_inputs, is_constant, is_repeatable, is_return, names
 
-from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.pytree import tree_iter
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
@@ -30,7 +28,7 @@ def regather(computation: TraceCtx) -> TraceCtx:
     """
     if not any(_is_regathered(b) for b in computation.bound_symbols):
         return computation
-    returned = {p.name for p in tree_iter(computation.bound_symbols[-1].args[0]["output"]) if isinstance(p, Proxy)}
+    returned = names(computation.bound_symbols[-1].args[0]["output"])
     derived = Derived(set(), constant_inputs(computation), returned)
     new = from_trace(computation)
     for bsym in computation.bound_symbols:
@@ -72,7 +70,7 @@ def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
     return (
         not tensors.isdisjoint(derived.parameters)
         and tensors <= derived.parameters | derived.constants
-        and bsym.sym is not prims.python_return
+        and not is_return(bsym)
         and is_repeatable(bsym)
     )
 

@@ -88,5 +88,6 @@ def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup
     if source is not None and group.size() > 1 and tensor.numel():
         values = tensor.contiguous()
         dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)  # as bytes: backends lack dtypes
-        tensor.copy_(values)
+        if values is not tensor:
+            tensor.copy_(values)
     return tensor
