@@ -44,7 +44,8 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
       embedding does not wait for, and is not held until, the head.
     - a size in MB: consecutive parameters, as many as fit; a larger one by itself.
 
-    Parameters of different models, dtypes or devices never share a bucket.
+    Parameters of different models, dtypes or devices never share a bucket. Within one they are in the model's order,
+    as their shards lie in memory.
     """
     uses = list(uses)
     keys = {id(u): key for u, key in zip(uses, _keys(uses), strict=True)}
@@ -52,7 +53,9 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
     for use in uses:
         plan = use.parameter.plan
         buckets.setdefault((id(plan), keys[id(use)], use.dtype, use.device), []).append(use)
-    return [Group(_label(members), tuple(members)) for members in buckets.values()]
+    return [
+        Group(_label(members), tuple(sorted(members, key=lambda u: u.parameter.index))) for members in buckets.values()
+    ]
 
 
 def _keys(uses: list[Use]) -> list[Hashable]:

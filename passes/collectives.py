@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from passes import compat
-from passes.plan import Bucket, Shape
+from passes import direct, native
+from passes.plan import Bucket
 
 import torch
 from thunder.core.prims import OpTags, get_grad, put_grad
@@ -29,89 +28,20 @@ from thunder.extend import OperatorExecutor
 executor = OperatorExecutor("shardtrace", version="0.1")
 
 
-class InFlight(NamedTuple):
-    """A collective that was issued: ``input`` must outlive it."""
-
-    work: Any
-    output: torch.Tensor
-    input: torch.Tensor
+def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
 
 
-def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    row = _flatten(shards)  # (numel,)
-    rows = row.new_empty(bucket.plan.world_size * bucket.numel)
-    work = compat.all_gather_single(rows, row, group=bucket.plan.group, async_op=True)
-    return InFlight(work, rows, row)
+def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
 
 
-def _finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    future.work.wait()
-    return unpack_rows(future.output, bucket)
+def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
-def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    rows = pack_rows(grads, bucket, divisor=bucket.plan.world_size)
-    row = rows.new_empty(bucket.numel)
-    work = compat.reduce_scatter_single(row, rows, group=bucket.plan.group, async_op=True)
-    return InFlight(work, row, rows)
-
-
-def _finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    future.work.wait()
-    pieces = future.output.split([m.numel for m in bucket.members])
-    return tuple(piece.view(m.parameter.shard_shape) for piece, m in zip(pieces, bucket.members, strict=True))
-
-
-def _flatten(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    flat = [t.reshape(-1) for t in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-def unpack_rows(rows: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
-
-    A bucket of one parameter needs no copy; with several, each is copied out once, so that it is contiguous and keeps
-    no other's memory.
-    """
-    table, start, full = rows.view(bucket.plan.world_size, bucket.numel), 0, []
-    for m in bucket.members:
-        shape = m.parameter.full_shape
-        columns = table[:, start : start + m.numel]
-        columns = columns if len(bucket.members) == 1 else columns.clone(memory_format=torch.contiguous_format)
-        padded = columns.reshape(-1, *m.parameter.shard_shape[1:])
-        full.append(padded[: shape[0]] if shape else padded[0])
-        start += m.numel
-    return tuple(full)
-
-
-def pack_rows(tensors: tuple[torch.Tensor, ...], bucket: Bucket, *, divisor: int = 1) -> torch.Tensor:
-    """The inverse of :func:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors divided by ``divisor``.
-
-    Dividing before the sum keeps fp16 gradients from overflowing in the reduction.
-    """
-    world_size = bucket.plan.world_size
-    padded = any(m.parameter.shard_shape[0] * world_size != (m.parameter.full_shape or (1,))[0] for m in bucket.members)
-    allocate = tensors[0].new_zeros if padded else tensors[0].new_empty
-    rows = allocate(world_size, bucket.numel)
-    start = 0
-    for tensor, m in zip(tensors, bucket.members, strict=True):
-        columns = rows[:, start : start + m.numel]
-        # ranks whose shards have no padding, and the elements of the next one
-        whole, rest = divmod(math.prod(m.parameter.full_shape), m.numel)
-        flat = _reduced(tensor, m.parameter.full_shape).reshape(-1)
-        torch.div(flat[: whole * m.numel].view(whole, m.numel), divisor, out=columns[:whole])
-        if rest:
-            torch.div(flat[whole * m.numel :], divisor, out=columns[whole, :rest])
-        start += m.numel
-    return rows.view(-1)
-
-
-def _reduced(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Sums a gradient over the dims by which its parameter was broadcast.
-
-    Thunder leaves that to the end for 0-dim tensors (torch's autograd engine does it where it receives a gradient).
-    """
-    return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
+def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
 # ---- symbols ----

@@ -18,6 +18,8 @@ from thunder.core.codeutils import ContextObject
 
 Shape = tuple[int, ...]
 
+SMALL = 64 * 1024  # bytes of a shard: below, a message of its own costs more than a copy
+
 
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
     """The shape of each rank's (padded) shard of a parameter of shape ``full_shape``."""
@@ -36,6 +38,8 @@ class Plan:
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", or a size in MB (of unsharded parameters).
         prefetch: buckets whose gather is issued ahead of use.
+        direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
+        averages: the backend's reduce_scatter can average.
         guard: called at each step; raises if a parameter is no longer the one that was sharded.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
         announce: called with an error of this rank, so that the others raise where they come to agree.
@@ -47,6 +51,8 @@ class Plan:
     regather: bool = True
     bucketing: str | float = "block"
     prefetch: int = 1
+    direct: bool = False
+    averages: bool = False
     guard: Callable[[], None] | None = None
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None
@@ -55,17 +61,24 @@ class Plan:
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
     """One parameter of a plan: ``name`` and ``layer`` are qualified names in the model, ``block`` that of the
-    repeated block that holds it (None outside)."""
+    repeated block that holds it (None outside), ``index`` its place among the model's parameters."""
 
     plan: Plan
     name: str
     full_shape: Shape
     layer: str
     block: str | None = None
+    index: int = 0
 
     @cached_property
     def shard_shape(self) -> Shape:
         return shard_shape(self.full_shape, self.plan.world_size)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """For each rank, where its shard without padding starts and stops in the flattened parameter."""
+        size, end = math.prod(self.shard_shape), math.prod(self.full_shape)
+        return tuple((min(r * size, end), min((r + 1) * size, end)) for r in range(self.plan.world_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +116,21 @@ class Bucket(ContextObject):
         if len(members) == len(self.members):
             return self
         return Bucket(self.label, f"{self.name}_trainable", self.plan, members, self.dtype) if members else None
+
+    @cached_property
+    def large(self) -> tuple[int, ...]:
+        """The members whose shards are worth a message of their own where ranks exchange messages."""
+        return tuple(i for i, m in enumerate(self.members) if m.numel * self.dtype.bytes >= SMALL)
+
+    @cached_property
+    def small(self) -> tuple[int, ...]:
+        return tuple(sorted(set(range(len(self.members))) - set(self.large)))
+
+    @cached_property
+    def packed(self) -> Bucket | None:
+        """The small members as a bucket; None if there are none."""
+        members = tuple(self.members[i] for i in self.small)
+        return Bucket(self.label, f"{self.name}_small", self.plan, members, self.dtype) if members else None
 
     @property
     def bytes(self) -> int:

@@ -56,3 +56,10 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
     if resolved.type == "cuda" and resolved.index is None:
         resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return resolved
+
+
+def backend_for(group: dist.ProcessGroup, devices: set[str]) -> str:
+    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if more than one."""
+    by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backends = {by_device.get(device, "none") for device in devices}
+    return backends.pop() if len(backends) == 1 else "mixed"

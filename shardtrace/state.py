@@ -11,6 +11,8 @@ from typing import Any
 
 from passes.plan import Plan, Shape, ShardedParameter
 from shardtrace.consensus import announce, compare
+from shardtrace.flat import lay_out_flat
+from shardtrace.mesh import backend_for
 from shardtrace.strategy import ShardingStrategy
 
 import torch
@@ -83,6 +85,8 @@ class ShardedState:
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
         self._agreed: set[tuple[str, ...]] = set()
+        devices = {e.stand_in._thunder_device.type for e in entries}  # type: ignore[attr-defined]
+        backend = backend_for(group, devices)
         self.plan = Plan(
             model=model_name,
             group=group,
@@ -90,14 +94,18 @@ class ShardedState:
             regather=options.strategy is ShardingStrategy.ZERO3,
             bucketing=options.bucketing,
             prefetch=options.prefetch,
+            direct=backend == "gloo" and devices == {"cpu"},
+            averages=backend == "nccl",
             guard=self.check_owners,
             agree=self.agree,
             announce=self.announce,
         )
         self.by_stand_in = {
-            id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block) for e in entries
+            id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block, index)
+            for index, e in enumerate(entries)
         }
         self.by_shard = {id(e.shard): e for e in entries}
+        lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in entries)
 
     @cached_property
     def _places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:

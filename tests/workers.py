@@ -431,3 +431,39 @@ def changed_on_one_rank(on: int) -> None:
     if dist.get_rank() == on:
         model.half()
     cmodel(torch.ones(2, 4))
+
+
+def exchange_bucket(dtype: str) -> None:
+    """Gathers and reduces a bucket of large members, whole and padded, and of small ones, by messages."""
+    from passes import direct
+    from passes.plan import SMALL, Bucket, Member, Plan, ShardedParameter
+    from shardtrace.sharding import shard
+
+    from thunder.core import dtypes
+
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    plan = Plan("Model", group=group, world_size=ranks, direct=True)
+    kind = getattr(torch, dtype)
+    shapes = [(300, 512), (5,), (301, 512), (), (1, 2**17)]  # the last one's shard is padding on all ranks but one
+    members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(shapes))
+    bucket = Bucket("root", "b_root", plan, members, dtypes.to_dtype(kind))
+    assert bucket.large == (0, 2, 4)
+    assert all(m.numel * kind.itemsize >= SMALL for m in (members[i] for i in bucket.large))
+
+    torch.manual_seed(0)
+    full = [torch.randn(s).to(kind) for s in shapes]
+    shards = tuple(shard(t, group) for t in full)
+    futures = [direct.issue_all_gather(shards, bucket) for _ in range(2)]  # two in flight at once
+    for future in futures:
+        for got, expected in zip(direct.finish_all_gather(future, bucket), full, strict=True):
+            assert torch.equal(got, expected)
+
+    grads = tuple(t * (rank + 1) for t in full)
+    large = (torch.full((300, 512), 60000.0).to(kind), *grads[1:])  # in fp16 a sum of these overflows
+    futures = [direct.issue_reduce_scatter(grads, bucket), direct.issue_reduce_scatter(large, bucket)]
+    reduced, constant = (direct.finish_reduce_scatter(future, bucket) for future in futures)
+    mean = [t.float() * (ranks + 1) / 2 for t in full]
+    for got, expected in zip(reduced, mean, strict=True):
+        tolerance = {} if kind == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(got.float(), shard(expected, group), **tolerance)
+    assert torch.isfinite(constant[0]).all()

@@ -3,7 +3,7 @@
 import math
 from types import SimpleNamespace
 
-from passes.collectives import pack_rows, unpack_rows
+from passes.layout import pack_rows, unpack_rows
 from passes.plan import Bucket, Member, Plan, ShardedParameter, shard_shape
 
 import pytest
