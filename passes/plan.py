@@ -8,10 +8,12 @@ rank 0 holds its value and the others hold padding. A parameter without elements
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from passes.cost import CostModel, default_cost_model
 
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
@@ -38,6 +40,9 @@ class Plan:
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", or a size in MB (of unsharded parameters).
         prefetch: buckets whose gather is issued ahead of use.
+        max_inflight_bytes: bytes of buckets whose collective is issued and not waited for; None: so many as
+            ``prefetch + 1`` of the trace's largest bucket take.
+        cost: how long collectives and compute take.
         direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
         averages: the backend's reduce_scatter can average.
         guard: called at each step; raises if a parameter is no longer the one that was sharded.
@@ -51,6 +56,8 @@ class Plan:
     regather: bool = True
     bucketing: str | float = "block"
     prefetch: int = 1
+    max_inflight_bytes: int | None = None
+    cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
     guard: Callable[[], None] | None = None
@@ -140,6 +147,20 @@ class Bucket(ContextObject):
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)
         return f"Bucket({self.name}: {names})"
+
+
+def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
+    """For each plan of a trace's buckets, the bytes that its collectives may have in flight at once.
+
+    One bucket alone may be larger.
+    """
+    largest: dict[Plan, int] = {}
+    for bucket in buckets:
+        largest[bucket.plan] = max(largest.get(bucket.plan, 0), bucket.bytes)
+    return {
+        plan: (plan.prefetch + 1) * size if plan.max_inflight_bytes is None else plan.max_inflight_bytes
+        for plan, size in largest.items()
+    }
 
 
 @dataclass

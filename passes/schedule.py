@@ -2,12 +2,28 @@
 
 Works on the lowered forward and backward in turn. Compute lines keep their order; only collectives move, so that the
 result of a step is the same bit for bit.
+
+Note [Placement]. The pass walks through the compute lines and keeps two clocks that the plan's cost model drives: one
+of the compute, one of each group's link, on which collectives follow each other. At each line:
+
+- A gather is waited for right before its first use. It is issued as late as the cost model says that it still arrives
+  in time, with a margin; if one would not, all are issued as early as the limits allow. Gathers go in order of first
+  use.
+- A reduce_scatter is issued as soon as its gradients exist and there is room for it. It is waited for where the cost
+  model says that it is done, with a margin, or where its room is needed.
+- The limits: no more than ``prefetch`` buckets are gathered ahead of use, and no more than ``max_inflight_bytes`` are
+  issued and not waited for (one bucket alone may be larger).
+
+All of it is a function of the trace and of its plans, which are equal on all ranks: so is the order of collectives.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import accumulate
 
+from passes.plan import Bucket, Plan, inflight_limits
 from passes.recognise import (
     bucket_of,
     is_backward,
@@ -24,86 +40,221 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors.passes import del_last_used
 
+# A collective may take so many times what the cost model says before compute has to wait for it.
+MARGIN = 2.0
+
 
 def schedule(trace: TraceCtx) -> TraceCtx:
-    """Returns the trace with its collectives placed by fixed rules:
-
-    - a gather is issued ``prefetch`` buckets ahead of use, in order of first use, and waited for right before it;
-    - gathered parameters are deleted after their last use;
-    - a reduce_scatter is issued as soon as its gradients exist; all are waited for at the end.
-    """
+    """Returns the trace with its collectives placed as Note [Placement] says, and gathered parameters deleted after
+    their last use."""
     if not any(is_collective(b) for b in trace.bound_symbols):
         return trace
+    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    placed = _Placement(lines, late=True)
+    if placed.idles:
+        placed = _Placement(lines, late=False)
     new = from_trace(trace)
-    new.bound_symbols = _Schedule(trace).lines()
+    new.bound_symbols = placed.result
     return del_last_used(new, clear_mutable_collections=is_backward(trace))
 
 
-class _Schedule:
-    """The state of one scheduling: lines are emitted in order, each with what it needs before it."""
+@dataclass(frozen=True)
+class _Flight:
+    """A collective that is issued and not waited for; the link works on it from ``start`` to ``done``, in seconds."""
 
-    def __init__(self, trace: TraceCtx) -> None:
-        lines = [b for b in trace.bound_symbols if not is_deletion(b)]
-        self.compute = [b for b in lines if not is_collective(b)]
-        self.issue_of = {b.output.name: b for b in lines if is_issue(b)}  # by the name of the future
+    issue: BoundSymbol
+    start: float
+    done: float
+
+
+class _Placement:
+    """One walk. Lines are emitted in order, each with what it needs before it.
+
+    ``late`` issues gathers just in time; ``idles`` tells that compute then waits for one that could have come earlier.
+    """
+
+    def __init__(self, lines: list[BoundSymbol], *, late: bool) -> None:
+        compute = [b for b in lines if not is_collective(b)]
+        issues = [b for b in lines if is_issue(b)]
+        self.issue_of = {b.output.name: b for b in issues}  # by the name of the future
         self.wait_of = {o.name: b for b in lines if is_wait(b) for o in b.flat_proxy_outs}
-        self.gathers = deque(self._gathers_by_first_use())
-        self.reduces = _Pending([b for b in lines if is_issue(b) and not is_gather(b)])
-        self.prefetch = max((bucket_of(b).plan.prefetch for b in self.gathers), default=0)
-        self.outstanding = 0  # gathers that are issued and not waited for
+        self.wait_for = {b.args[0].name: b for b in lines if is_wait(b)}
+        self.limits = inflight_limits(bucket_of(b) for b in issues)
+        device = bucket_of(issues[0]).plan.cost  # of the first plan: compute belongs to none
+        self.seconds = [device.compute_seconds(b) for b in compute]
+
+        uses = self._first_uses(compute)
+        self.gathers = deque(self.issue_of[future] for future in uses)
+        self.order = {future: k for k, future in enumerate(uses)}
+        self.latest = dict.fromkeys(uses, 0.0)
+        if late:
+            self.latest = self._latest_starts(compute, uses, [b for b in issues if not is_gather(b)])
+        self.pending = _Pending([b for b in issues if not is_gather(b)])
+        self.ready: deque[BoundSymbol] = deque()  # reduces whose gradients exist
+
+        self.now = 0.0
+        self.coming = 0.0  # seconds of the compute line that is next
+        self.link_is_free: dict[object, float] = {}  # by group
+        self.reducing: deque[_Flight] = deque()
+        self.gathering: dict[str, _Flight] = {}  # by future
+        self.inflight: Counter[Plan] = Counter()  # bytes
+        self.ahead: Counter[Plan] = Counter()  # gathers that are issued and not waited for
         self.available: set[str] = set()
+        self.held_back: int | None = None  # the first gather that was not issued although it could have been
+        self.idles = False
         self.result: list[BoundSymbol] = []
+        for bsym, seconds in zip(compute, self.seconds, strict=True):
+            self._compute(bsym, seconds)
 
-    def lines(self) -> list[BoundSymbol]:
-        for bsym in self.compute:
-            if is_return(bsym):
-                for wait in self.wait_of.values():
-                    self._wait(wait)
-            for a in bsym.flat_proxy_args:
-                if a.name in self.wait_of:
-                    self._wait(self.wait_of[a.name])
-            if not is_unpack(bsym):  # the first gathers go ahead of compute, after the signature's lines
-                self._issue_gathers(self.prefetch)
-            self._emit(bsym)
-        return self.result
+    def _compute(self, bsym: BoundSymbol, seconds: float) -> None:
+        self.coming = seconds
+        if is_return(bsym):
+            self._wait_for_all()
+        for a in bsym.flat_proxy_args:
+            if a.name in self.wait_of and a.name not in self.available:
+                self._wait(self.wait_of[a.name])
+        if not is_unpack(bsym):  # the first gathers go ahead of compute, after the signature's lines
+            self._wait_for_done()
+            self._issue_reduces()
+            self._issue_gathers()
+        self._emit(bsym)
+        self.now += seconds
+        while self.ready and self._make_room(bucket_of(self.ready[0])):
+            self._issue_reduces()
 
-    def _gathers_by_first_use(self) -> list[BoundSymbol]:
-        """The issuing lines of gathers in the order in which compute needs them: the order on every rank."""
-        order: dict[str, BoundSymbol] = {}
-        for bsym in self.compute:
+    # ---- what is known before the walk ----
+
+    def _first_uses(self, compute: list[BoundSymbol]) -> dict[str, int]:
+        """The futures of gathers in the order in which compute needs them, with the line that does."""
+        uses: dict[str, int] = {}
+        for i, bsym in enumerate(compute):
             for a in bsym.flat_proxy_args:
                 wait = self.wait_of.get(a.name)
                 if wait is not None and is_gather(wait):
-                    future = wait.args[0].name
-                    order.setdefault(future, self.issue_of[future])
-        return list(order.values())
+                    uses.setdefault(wait.args[0].name, i)
+        unused = (future for future, b in self.issue_of.items() if is_gather(b))
+        return uses | {future: len(compute) - 1 for future in unused if future not in uses}
+
+    def _latest_starts(
+        self, compute: list[BoundSymbol], uses: dict[str, int], reduces: list[BoundSymbol]
+    ) -> dict[str, float]:
+        """When each gather must be issued so that compute, which never waits, finds it arrived: in seconds.
+
+        What is reduced between its use and the use before shares the link with it.
+        """
+        clock = [0.0, *accumulate(self.seconds)]
+        made = {o.name: i for i, b in enumerate(compute) for o in b.flat_proxy_outs}
+        load = [0.0] * (len(compute) + 1)  # seconds of the reduces that become ready at each line
+        for b in reduces:
+            load[max((made.get(a.name, 0) for a in b.flat_proxy_args), default=0)] += _seconds(b)
+        total = [0.0, *accumulate(load)]
+        latest: dict[str, float] = {}
+        following = clock[-1]
+        order = list(uses.items())
+        for k in range(len(order) - 1, -1, -1):
+            future, use = order[k]
+            before = order[k - 1][1] if k else 0
+            work = _seconds(self.issue_of[future]) + total[use] - total[before]
+            following = latest[future] = min(clock[use], following) - MARGIN * work
+        return latest
+
+    # ---- gathers ----
+
+    def _issue_gathers(self, used_now: int = 0) -> None:
+        while self.gathers:
+            gather = self.gathers[0]
+            bucket = bucket_of(gather)
+            if self.ahead[bucket.plan] >= bucket.plan.prefetch + used_now or not self._has_room(bucket):
+                return
+            if any(a.name not in self.available for a in gather.flat_proxy_args):
+                return
+            if self.now + self.coming < self.latest[gather.output.name]:  # there is time after the coming line too
+                self.held_back = self.order[gather.output.name] if self.held_back is None else self.held_back
+                return
+            self._issue_gather()
+
+    def _issue_gather(self) -> None:
+        gather = self.gathers.popleft()
+        self.ahead[bucket_of(gather).plan] += 1
+        self.gathering[gather.output.name] = self._issue(gather)
+
+    # ---- reduces ----
+
+    def _issue_reduces(self) -> None:
+        while self.ready and self._has_room(bucket_of(self.ready[0])):
+            self.reducing.append(self._issue(self.ready.popleft()))
+
+    def _wait_for_done(self) -> None:
+        while self.reducing:
+            first = self.reducing[0]
+            if self.now < first.start + MARGIN * (first.done - first.start):
+                return
+            self._wait(self.wait_for[first.issue.output.name])
+
+    def _make_room(self, bucket: Bucket) -> bool:
+        """Waits for reduces, the first first, until the bucket may be issued; False if gathers leave no room."""
+        while not self._has_room(bucket):
+            if not self.reducing:
+                return False
+            self._wait(self.wait_for[self.reducing[0].issue.output.name])
+        return True
+
+    # ---- both ----
+
+    def _has_room(self, bucket: Bucket) -> bool:
+        inflight = self.inflight[bucket.plan]
+        return not inflight or inflight + bucket.bytes <= self.limits[bucket.plan]
+
+    def _issue(self, bsym: BoundSymbol) -> _Flight:
+        bucket = bucket_of(bsym)
+        group = bucket.plan.group
+        start = max(self.now, self.link_is_free.get(group, 0.0))
+        self.link_is_free[group] = done = start + _seconds(bsym)
+        self.inflight[bucket.plan] += bucket.bytes
+        self._emit(bsym)
+        return _Flight(bsym, start, done)
 
     def _wait(self, wait: BoundSymbol) -> None:
-        if wait.flat_proxy_outs[0].name in self.available:
-            return
+        """Waits for a collective, and before that for what must have been issued or waited for before it."""
+        future, bucket = wait.args[0].name, bucket_of(wait)
         if is_gather(wait):
-            while wait.args[0].name not in self.available:
-                self._issue(self.gathers.popleft())
-            self._issue_gathers(self.prefetch + 1)  # the one waited for leaves its place to the next
-            self.outstanding -= 1
+            while future not in self.available:
+                self._make_room(bucket_of(self.gathers[0]))
+                self._issue_gather()
+            self._issue_gathers(used_now=1)  # the one waited for leaves its place to the next
+            flight = self.gathering.pop(future)
+            self.ahead[bucket.plan] -= 1
+            held_back = self.held_back is not None and self.held_back <= self.order[future]
+            self.idles |= held_back and flight.done > self.now
+        else:
+            while future not in self.available:
+                self._make_room(bucket_of(self.ready[0]))
+                self.reducing.append(self._issue(self.ready.popleft()))
+            flight = next(f for f in self.reducing if f.issue.output.name == future)
+            self.reducing.remove(flight)
+        self.now = max(self.now, flight.done)
+        self.inflight[bucket.plan] -= bucket.bytes
         self._emit(wait)
 
-    def _issue_gathers(self, limit: int) -> None:
-        while self.gathers and self.outstanding < limit:
-            if not all(a.name in self.available for a in self.gathers[0].flat_proxy_args):
-                return
-            self._issue(self.gathers.popleft())
-
-    def _issue(self, gather: BoundSymbol) -> None:
-        self.outstanding += 1
-        self._emit(gather)
+    def _wait_for_all(self) -> None:
+        """What is still under way at the end: gathers whose values are returned, and reduces."""
+        for future in self.order:
+            if self.wait_for[future].flat_proxy_outs[0].name not in self.available:
+                self._wait(self.wait_for[future])
+        while self.ready or self.reducing:
+            self._issue_reduces()
+            self._wait(self.wait_for[self.reducing[0].issue.output.name])
 
     def _emit(self, bsym: BoundSymbol) -> None:
         self.result.append(bsym)
         for o in bsym.flat_proxy_outs:
             self.available.add(o.name)
-            for reduce in self.reduces.ready(o.name):
-                self._emit(reduce)
+            self.ready.extend(self.pending.ready(o.name))
+
+
+def _seconds(issue: BoundSymbol) -> float:
+    bucket = bucket_of(issue)
+    return bucket.plan.cost.collective_seconds(bucket)
 
 
 class _Pending:

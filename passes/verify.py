@@ -4,7 +4,8 @@
    ``del``.
 2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
    moves exactly the bytes of its bucket's members.
-3. Live buckets are bounded: at each line those whose gathered values it needs to have, and ``prefetch`` more.
+3. Memory is bounded: at each line no more buckets of a plan are unsharded than those whose gathered values it needs to
+   have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
 4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
    computed from parameters alone should not be either: that is a warning.
 
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
 from passes.collectives import all_gather
-from passes.plan import Bucket, ShardedParameter
+from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
 from passes.recognise import (
     bucket_of,
     is_backward,
@@ -55,6 +57,7 @@ def verify(trace: TraceCtx) -> None:
     _verify_traffic(trace)
     values = unsharded_values(trace)
     _verify_live_buckets(lines, values)
+    _verify_inflight(lines)
     _verify_saved(trace, values)
 
 
@@ -127,19 +130,42 @@ def _verify_traffic(trace: TraceCtx) -> None:
             seen.add((bsym.sym.id, m.parameter))
 
 
+def _verify_inflight(lines: list[BoundSymbol]) -> None:
+    """At each line: bytes of buckets whose collective is issued and not waited for <= the plan's limit."""
+    limits = inflight_limits(bucket_of(b) for b in lines if is_issue(b))
+    inflight = dict.fromkeys(limits, 0)
+    for i, bsym in enumerate(lines):
+        if not is_collective(bsym):
+            continue
+        bucket = bucket_of(bsym)
+        inflight[bucket.plan] += bucket.bytes if is_issue(bsym) else -bucket.bytes
+        if inflight[bucket.plan] > max(limits[bucket.plan], bucket.bytes):
+            most = f"max_inflight_bytes is {limits[bucket.plan]}"
+            _fail(lines, i, f"{inflight[bucket.plan]} bytes are in flight with bucket {bucket.label}, {most}")
+
+
 def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
-    """At each line: live buckets <= those that compute around it needs to have at once + prefetch."""
+    """At each line, for each plan: live buckets <= those that compute around it needs to have at once + prefetch."""
     first, last = _needs(lines, values)
-    prefetch = max((b.plan.prefetch for b in first), default=0)
     compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_deletion(b)]
-    starts, ends = sorted(first.values()), sorted(last.values())
+    starts, ends = _by_plan(first), _by_plan(last)
     for i, live in _live_buckets(lines, values):
         # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use
         at = compute[min(bisect_left(compute, i), len(compute) - 1)]
-        needed = bisect_left(starts, at + 1) - bisect_left(ends, at)
-        if len(live) > max(needed, 1) + prefetch:
-            held = ", ".join(sorted(b.label for b in live))
-            _fail(lines, i, f"{len(live)} buckets are unsharded at once, {needed} needed, prefetch {prefetch}: {held}")
+        for plan, buckets in live.items():
+            needed = bisect_left(starts.get(plan, []), at + 1) - bisect_left(ends.get(plan, []), at)
+            if len(buckets) > max(needed, 1) + plan.prefetch:
+                held = ", ".join(sorted(b.label for b in buckets))
+                rule = f"{needed} needed, prefetch {plan.prefetch}"
+                _fail(lines, i, f"{len(buckets)} buckets are unsharded at once, {rule}: {held}")
+
+
+def _by_plan(at: dict[Bucket, int]) -> dict[Plan, list[int]]:
+    """Sorted line numbers of the buckets of each plan."""
+    found: dict[Plan, list[int]] = {}
+    for bucket, line in at.items():
+        found.setdefault(bucket.plan, []).append(line)
+    return {plan: sorted(numbers) for plan, numbers in found.items()}
 
 
 def _needs(
@@ -158,16 +184,18 @@ def _needs(
     return first, last
 
 
-def _live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> Iterator[tuple[int, set[Bucket]]]:
+def _live_buckets(
+    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
+) -> Iterator[tuple[int, dict[Plan, Counter[Bucket]]]]:
     """At each line that adds to them, the buckets whose memory is held: from issue until all their values are gone."""
     alive: dict[str, frozenset[Bucket]] = {}  # futures and values
-    counts: dict[Bucket, int] = {}
+    live: dict[Plan, Counter[Bucket]] = {}  # how many of them hold each bucket
 
     def drop(name: str) -> None:
         for bucket in alive.pop(name, ()):
-            counts[bucket] -= 1
-            if not counts[bucket]:
-                del counts[bucket]
+            live[bucket.plan][bucket] -= 1
+            if not live[bucket.plan][bucket]:
+                del live[bucket.plan][bucket]
 
     for i, bsym in enumerate(lines):
         if bsym.sym.id == prims.PrimIDs.DEL:
@@ -181,9 +209,9 @@ def _live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
                 alive[o.name] = buckets
                 added = True
                 for bucket in buckets:
-                    counts[bucket] = counts.get(bucket, 0) + 1
+                    live.setdefault(bucket.plan, Counter())[bucket] += 1
         if added:
-            yield i, set(counts)
+            yield i, live
 
 
 def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None:

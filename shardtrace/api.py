@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from passes.cost import CostModel
 from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.costs import load_cost_model
 from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.mesh import Mesh, resolve_device, resolve_group
 from shardtrace.names import Place, places
@@ -34,6 +36,8 @@ def fsdp(
     broadcast_from: int | None = None,
     param_init_fn: InitFn | None = None,
     prefetch: int = 1,
+    max_inflight_bytes: int | None = None,
+    cost_model: CostModel | None = None,
     timeout: float = 300.0,
 ) -> M:
     """Shards the parameters of ``model`` over the ranks of ``mesh``, in place, and returns it.
@@ -62,6 +66,11 @@ def fsdp(
             have memory; default: the module's ``reset_parameters``. At most one module is whole at a time.
         prefetch: buckets whose gather is issued ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
             unless the model uses more than one at once.
+        max_inflight_bytes: bytes of unsharded buckets whose gather or reduction is under way at once (one bucket alone
+            may be larger); default: as many as ``prefetch + 1`` of the largest bucket.
+        cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
+            equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
+            group's first rank, else pessimistic figures.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
 
     Raises:
@@ -77,7 +86,10 @@ def fsdp(
     options = Options(
         parse_sharding_strategy(sharding_strategy),
         parse_bucketing_strategy(bucketing_strategy),
-        _parse_prefetch(prefetch),
+        _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
+        max_inflight_bytes
+        if max_inflight_bytes is None
+        else _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout,
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
@@ -85,7 +97,8 @@ def fsdp(
     target = resolve_device(device, found[0].parameter.device if found else None)
     group = resolve_group(mesh, target)
 
-    _agree(model, found, options, broadcast_from, param_init_fn, group)
+    _agree(model, found, options, broadcast_from, param_init_fn, cost_model, group)
+    cost = cost_model or load_cost_model(target, group)
     stand_ins = [_stand_in(p.parameter, target) for p in found]
     _shard_parameters(model, found, group, target, broadcast_from, param_init_fn)
     entries = tuple(
@@ -93,14 +106,14 @@ def fsdp(
         for p, s in zip(found, stand_ins, strict=True)
         if s.numel() and group.size() > 1
     )
-    attach(model, ShardedState(type(model).__name__, group, options, entries))
+    attach(model, ShardedState(type(model).__name__, group, options, entries, cost))
     return _jit_again(jitted) if jitted is not None else model
 
 
-def _parse_prefetch(prefetch: Any) -> int:
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ValueError(f"prefetch must be a number of buckets, 0 or more, not {prefetch!r}")
-    return prefetch
+def _parse_count(name: str, value: Any, expected: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+    return value
 
 
 def _agree(
@@ -109,6 +122,7 @@ def _agree(
     options: Options,
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
+    cost_model: CostModel | None,
     group: dist.ProcessGroup,
 ) -> None:
     """Raises on every rank if the model cannot be sharded on one, or is not the same on all."""
@@ -122,7 +136,7 @@ def _agree(
             for p in found
         ]
     )
-    lines.append(f"options {options} broadcast_from={broadcast_from}")
+    lines.append(f"options {options} broadcast_from={broadcast_from} cost_model={cost_model}")
     what = f"the parameters of {type(model).__name__}"
     try:
         compare(group, what, lines, timeout=options.timeout, error=str(error or ""))

@@ -6,6 +6,8 @@ import json
 import time
 from datetime import timedelta
 
+from shardtrace.mesh import is_alone
+
 import torch.distributed as dist
 
 
@@ -26,7 +28,7 @@ def compare(
         hint: what may help, for the message of a difference.
         timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
     """
-    if _is_alone(group):
+    if is_alone(group):
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
@@ -45,15 +47,11 @@ def compare(
 
 def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     """Makes the other ranks raise ``error`` where they come to compare ``what``, without waiting for them."""
-    if _is_alone(group):
+    if is_alone(group):
         return
     store, turn = _say(group, what, [], error, "")
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
-
-
-def _is_alone(group: dist.ProcessGroup) -> bool:
-    return group.size() == 1 or dist.get_backend(group) == "fake"  # other ranks of a fake group do not exist
 
 
 def _say(group: dist.ProcessGroup, what: str, lines: list[str], error: str | None, hint: str) -> tuple[dist.Store, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,3 +64,21 @@ def backend_for(group: dist.ProcessGroup, devices: set[str]) -> str:
     by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backends = {by_device.get(device, "none") for device in devices}
     return backends.pop() if len(backends) == 1 else "mixed"
+
+
+class Transport(NamedTuple):
+    """How the collectives of a plan travel: its fields of these names."""
+
+    direct: bool
+    averages: bool
+
+
+def transport(group: dist.ProcessGroup, devices: set[str]) -> Transport:
+    """What suits the backend that ``group`` uses for tensors on ``devices`` (types)."""
+    backend = backend_for(group, devices)
+    return Transport(direct=backend == "gloo" and devices == {"cpu"}, averages=backend == "nccl")
+
+
+def is_alone(group: dist.ProcessGroup) -> bool:
+    """True if there is no other rank to talk to; those of a fake group do not exist."""
+    return group.size() == 1 or dist.get_backend(group) == "fake"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from passes.cost import CostModel
 from passes.plan import Plan, Shape, ShardedParameter
 from shardtrace.consensus import announce, compare
 from shardtrace.flat import lay_out_flat
-from shardtrace.mesh import backend_for
+from shardtrace.mesh import transport
 from shardtrace.strategy import ShardingStrategy
 
 import torch
@@ -32,6 +33,7 @@ class Options:
     strategy: ShardingStrategy
     bucketing: str | float
     prefetch: int
+    max_inflight_bytes: int | None
     timeout: float
 
 
@@ -77,7 +79,14 @@ class Entry:
 class ShardedState:
     """The sharding of one model. Copies deeply along with it; the process group is shared."""
 
-    def __init__(self, model_name: str, group: dist.ProcessGroup, options: Options, entries: tuple[Entry, ...]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        group: dist.ProcessGroup,
+        options: Options,
+        entries: tuple[Entry, ...],
+        cost: CostModel,
+    ) -> None:
         self.model_name = model_name
         self.group = group
         self.options = options
@@ -86,7 +95,6 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._agreed: set[tuple[str, ...]] = set()
         devices = {e.stand_in._thunder_device.type for e in entries}  # type: ignore[attr-defined]
-        backend = backend_for(group, devices)
         self.plan = Plan(
             model=model_name,
             group=group,
@@ -94,8 +102,9 @@ class ShardedState:
             regather=options.strategy is ShardingStrategy.ZERO3,
             bucketing=options.bucketing,
             prefetch=options.prefetch,
-            direct=backend == "gloo" and devices == {"cpu"},
-            averages=backend == "nccl",
+            max_inflight_bytes=options.max_inflight_bytes,
+            cost=cost,
+            **transport(group, devices)._asdict(),
             guard=self.check_owners,
             agree=self.agree,
             announce=self.announce,
@@ -119,7 +128,7 @@ class ShardedState:
             stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, e.shard_shape, stand_in, owners))
-        new.__init__(self.model_name, self.group, self.options, tuple(entries))  # type: ignore[misc]
+        new.__init__(self.model_name, self.group, self.options, tuple(entries), self.plan.cost)  # type: ignore[misc]
         return new
 
     def check_owners(self) -> None:

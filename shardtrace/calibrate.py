@@ -1,0 +1,267 @@
+"""Measures this machine for the cost model of the schedule (:mod:`passes.cost`), and remembers the result.
+
+    python -m shardtrace.calibrate                               # the device
+    torchrun --nproc_per_node=2 -m shardtrace.calibrate          # the device, and the link between the ranks
+
+Run it as training is run: the same hosts, ranks and threads (OMP_NUM_THREADS), as these decide what is measured. It
+takes a few seconds. The result is one readable JSON file for each device, backend and number of ranks, in
+``$SHARDTRACE_CACHE``, ``$XDG_CACHE_HOME/shardtrace`` or ``~/.cache/shardtrace``. Without one, defaults are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import passes  # noqa: F401  first, as it makes Thunder importable
+from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.cost import CostModel, Device, Link, default_cost_model
+from passes.plan import Bucket, Member, Plan, ShardedParameter
+from shardtrace.costs import Key, backend_of, cost_model_key, of_first_rank, write_cost_model
+from shardtrace.mesh import is_alone, resolve_device, resolve_group, transport
+
+import torch
+import torch.distributed as dist
+from thunder.core import dtypes
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. Results are medians.
+
+    ``matmul``: rows and columns of the matrices; ``elements``: of the fp32 tensors that are added; ``messages``: bytes
+    of the unsharded buckets; ``repeats``: of each collective; ``seconds``: for each measurement of the device.
+    """
+
+    matmul: int
+    elements: int
+    messages: tuple[int, ...]
+    repeats: int = 5
+    seconds: float = 0.5
+
+
+# Too large for caches, small enough for a second or two in all; on a GPU large enough to fill it.
+EFFORTS = {"cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)), "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27))}
+
+
+# ---- measuring ----
+
+
+def calibrate(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    *,
+    effort: Effort | None = None,
+    save: bool = True,
+    progress: Progress | None = None,
+) -> CostModel:
+    """Measures ``device``, and the link between the ranks of ``group``; call it on all of them at once.
+
+    All ranks measure at the same time, as they compute at the same time, and all return what the group's first rank
+    measured: they must schedule alike.
+
+    Args:
+        group: None, or a group of one, measures no link; neither does a fake group. The default link stands in.
+        device: default: this rank's CUDA device if there is one, else the CPU.
+        effort: sizes of what is measured; default: some seconds' worth.
+        save: the group's first rank writes the result to the cache, where :func:`load_cost_model` finds it. A cache
+            that cannot be written to is a warning.
+        progress: called with the name of each measurement when it is done.
+    """
+    device = resolve_device(device, None)
+    effort = effort or EFFORTS.get(device.type, EFFORTS["cuda"])
+    report = progress or (lambda what: None)
+    backend = backend_of(group, device)
+    measured = _measure_device(device, effort, report)
+    model = replace(default_cost_model(device.type, backend), device=measured)
+    if group is not None and not is_alone(group):
+        model = of_first_rank(group, device, replace(model, link=_measure_link(group, device, effort, report)))
+    if save and backend != "fake" and (group is None or dist.get_rank(group) == 0):
+        try:
+            write_cost_model(model, device, group)
+        except OSError as error:
+            warnings.warn(f"the calibration could not be saved: {error}", stacklevel=2)
+    return model
+
+
+def _measure_device(device: torch.device, effort: Effort, report: Progress) -> Device:
+    def product(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(effort.matmul, effort.matmul, device=device).to(dtype) for _ in range(2))
+        seconds = _median_seconds(lambda: torch.mm(a, b), device, effort.seconds)
+        report(f"matrix product in {dtype}".replace("torch.", ""))
+        return 2 * effort.matmul**3 / seconds
+
+    def memory() -> float:
+        a, b = torch.ones(2, effort.elements, device=device)
+        # with a new output, as each line of a trace makes
+        seconds = _median_seconds(lambda: torch.add(a, b), device, effort.seconds)
+        report("memory")
+        return 3 * a.nbytes / seconds
+
+    def overhead() -> float:
+        lines, x = 100, torch.zeros(1, device=device)
+
+        def chain() -> None:
+            y = x
+            for _ in range(lines):
+                y = torch.add(y, x)
+
+        seconds = _median_seconds(chain, device, effort.seconds)
+        report("overhead")
+        return seconds / lines
+
+    return Device(product(torch.float32), product(torch.bfloat16), memory(), overhead())
+
+
+def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
+    """The median time of ``run`` over as many runs as ``budget`` seconds allow, at least one, after one to warm up."""
+    seconds: list[float] = []
+    _timed(run, device)
+    while not seconds or sum(seconds) < budget:
+        seconds.append(_timed(run, device))
+    return statistics.median(seconds)
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Progress) -> Link:
+    """Gathers and reductions of buckets, by the very functions that the lines of a trace call."""
+    samples = []
+    for size in effort.messages:
+        bucket = _bucket(group, device, size)
+        shape = bucket.members[0].parameter.shard_shape
+        shard, grad = torch.ones(shape, device=device), torch.ones(shape[0] * group.size(), device=device)
+        sent = bucket.bytes * (group.size() - 1) / group.size()
+        for issue, wait, values in ((all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)):
+            run = _collective(issue, wait, values, bucket)
+            times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # as many on all ranks
+            samples.append((sent, statistics.median(times[1:])))
+            report(f"{issue.name} of {bucket.bytes} bytes")
+    return fit_link(samples)
+
+
+def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
+    """One fp32 parameter of about ``size`` bytes, sharded over ``group``."""
+    ranks = group.size()
+    plan = Plan("calibration", group, ranks, **transport(group, {device.type})._asdict())
+    parameter = ShardedParameter(plan, "message", (max(1, size // 4 // ranks) * ranks,), "calibration")
+    return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
+
+
+def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Callable[[], Any]:
+    """What the two lines of a trace run, one after the other: a bound symbol holds the function that it calls."""
+    start, finish = (symbol.bind(None, bucket, output=None)._call_ctx[symbol.name] for symbol in (issue, wait))
+    return lambda: finish(start((values,), bucket), bucket)
+
+
+def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
+    """The link that explains (bytes sent, seconds) best: least squares of the relative errors, so that the small
+    messages, which tell the latency, count as much as the large ones.
+
+    Where noise would make the latency or the bandwidth negative, all time counts as bandwidth.
+    """
+    rows = torch.tensor([(1 / seconds, sent / seconds) for sent, seconds in samples], dtype=torch.float64)
+    ones = torch.ones(len(samples), 1, dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, torch.linalg.lstsq(rows[:, 1:], ones).solution.item()
+    return Link(bandwidth=1 / slope, latency=latency)
+
+
+# ---- groups ----
+
+
+# ---- the command ----
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrates, prints a table, writes the cache. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardtrace.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", help='"cpu", "cuda" or "cuda:1"; default: CUDA if there is one, else the CPU')
+    device = resolve_device(parser.parse_args(arguments).device, None)
+    launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    own_group = launched and not dist.is_initialized()
+    group = resolve_group(None, device) if launched or dist.is_initialized() else None
+    is_first = group is None or dist.get_rank(group) == 0
+    effort = EFFORTS.get(device.type, EFFORTS["cuda"])
+    steps = 4 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
+    model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
+    status = 0
+    if is_first:
+        key = cost_model_key(device, group)
+        print(table(model, default_cost_model(device.type, key.backend), key))
+        try:
+            print(f"saved to {write_cost_model(model, device, group)}")
+        except OSError as error:
+            print(f"could not be saved: {error}; set SHARDTRACE_CACHE to a folder that is writable", file=sys.stderr)
+            status = 1
+    if own_group:
+        dist.destroy_process_group()
+    return status
+
+
+def _bar(steps: int) -> Progress:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # an extra
+        return lambda what: print(f"measured {what}", file=sys.stderr)
+    bar = tqdm(total=steps, desc="calibrate", leave=False)
+
+    def report(what: str) -> None:
+        bar.set_postfix_str(what, refresh=False)
+        bar.update()
+        if bar.n == steps:
+            bar.close()
+
+    return report
+
+
+def table(model: CostModel, default: CostModel, key: Key) -> str:
+    """The model as text, beside the defaults."""
+    rows = [(f"device: {key.device}", "measured", "default")]
+    rows += _rows(DEVICE_UNITS, model.device, default.device)
+    if key.backend != "none":
+        rows.append((f"link: {key.backend}, {key.world_size} ranks", "", ""))
+        rows += _rows(LINK_UNITS, model.link, default.link)
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(f"{name:{width}} {value:>16} {usual:>16}".rstrip() for name, value, usual in rows)
+
+
+# in the order of the fields
+DEVICE_UNITS = (
+    ("fp32 products", 1e-9, "GFLOP/s"),
+    ("bf16 products", 1e-9, "GFLOP/s"),
+    ("memory", 1e-9, "GB/s"),
+    ("overhead of a line", 1e6, "us"),
+)
+LINK_UNITS = (("bandwidth", 1e-9, "GB/s"), ("latency", 1e6, "us"))
+
+
+def _rows(
+    units: Sequence[tuple[str, float, str]], measured: Link | Device, default: Link | Device
+) -> list[tuple[str, str, str]]:
+    return [
+        (f"  {name}", f"{value * scale:,.4g} {unit}", f"{usual * scale:,.4g} {unit}")
+        for (name, scale, unit), value, usual in zip(units, astuple(measured), astuple(default), strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The cost model of a machine: where calibrations are kept, and which one all ranks use."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from passes.cost import CostModel, default_cost_model
+from shardtrace.mesh import backend_for, is_alone
+
+import torch
+import torch.distributed as dist
+
+VERSION = 1  # of the files
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that carries tensors on ``device``: "gloo", "nccl", ...; "none" if there is no other rank."""
+    return "none" if group is None or group.size() == 1 else backend_for(group, {device.type})
+
+
+def of_first_rank(group: dist.ProcessGroup, device: torch.device, model: CostModel | None) -> CostModel:
+    """The model that the first rank of ``group`` passes; the others may pass None. To be called on all ranks."""
+    box = [None if model is None else asdict(model)]
+    on = device if backend_of(group, device) == "nccl" else None  # nccl carries tensors of one device alone
+    dist.broadcast_object_list(box, group=group, group_src=0, device=on)
+    assert box[0] is not None
+    return CostModel.from_dict(box[0])
+
+
+def cache_folder() -> Path:
+    """``$SHARDTRACE_CACHE``, else ``$XDG_CACHE_HOME/shardtrace``, else ``~/.cache/shardtrace``."""
+    if own := os.environ.get("SHARDTRACE_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardtrace"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "shardtrace"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a calibration holds for. ``backend`` is "none" and ``world_size`` 1 where no link was measured."""
+
+    device: str
+    backend: str
+    world_size: int
+
+    @property
+    def path(self) -> Path:
+        name = f"{self.device}-{self.backend}-{self.world_size}"
+        return cache_folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}.json"
+
+
+def cost_model_key(device: torch.device, group: dist.ProcessGroup | None) -> Key:
+    """The key of ``device`` in ``group``."""
+    return Key(_device_name(device), backend_of(group, device), 1 if group is None else group.size())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    info = Path("/proc/cpuinfo")  # Linux; elsewhere what Python knows
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"  # torchrun gives each rank one, unless told otherwise
+
+
+def write_cost_model(model: CostModel, device: torch.device, group: dist.ProcessGroup | None) -> Path:
+    """Writes to the cache, atomically; returns the file. Raises OSError if that cannot be done."""
+    key = cost_model_key(device, group)
+    data = {"version": VERSION, "key": asdict(key), "torch": torch.__version__, "model": asdict(model)}
+    key.path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=key.path.parent, prefix=key.path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(data, indent=2) + "\n")
+        os.replace(temporary, key.path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return key.path
+
+
+def load_cost_model(device: torch.device, group: dist.ProcessGroup) -> CostModel:
+    """The cached calibration of this machine, or what comes nearest; call it on all ranks of ``group`` at once.
+
+    All ranks get what the group's first rank finds: a calibration of this device, backend and number of ranks; one of
+    another number of ranks (the nearest); the device's alone, with the default link; the defaults. A fake group always
+    gets the defaults, so that what is compiled for it is the same on every machine. A file that cannot be used is
+    ignored, with a warning that names it.
+    """
+    if dist.get_backend(group) == "fake":
+        return default_cost_model(device.type, "fake")
+    model = _find(cost_model_key(device, group)) if dist.get_rank(group) == 0 else None
+    if dist.get_rank(group) == 0 and model is None:
+        model = default_cost_model(device.type, backend_of(group, device))
+        if alone := _find(cost_model_key(device, None)):
+            model = replace(model, device=alone.device)
+    return model if is_alone(group) and model is not None else of_first_rank(group, device, model)
+
+
+def _find(key: Key) -> CostModel | None:
+    if exact := _read(key.path, key):
+        return exact[1]
+    stem = key.path.stem.rpartition("-")[0]
+    paths = (path for path in sorted(key.path.parent.glob(f"{stem}-*.json")) if path != key.path)
+    others = [found for path in paths if (found := _read(path, key))]
+    return min(others, key=lambda found: abs(found[0].world_size - key.world_size))[1] if others else None
+
+
+def _read(path: Path, wanted: Key) -> tuple[Key, CostModel] | None:
+    """What a file holds, if that is ``wanted`` but for the number of ranks."""
+    try:
+        data = json.loads(path.read_text())
+        if data["version"] != VERSION:
+            raise ValueError(f"it is of version {data['version']!r}, not {VERSION}")
+        key, model = Key(**data["key"]), CostModel.from_dict(data["model"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(f"ignoring the calibration in {path} ({why}): calibrate again, or remove it", stacklevel=2)
+        return None
+    return (key, model) if key == replace(wanted, world_size=key.world_size) else None
