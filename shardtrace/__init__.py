@@ -15,7 +15,7 @@ from passes import Collective, VerificationError
 from shardtrace.api import fsdp
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
-from shardtrace.report import collectives
+from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
 
 __version__ = "0.1.0"
@@ -30,4 +30,5 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "load_full_state_dict",
+    "memory",
 ]
