@@ -3,6 +3,8 @@ what could have come earlier."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -11,7 +13,7 @@ from passes.cost import CostModel, Device, Link
 from passes.plan import Plan
 from passes.recognise import bucket_of, is_collective, is_deletion, is_gather, is_issue, is_return, is_unpack, is_wait
 from passes.schedule import schedule
-from passes.verify import verify
+from passes.verify import VerificationError, verify
 
 import dags
 import pytest
@@ -185,3 +187,31 @@ def cost(link, memory):
 def test_the_cost_model_decides(model, expected):
     plan = Plan("M", None, 2, cost=model)
     assert collectives(schedule(chain(plan))).startswith(expected)
+
+
+def test_64_blocks_cost_at_most_9_times_what_8_do():
+    def calls(blocks):
+        """Function calls of scheduling and verifying: what time is proportional to, without its noise."""
+        plan = Plan("M", None, 2)
+        steps = [
+            dags.Step((i * 6 + k,), (i,) if k == 0 else (), i if k == 5 else None)
+            for i in range(blocks)
+            for k in range(6)
+        ]
+        trace = dags.build(plan, [[4] * 12] * blocks, steps)
+        profile = cProfile.Profile()
+        profile.runcall(lambda: verify(schedule(trace)))
+        return pstats.Stats(profile).total_calls
+
+    assert calls(64) <= 9 * calls(8)
+
+
+def test_verify_finds_too_many_bytes_in_flight():
+    plan = Plan("M", None, 2, prefetch=3)
+    trace = schedule(chain(plan))
+    strict = replace(plan, max_inflight_bytes=1)
+    for bsym in trace.bound_symbols:
+        if is_collective(bsym):
+            bucket_of(bsym).plan = strict
+    with pytest.raises(VerificationError, match="bytes are in flight with bucket 1, max_inflight_bytes is 1"):
+        verify(trace)

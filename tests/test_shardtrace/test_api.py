@@ -5,6 +5,7 @@ import inspect
 import pickle
 
 import shardtrace
+from passes.cost import CostModel, Device, Link
 
 import pytest
 import thunder
@@ -408,3 +409,24 @@ def test_without_a_cache(ranks):
     cmodel = thunder.jit(shardtrace.fsdp(Net()), cache="no caching")
     cmodel(torch.ones(2, 4)).sum().backward()
     assert "reduce_scatter" in kinds(cmodel)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1MB"])
+def test_max_inflight_bytes_is_a_number_of_bytes(fake_ranks, value):
+    fake_ranks(2)
+    with pytest.raises(ValueError, match="max_inflight_bytes must be a number of bytes, or None"):
+        shardtrace.fsdp(nn.Linear(4, 4), max_inflight_bytes=value)
+
+
+def test_limits_and_the_cost_model_reach_the_trace(fake_ranks):
+    """A link that hides everything: each gather comes just in time. In flight is one bucket."""
+    fake_ranks(2)
+    fast = CostModel(Link(1e12, 0.0), Device(1e3, 1e3, 1e3, 1.0))
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    cmodel = thunder.jit(shardtrace.fsdp(model, cost_model=fast, max_inflight_bytes=1))
+    cmodel(torch.ones(2, 4))
+    names = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols if "del" not in b.sym.name]
+    assert [n for n in names if "gather" in n or n == "linear"] == [
+        "all_gather", "wait_all_gather", "all_gather", "linear",
+        "wait_all_gather", "all_gather", "linear", "wait_all_gather", "linear",
+    ]  # fmt: skip
