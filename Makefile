@@ -12,15 +12,19 @@ STEPS ?= 700
 DEVICE ?= cpu
 TRAIN_ARGS ?=
 
+# make bench, make gpu
+SETTING ?= loopback
+BENCH_ARGS ?=
+
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test bench gpu lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
-	@echo "Variables: PYTHON VENV TORCH; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS"
+	@echo "Variables: PYTHON VENV TORCH; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3: about a minute and a half
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
@@ -30,11 +34,19 @@ train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3: abo
 test: lint  ## check the code's style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
 
+bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
+	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
+
+gpu: $(VENV)/.dev  ## what needs a GPU: its tests, then the benchmarks on CUDA
+	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python examples/benchmarks/compare.py cuda $(BENCH_ARGS)
+
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt2
+	MYPYPATH=examples/gpt2 $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,124 @@
+"""Who competes: each system is one function that makes a whole model into one that trains on this rank's share.
+
+The model, the data, the optimizer and the step around it are the same for all (``training.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import thunder
+import thunder.distributed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from model import GPT
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a contender runs. ``group`` may be one whose collectives do nothing (backend "fake")."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.group, self.device.type)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``peer`` is the FSDP2 contender with the same resharding; the ratio to it is what the report prints."""
+
+    name: str
+    build: Callable[[GPT, World], nn.Module]
+    peer: str | None = None
+    communicates: bool = True
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def use_shardtrace(model: GPT, world: World, *, strategy: str, executors: list[str] | None = None) -> nn.Module:
+    shardtrace.fsdp(model, sharding_strategy=strategy, mesh=world.group)
+    return thunder.jit(model, executors=executors)
+
+
+def use_fsdp2(model: GPT, world: World, *, reshard: bool, compiled: bool = False) -> nn.Module:
+    """As PyTorch's documentation has it: each block, then the root; with torch.compile, block by block."""
+    options: dict[str, Any] = {"mesh": world.mesh(), "reshard_after_forward": reshard}
+    for block in model.h:
+        if compiled:
+            block.compile()
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def use_thunder_fsdp(model: GPT, world: World) -> nn.Module:
+    # It takes no group but copies the default one, which would be the wrong one for the run with a no-op backend.
+    copy = "thunder.distributed.transforms.fsdp_v2.copy_default_process_group"
+    with mock.patch(copy, return_value=world.group):
+        return thunder.distributed.fsdp(thunder.jit(model), device=world.device)
+
+
+def use_ddp(model: GPT, world: World) -> nn.Module:
+    ddp = DistributedDataParallel(model, process_group=world.group)
+    if dist.get_backend(world.group) == "fake":  # whose futures hold no tensor, where DDP expects the reduced one
+        ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+    return ddp
+
+
+def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def use_single(model: GPT, world: World, *, how: Callable[[nn.Module], Any] = lambda model: model) -> nn.Module:
+    """This rank's batch without communication. All ranks run it at once, so it has its rivals for the cores too."""
+    return how(model)
+
+
+def contenders() -> list[Contender]:
+    executor_sets: list[tuple[str, list[str] | None, tuple[str, ...]]] = [
+        ("", None, ("cpu", "cuda")),
+        (" torchcompile", ["sdpa", "torchcompile"], ("cpu", "cuda")),
+    ]
+    if thunder.nvfuser_executor is not None:
+        executor_sets.append((" nvfuser", ["sdpa", "nvfuser"], ("cuda",)))
+    ours = [
+        Contender(
+            f"shardtrace {strategy}{suffix}",
+            partial(use_shardtrace, strategy=strategy, executors=executors),
+            peer,
+            devices=devices,
+        )
+        for suffix, executors, devices in executor_sets
+        for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
+    ]
+    return [
+        *ours,
+        Contender("fsdp2 keep", partial(use_fsdp2, reshard=False)),
+        Contender("fsdp2 reshard", partial(use_fsdp2, reshard=True)),
+        Contender("fsdp2 keep compiled", partial(use_fsdp2, reshard=False, compiled=True), "fsdp2 keep"),
+        Contender("fsdp2 reshard compiled", partial(use_fsdp2, reshard=True, compiled=True), "fsdp2 reshard"),
+        Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2 whatever it is asked for
+        Contender("ddp", use_ddp, "fsdp2 keep"),
+        Contender("single eager", use_single, "fsdp2 keep", communicates=False),
+        Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),
+        Contender("single thunder", partial(use_single, how=thunder.jit), "fsdp2 keep", communicates=False),
+    ]
+
+
+def chosen(only: str, device: str) -> list[Contender]:
+    return [c for c in contenders() if device in c.devices and re.search(only, c.name)]

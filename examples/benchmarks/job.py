@@ -1,0 +1,54 @@
+"""What the starting process tells the ranks: plain data in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CannotRun(RuntimeError):
+    """This machine does not have what a setting needs; says what."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and of one rank's batch."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    seq: int
+    optimizer: str = "sgd"
+
+
+@dataclass(frozen=True)
+class Job:
+    setting: str
+    backend: str  # "gloo", "nccl", or "fake": a group whose other ranks do not exist
+    world_size: int
+    device: str
+    sizes: Sizes
+    rounds: int
+    steps_per_round: int
+    only: str  # a regular expression: which contenders
+    result: str = ""  # the file that rank 0 writes
+    rates: tuple[float, ...] = ()  # of the link, in Gbit/s
+    interface: str | None = None  # the link's end in this rank's network namespace
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.backend == "fake" else self.world_size
+
+    def name(self, rate: float | None) -> str:
+        return self.setting if rate is None else f"{self.setting} {rate:g} Gbit/s"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        data = json.loads(path.read_text())
+        return Job(**{**data, "sizes": Sizes(**data["sizes"]), "rates": tuple(data["rates"])})

@@ -1,0 +1,182 @@
+"""Timing in interleaved rounds, and the communication of a step by itself."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from passes.recognise import is_issue, is_wait
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.trace import TraceCtx
+from torch import nn
+
+Step = Callable[[], Any]
+
+PIECE = 1 << 20  # bytes of one message
+
+
+@dataclass
+class Timed:
+    """For each round: seconds of a step, and bytes that this rank put on the wire in it (if that is known)."""
+
+    seconds: list[float] = field(default_factory=list)
+    wire_bytes: list[float] = field(default_factory=list)
+
+
+def interleaved(
+    steps: Mapping[str, Step],
+    *,
+    rounds: int,
+    steps_per_round: int,
+    barrier: Step,
+    device: torch.device,
+    interface: str | None = None,
+    advance: Callable[[str], Any] = lambda name: None,
+) -> dict[str, Timed]:
+    """Runs all steps in each round, so that what slows the machine down for a while slows all of them.
+
+    The order rotates and turns around from round to round. A first step in each turn is not timed: it finds the caches
+    full of the one before. ``advance`` is told whose turn has begun.
+    """
+    timed = {name: Timed() for name in steps}
+    for r in range(rounds):
+        names = list(steps)
+        names = names[r % len(names) :] + names[: r % len(names)]
+        for name in reversed(names) if r % 2 else names:
+            advance(name)
+            step = steps[name]
+            step()
+            barrier()
+            synchronize(device)
+            sent, start = bytes_sent(interface), time.perf_counter()
+            for _ in range(steps_per_round):
+                step()
+            synchronize(device)
+            timed[name].seconds.append((time.perf_counter() - start) / steps_per_round)
+            if interface is not None:
+                timed[name].wire_bytes.append((bytes_sent(interface) - sent) / steps_per_round)
+    return timed
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def bytes_sent(interface: str | None) -> int:
+    """The interface's own counter, headers included; 0 where there is none to ask."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0
+
+
+def slowest(timed: dict[str, Timed], group: dist.ProcessGroup) -> dict[str, Timed]:
+    """A step has ended when it has on all ranks: the longest time of each round; wire bytes are the most of a rank."""
+    everyone: list[dict[str, Timed]] = [{}] * group.size()
+    dist.all_gather_object(everyone, timed, group=group)
+    return {
+        name: Timed(
+            [max(values) for values in zip(*(one[name].seconds for one in everyone), strict=True)],
+            [max(values) for values in zip(*(one[name].wire_bytes for one in everyone), strict=True)],
+        )
+        for name in timed
+    }
+
+
+# ---- communication alone ----
+
+
+def raw_exchange(sizes: list[int], group: dist.ProcessGroup) -> Step:
+    """Moves what a rank has to send and receive in collectives of ``sizes`` bytes, in both directions at once, with
+    nothing around it: ``size * (N - 1) / N`` to the next rank and from the one before.
+
+    In pieces, for gloo sends one large message and only then reads another: half the rate of the link.
+    """
+    rank, world_size = group.rank(), group.size()
+    total = sum(size * (world_size - 1) // world_size for size in sizes)
+    pieces = [min(PIECE, total - start) for start in range(0, total, PIECE)]
+    out, into = (torch.zeros(PIECE, dtype=torch.uint8) for _ in range(2))
+
+    def exchange() -> None:
+        works = []
+        for piece in pieces:
+            works.append(dist.irecv(into[:piece], group=group, group_src=(rank - 1) % world_size))
+            works.append(dist.isend(out[:piece], group=group, group_dst=(rank + 1) % world_size))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return exchange
+
+
+def own_lines(cmodel: nn.Module, device: torch.device) -> Step:
+    """Only the lines of the compiled traces that issue a collective or wait for one, in their order."""
+    lines = [(trace, line) for trace in compiled_traces(cmodel) for line in trace.bound_symbols]
+    lines = [(trace, line) for trace, line in lines if is_issue(line) or is_wait(line)]
+    inputs: dict[str, torch.Tensor] = {}
+
+    def run() -> None:
+        values: dict[tuple[int, str], Any] = {}
+        for trace, line in lines:
+
+            def value(arg: Any, trace: TraceCtx = trace) -> Any:
+                if not isinstance(arg, Proxy):
+                    return arg
+                if (id(trace), arg.name) in values:
+                    return values.pop((id(trace), arg.name))  # popped: nothing else keeps what was gathered
+                assert isinstance(arg, TensorProxy), arg
+                return inputs.setdefault(
+                    arg.name, torch.zeros(tuple(arg.shape), dtype=to_torch_dtype(arg.dtype), device=device)
+                )
+
+            function = next(iter(line._call_ctx.values()))
+            result = function(*tree_map(value, line.args))
+            if is_issue(line):
+                values[id(trace), line.output.name] = result
+
+    return run
+
+
+def compiled_traces(cmodel: nn.Module) -> list[TraceCtx]:
+    """The forward and the backward that the last call ran."""
+    forward = next(t for t in reversed(thunder.last_traces(cmodel)) if t.bound_symbols)
+    return [forward, *thunder.last_backward_traces(cmodel)[-1:]]
+
+
+# ---- compile time ----
+
+
+def seconds_in_passes(cmodel: nn.Module) -> float:
+    """What our passes and verify took, as each names it in the provenance of the trace that it made."""
+    traces = [*thunder.last_traces(cmodel), *thunder.last_backward_traces(cmodel)]
+    names = [str(trace.get_provenance()) for trace in traces]
+    return (
+        sum(float(ms) for name in names for ms in re.findall(r"shardtrace: .*\(took ([\d.]+) milliseconds", name)) / 1e3
+    )
+
+
+def timed_steps(step: Step, n: int, device: torch.device) -> list[float]:
+    seconds = []
+    for _ in range(n):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile, by linear interpolation."""
+    ordered = torch.tensor(values, dtype=torch.float64)
+    low, high = torch.quantile(ordered, torch.tensor([0.25, 0.75], dtype=torch.float64)).tolist()
+    return low, median(values), high

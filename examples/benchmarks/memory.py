@@ -1,0 +1,74 @@
+"""One meter for the memory of tensors, whoever allocates them: what the allocator itself reports.
+
+On the CPU that is the profiler's record of each allocation and each free, including those of C++ (DDP's buckets, the
+buffers inside operators, storages that FSDP2 frees and refills); on CUDA the caching allocator's own counters. A meter
+has to run from before a contender is built, as the profiler cannot tell what was allocated before it started.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+
+
+class Metered(NamedTuple):
+    """Bytes, relative to what was allocated before: ``kept`` at the end, ``peak`` at the highest (0 at least)."""
+
+    kept: int
+    peak: int
+    events: list[Any]  # the profiler's, of the CPU
+
+
+def metered(fn: Callable[[], T], device: torch.device) -> tuple[T, Metered]:
+    """Runs ``fn``, which may free what was allocated outside only if that was allocated inside an earlier call."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu", record_shapes=True) as record:
+        result = fn()
+        gc.collect()  # inside: what is garbage now is not kept
+    events = record.profiler.kineto_results.events()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        return result, Metered(kept, torch.cuda.max_memory_allocated() - before, events)
+    kept = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        kept += event.nbytes()
+        peak = max(peak, kept)
+    return result, Metered(kept, peak, events)
+
+
+class Traffic(NamedTuple):
+    """What one rank issues in a step, and the bytes of the unsharded buffers (twice for an all_reduce)."""
+
+    collectives: int
+    bytes: int
+
+
+# Of each operator of c10d, the argument that holds the whole group's data, and how often that is sent.
+_WHOLE = {"_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1), "allreduce_": (0, 2)}
+_SMALL = 64  # bytes: what DDP sends to compare ranks is not counted
+_ELEMENT = 4  # bytes: the profiler does not tell the type of a list's tensors; these benchmarks are in float32
+
+
+def traffic(events: list[Any]) -> Traffic:
+    """The collectives among the profiler's events of a step."""
+    sizes = []
+    for event in events:
+        if event.name().removeprefix("c10d::") in _WHOLE:
+            at, times = _WHOLE[event.name().removeprefix("c10d::")]
+            shape = event.structured_input_shapes()[at]
+            shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
+            sizes.append(times * _ELEMENT * sum(math.prod(s) for s in shapes))
+    sizes = [size for size in sizes if size > _SMALL]
+    return Traffic(len(sizes), sum(sizes))

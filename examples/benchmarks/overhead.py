@@ -1,0 +1,38 @@
+"""What a step costs the host beyond plain ``thunder.jit``, where neither compute nor communication takes any time."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+import torch
+
+from contenders import Contender, World, use_shardtrace, use_single
+from job import Sizes
+from measure import interleaved
+from training import Training, make_batches, make_model
+
+import thunder  # isort: skip
+
+NAME = "host overhead"
+
+
+def host_overhead(world: World, *, rounds: int, steps_per_round: int) -> dict[str, float]:
+    """Seconds of a step of a model of 100 parameters of a few bytes each.
+
+    ``world`` has a group whose collectives do nothing. Keys: "plain", and for each strategy what it adds to it.
+    """
+    sizes = Sizes(layers=8, width=8, heads=2, batch=1, seq=8)
+    assert len(list(make_model(sizes).parameters())) == 100
+    batches = make_batches(sizes, 0, world.device)
+    plain = Contender("plain", partial(use_single, how=thunder.jit))
+    ours = [Contender(strategy, partial(use_shardtrace, strategy=strategy)) for strategy in ("zero2", "zero3")]
+    steps = {c.name: Training(c, world, sizes, batches) for c in (plain, *ours)}
+    for step in steps.values():
+        step()
+    timed = interleaved(
+        steps, rounds=rounds, steps_per_round=steps_per_round, barrier=lambda: None, device=world.device
+    )
+    seconds = {name: torch.tensor(t.seconds) for name, t in timed.items()}
+    added = {c.name: median((seconds[c.name] - seconds["plain"]).tolist()) for c in ours}
+    return {"plain": median(seconds["plain"].tolist()), **added}

@@ -1,0 +1,129 @@
+"""What each rank runs. ``launch.py`` starts it: ``python ranks.py JOB`` with the variables of torchrun."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+from passes.liveness import step_liveness
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import slow_link
+from contenders import Contender, World, chosen
+from job import Job
+from measure import compiled_traces, seconds_in_passes, timed_steps
+from memory import Metered, metered, traffic
+from overhead import NAME as HOST_OVERHEAD
+from overhead import host_overhead
+from progress import progress
+from race import Entrant, race
+from training import Training, make_batches
+
+WARM_UP = 3  # steps: the second may compile again, and DDP makes new buckets in it
+OVERHEAD_STEPS = 20
+PATIENCE = timedelta(minutes=5)  # for the other rank, then an error: a link may stall
+
+
+def main() -> None:
+    job = Job.read(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a no-op backend leaves numbers behind that no real step has
+    device = torch.device(job.device)
+    if job.backend == "fake":
+        dist.init_process_group("fake", rank=0, world_size=job.world_size, store=FakeStore())
+    else:
+        dist.init_process_group(job.backend, timeout=PATIENCE)
+    try:
+        assert dist.group.WORLD is not None
+        results = run(job, World(dist.group.WORLD, device))
+        if dist.get_rank() == 0:
+            Path(job.result).write_text(json.dumps(results))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run(job: Job, world: World) -> list[dict[str, Any]]:
+    """One result for each rate of the link; one where there is no such link."""
+    silent = World(dist.new_group(backend="fake"), world.device) if job.backend == "gloo" else None
+    field = chosen(job.only, world.device.type)
+    if not field:
+        raise SystemExit(f"no contender matches {job.only!r}")
+    first_kernels(world.device)
+    with progress(iterable=field, desc=f"{job.setting}: build and compile", unit="contender") as bar:
+        entrants = []
+        for contender in bar:
+            bar.set_postfix_str(contender.name)
+            entrants.append(prepare(contender, job, world, silent))
+    overhead = None
+    if silent is not None and re.search(job.only, HOST_OVERHEAD):
+        overhead = host_overhead(silent, rounds=job.rounds, steps_per_round=OVERHEAD_STEPS)
+
+    gc.collect()
+    gc.freeze()  # what compiling left behind is not looked through again while steps are timed
+    results = []
+    for rate in job.rates or [None]:
+        if rate is not None:
+            assert job.interface is not None
+            dist.barrier()
+            slow_link.set_rate(job.interface, rate)
+        results.append({"host_overhead": overhead, **race(job, world, entrants, rate)})
+    return results
+
+
+def first_kernels(device: torch.device) -> None:
+    """Makes libraries allocate what they keep (cuBLAS: for each thread), or the first contender would pay for it."""
+    weight = torch.ones(8, 8, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+
+def prepare(contender: Contender, job: Job, world: World, silent: World | None) -> Entrant:
+    def build() -> tuple[Training, list[float]]:
+        batches = make_batches(job.sizes, dist.get_rank(), world.device)
+        training = Training(contender, world, job.sizes, batches)
+        return training, timed_steps(training, WARM_UP, world.device)
+
+    (training, seconds), built = metered(build, world.device)
+    _, step = metered(training, world.device)
+    noop = None
+    if silent is not None and contender.communicates:
+        noop = Training(contender, silent, job.sizes, training.batches)
+        timed_steps(noop, WARM_UP, world.device)
+    facts = {
+        "first_step_s": seconds[0],
+        "compile_s": max(0.0, seconds[0] - min(seconds[1:])),
+        "peak_bytes": built.kept + step.peak,
+        "kept_bytes": built.kept,
+        **sent(contender, training, step),
+    }
+    if contender.name.startswith("shardtrace"):
+        facts["passes_s"] = seconds_in_passes(training.model)
+        facts["predicted_peak_bytes"] = predicted_peak(training, built.kept)
+    return Entrant(contender, training, noop, facts)
+
+
+def predicted_peak(training: Training, kept: int) -> int:
+    """What the compiled traces promise. They know their arguments; ``kept`` bytes are all that lives between steps."""
+    arguments = {t.untyped_storage() for t in (*training.model.parameters(), *training.batches[0])}
+    forward, backward = compiled_traces(training.model)
+    return step_liveness(forward, backward, persistent=kept - sum(storage.nbytes() for storage in arguments)).peak
+
+
+def sent(contender: Contender, training: Training, step: Metered) -> dict[str, Any]:
+    if contender.name.startswith("shardtrace"):
+        rows = shardtrace.collectives(training.model)
+        return {"collectives": len(rows), "bytes": sum(row.bytes for row in rows)}
+    return traffic(step.events)._asdict()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""One training step, the same for all contenders: forward, backward, optimizer, zero_grad."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from contenders import Contender, World
+from job import Sizes
+from model import GPT, GPTConfig
+
+N_BATCHES = 4  # different batches, taken in turn
+
+
+def make_model(sizes: Sizes) -> GPT:
+    torch.manual_seed(0)  # every rank and every contender starts from the same values
+    return GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, block_size=sizes.seq))
+
+
+def make_batches(sizes: Sizes, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    data = torch.randint(256, (N_BATCHES, sizes.batch, sizes.seq + 1), generator=generator).to(device)
+    return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in data]
+
+
+class Training:
+    """A contender with its optimizer. Calling it runs one step, after which no gradient is kept."""
+
+    def __init__(self, contender: Contender, world: World, sizes: Sizes, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self.model: nn.Module = contender.build(make_model(sizes).to(world.device), world)
+        self.batches = batches
+        # SGD costs next to nothing and so leaves the differences between the contenders visible
+        optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        self.optimizer = optimizers[sizes.optimizer](self.model.parameters(), lr=1e-4)
+        self.step = 0
+
+    def __call__(self) -> Tensor:
+        loss: Tensor = self.model(*self.batches[self.step % len(self.batches)])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.detach()

@@ -1,0 +1,105 @@
+"""The settings of the CUDA benchmarks, for correctness: a real nccl group of one, and fake groups of many ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Zoo, tokens
+from torch import nn
+
+import shardtrace  # isort: skip  before thunder: makes it importable on the newest torch
+from passes.liveness import step_liveness
+
+import thunder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+EXECUTORS = {"default": None, "torchcompile": ["sdpa", "torchcompile"], "nvfuser": ["sdpa", "nvfuser"]}
+WIDTH, BLOCKS = 512, 3
+
+
+@pytest.fixture(params=EXECUTORS)
+def executors(request):
+    if request.param == "nvfuser" and thunder.nvfuser_executor is None:
+        pytest.skip("nvFuser does not import here")
+    return EXECUTORS[request.param]
+
+
+@pytest.fixture
+def nccl_of_one(tmp_path):
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Blocks(nn.Module):
+    """Blocks of two linear layers, large enough that what the allocator rounds up to does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def on_cuda(row):
+    return [t.cuda() for t in tokens(6, row)]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_nccl_world_of_one_trains_as_a_single_process(nccl_of_one, executors, strategy):
+    torch.manual_seed(0)
+    expected = Zoo().cuda()
+    torch.manual_seed(0)
+    model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy, device="cuda")
+    cmodel = thunder.jit(model, executors=executors)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, cmodel)]
+    for step in range(3):
+        losses = [m(*on_cuda(step)) for m in (expected, cmodel)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    for name, value in shardtrace.full_state_dict(cmodel).items():
+        torch.testing.assert_close(value.cuda(), expected.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert shardtrace.collectives(cmodel) == []  # nobody to talk to
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_one_of_many_ranks(fake_ranks, executors, strategy, world_size):
+    """Compiles (which verifies), issues what it should, and takes the memory that the traces promise."""
+    fake_ranks(world_size)
+    torch.cuda.set_device(0)
+    x = torch.randn(16, WIDTH, device="cuda")
+    before = torch.cuda.memory_allocated()
+    model = shardtrace.fsdp(Blocks(), sharding_strategy=strategy, device="cuda")
+    shards = torch.cuda.memory_allocated() - before
+    whole = 4 * BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    assert shards == pytest.approx(whole / world_size, rel=0.05)
+
+    cmodel = thunder.jit(model, executors=executors)
+    for _ in range(3):
+        cmodel(x).backward()
+        model.zero_grad()
+    kinds = [(c.kind, c.phase) for c in shardtrace.collectives(cmodel)]
+    gathers = [("all_gather", "forward")] * BLOCKS + [("all_gather", "backward")] * BLOCKS * (strategy == "zero3")
+    assert sorted(kinds) == sorted([*gathers, *[("reduce_scatter", "backward")] * BLOCKS])
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    idle = torch.cuda.memory_allocated()
+    cmodel(x).backward()
+    torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated()
+    forward = next(t for t in reversed(thunder.last_traces(cmodel)) if t.bound_symbols)
+    backward = thunder.last_backward_traces(cmodel)[-1]
+    arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *cmodel.parameters())})
+    promised = step_liveness(forward, backward, persistent=idle - arguments).peak
+    assert measured == pytest.approx(promised, rel=0.1)

@@ -1,0 +1,160 @@
+"""The benchmarks as a user runs them, with models too small to measure anything; and their meter and targets."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
+TINY = ["--layers=1", "--width=16", "--batch=2", "--seq=8", "--rounds=1", "--steps-per-round=1"]
+ONE = ["shardtrace zero3", "fsdp2 reshard", "single eager"]
+
+
+def compare(out, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, FOLDER / "compare.py", *arguments, f"--out={out}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a file of the benchmarks, which are scripts and no package."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+def test_loopback_prints_tables_and_writes_figures(tmp_path):
+    only = "|".join(f"^{name}$" for name in ONE)
+    done = compare(tmp_path, "loopback", *TINY, f"--only={only}")
+    assert done.returncode == 0, done.stderr
+    for name in ONE:
+        assert any(line.startswith(name) for line in done.stdout.splitlines())
+    assert "communication alone, shardtrace zero3" in done.stdout
+    assert "speed of shardtrace zero3 over fsdp2 reshard" in done.stdout
+
+    figures = json.loads((tmp_path / "results.json").read_text())
+    (result,) = figures["settings"]
+    rows = result["contenders"]
+    assert list(rows) == ONE
+    ours, theirs, alone = rows.values()
+    assert ours["speed_of_peer"] == pytest.approx(theirs["seconds"][0] / ours["seconds"][0])
+    assert ours["bytes"] == theirs["bytes"]  # gathered twice, reduced once
+    assert alone["collectives"] == alone["bytes"] == 0
+    assert ours["peak_bytes"] == pytest.approx(ours["predicted_peak_bytes"], rel=0.1)
+    assert 0 < ours["passes_s"] < ours["compile_s"]
+    assert {t["met"] for t in figures["targets"]} <= {True, False}
+    assert len(figures["targets"]) == 4  # speed, memory (2), passes
+    assert (tmp_path / "steps.svg").exists() or "no plot: matplotlib is not installed" in done.stdout
+
+
+def test_slow_link(tmp_path, module):
+    reason = module("slow_link").obstacle()
+    if reason is not None:
+        pytest.skip(f"no slow link here: {reason}")
+    done = compare(tmp_path, "slow-link", *TINY, "--only=^single eager$|^ddp$", "--rates=0.5,1")
+    if "cannot run" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    slower, faster = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert slower["measured_gbit"] < 0.55 < faster["measured_gbit"] < 1.1
+    assert slower["contenders"]["ddp"]["wire_bytes"] > slower["contenders"]["single eager"]["wire_bytes"]
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "shardtrace-" not in left
+
+
+def test_slow_link_says_why_it_cannot_run(tmp_path, module, monkeypatch):
+    done = compare(tmp_path, "slow-link", PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "slow-link: cannot run: ip and tc not found: install iproute2" in done.stderr
+    slow_link = module("slow_link")
+    monkeypatch.setattr(slow_link.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
+    with pytest.raises(module("job").CannotRun, match="only root may do"), slow_link.two_namespaces():
+        pass
+
+
+def test_cuda_says_why_it_cannot_run(tmp_path):
+    done = compare(tmp_path, "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "cuda: cannot run: torch sees no CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--rounds=0", "'0' is not a positive whole number"),
+        ("--only=(", "'(' is not a regular expression"),
+        ("--only=nobody", "no contender matches 'nobody'"),
+        ("--rates=fast", "'fast' is not a list of rates"),
+        ("--heads=7", "width 384 is not divisible by 7 heads"),
+    ],
+)
+def test_bad_arguments(tmp_path, argument, message):
+    done = compare(tmp_path, argument)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_memory_meter_sees_every_allocation(module):
+    memory, cpu = module("memory"), torch.device("cpu")
+    mb = 1 << 20
+
+    def build():
+        held = torch.empty(3 * mb, dtype=torch.uint8)
+        torch.empty(5 * mb, dtype=torch.uint8)
+        return held
+
+    held, built = memory.metered(build, cpu)
+    assert (built.kept, built.peak) == (3 * mb, 8 * mb)
+
+    def step():
+        grown = torch.empty(1 * mb, dtype=torch.uint8)
+        storage = held.untyped_storage()
+        storage.resize_(0)  # as FSDP2 frees what it gathered: seen, for the meter saw it come
+        storage.resize_(2 * mb)
+        product = torch.ones(256, 1024) @ torch.ones(1024, 256)  # 1 MB, 1 MB and a quarter
+        del grown, product
+
+    _, stepped = memory.metered(step, cpu)
+    assert stepped.kept == -1 * mb
+    assert 1 * mb < stepped.peak < 3 * mb
+
+
+def test_traffic_of_collectives(module, single_rank):
+    memory, dist = module("memory"), torch.distributed
+
+    def step():
+        dist.all_reduce(torch.ones(100))
+        dist.all_reduce(torch.ones(2))  # too small to be a gradient
+        dist.all_gather_into_tensor(torch.ones(50), torch.ones(50))
+        dist.reduce_scatter_tensor(torch.ones(30), torch.ones(30))
+
+    _, metered = memory.metered(step, torch.device("cpu"))
+    assert memory.traffic(metered.events) == (3, 2 * 400 + 200 + 120)
+
+
+def test_targets_are_ratios_of_rounds(module):
+    def row(*seconds, **more):
+        return {"seconds": list(seconds), "step_s": {"median": sorted(seconds)[1]}, "peak_bytes": 90, **more}
+
+    ours = {"passes_s": 1.0, "compile_s": 11.0, "predicted_peak_bytes": 100}
+    rows = {"shardtrace zero3": row(1, 2, 3, **ours), "fsdp2 reshard": row(2, 3.8, 9), "single eager": row(1, 1, 1)}
+    moved = {"shardtrace zero3": {"raw_s": 2.0}}
+    result = {"setting": "slow", "rate_gbit": 1, "contenders": rows, "communication": moved, "host_overhead": None}
+    found = module("targets").targets([result])
+    assert [(t.value, t.met) for t in found] == [
+        (2.0, True),  # the median of 2, 1.9 and 3
+        (1.0, True),  # over the slower of compute and communication
+        (1.0, True),
+        (pytest.approx(0.1), True),
+        (pytest.approx(0.1), True),
+    ]
