@@ -50,9 +50,11 @@ def schedule(trace: TraceCtx) -> TraceCtx:
     if not any(is_collective(b) for b in trace.bound_symbols):
         return trace
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
-    placed = _Placement(lines, late=True)
+    cost = next(bucket_of(b).plan.cost for b in lines if is_issue(b))  # of the first plan: compute belongs to none
+    compute = [(b, cost.compute_seconds(b)) for b in lines if not is_collective(b)]
+    placed = _Placement(lines, compute, late=True)
     if placed.idles:
-        placed = _Placement(lines, late=False)
+        placed = _Placement(lines, compute, late=False)
     new = from_trace(trace)
     new.bound_symbols = placed.result
     return del_last_used(new, clear_mutable_collections=is_backward(trace))
@@ -68,20 +70,19 @@ class _Flight:
 
 
 class _Placement:
-    """One walk. Lines are emitted in order, each with what it needs before it.
+    """One walk. Lines are emitted in order, each with what it needs before it. ``timed`` are those of compute, each
+    with the seconds that it takes.
 
     ``late`` issues gathers just in time; ``idles`` tells that compute then waits for one that could have come earlier.
     """
 
-    def __init__(self, lines: list[BoundSymbol], *, late: bool) -> None:
-        compute = [b for b in lines if not is_collective(b)]
+    def __init__(self, lines: list[BoundSymbol], timed: list[tuple[BoundSymbol, float]], *, late: bool) -> None:
+        compute, self.seconds = [b for b, _ in timed], [seconds for _, seconds in timed]
         issues = [b for b in lines if is_issue(b)]
         self.issue_of = {b.output.name: b for b in issues}  # by the name of the future
         self.wait_of = {o.name: b for b in lines if is_wait(b) for o in b.flat_proxy_outs}
         self.wait_for = {b.args[0].name: b for b in lines if is_wait(b)}
         self.limits = inflight_limits(bucket_of(b) for b in issues)
-        device = bucket_of(issues[0]).plan.cost  # of the first plan: compute belongs to none
-        self.seconds = [device.compute_seconds(b) for b in compute]
 
         uses = self._first_uses(compute)
         self.gathers = deque(self.issue_of[future] for future in uses)
@@ -103,7 +104,7 @@ class _Placement:
         self.held_back: int | None = None  # the first gather that was not issued although it could have been
         self.idles = False
         self.result: list[BoundSymbol] = []
-        for bsym, seconds in zip(compute, self.seconds, strict=True):
+        for bsym, seconds in timed:
             self._compute(bsym, seconds)
 
     def _compute(self, bsym: BoundSymbol, seconds: float) -> None:

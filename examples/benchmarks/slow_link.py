@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,10 +43,11 @@ def obstacle() -> str | None:
     return None
 
 
-def set_rate(interface: str, gbit: float) -> None:
-    """Limits what leaves by ``interface``, in the namespace of this process. Each end limits its own direction."""
-    rate = f"{round(gbit * 1000)}mbit"
-    _do("tc", "qdisc", "replace", "dev", interface, "root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+def set_rate(interface: str, gbit: float, *, enter: Sequence[str] = ()) -> None:
+    """Limits what leaves by ``interface``, in the namespace of this process or the one that ``enter`` enters. Each end
+    limits its own direction."""
+    limit = ["rate", f"{round(gbit * 1000)}mbit", "burst", BURST, "latency", QUEUE]
+    _do(*enter, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
 
 
 @contextmanager
@@ -72,8 +73,7 @@ def two_namespaces() -> Iterator[list[End]]:
                 _do("ip", "-n", end.namespace, "link", "set", end.interface, "up")
                 _do("ip", "-n", end.namespace, "link", "set", "lo", "up")
             for end in ends:  # also finds out whether the kernel has tbf
-                _do(*end.enter, "tc", "qdisc", "replace", "dev", end.interface, "root", "tbf",
-                    "rate", "1gbit", "burst", BURST, "latency", QUEUE)  # fmt: skip
+                set_rate(end.interface, 1, enter=end.enter)
         except subprocess.CalledProcessError as error:
             raise CannotRun(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
         yield ends
