@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from passes.layout import flat_row, pack_rows, summed_to, unpack_row, unpack_rows
+from passes.layout import summed_to
 from passes.plan import Bucket, Member
 
 import torch
@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     future = InFlight([], [], [])
     rank = bucket.plan.group.rank()
-    for i in bucket.large:
+    for i in bucket.layout.large:
         parameter = bucket.members[i].parameter
         full = shards[i].new_empty(parameter.full_shape)
         places = [full.view(-1)[start:stop] for start, stop in parameter.pieces]
@@ -45,8 +45,8 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
         places[rank].copy_(mine)
         future.sent.append(mine)
         future.received.append(full)
-    if bucket.packed is not None:
-        row = flat_row([shards[i] for i in bucket.small])
+    if bucket.layout.small:
+        row = bucket.packed.flat_row([shards[i] for i in bucket.layout.small])
         rows = row.new_empty(bucket.plan.world_size, row.numel())
         _exchange(future, bucket, [row] * len(rows), rows.unbind())
         rows[rank].copy_(row)
@@ -57,20 +57,20 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     _wait(future)
-    if bucket.packed is None:
+    if not bucket.layout.small:
         return tuple(future.received)
     *large, rows = future.received
-    return _in_order(bucket, large, unpack_rows(rows, bucket.packed))
+    return _in_order(bucket, large, bucket.packed.unpack_rows(rows))
 
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     future = InFlight([], [], [])
-    for i in bucket.large:
+    for i in bucket.layout.large:
         parameter = bucket.members[i].parameter
         grad = summed_to(grads[i], parameter.full_shape).reshape(-1)
         _collect(future, bucket, grad, [grad[start:stop] for start, stop in parameter.pieces])
-    if bucket.packed is not None:
-        rows = pack_rows([grads[i] for i in bucket.small], bucket.packed)
+    if bucket.layout.small:
+        rows = bucket.packed.pack_rows([grads[i] for i in bucket.layout.small])
         _collect(future, bucket, rows, rows.view(bucket.plan.world_size, -1).unbind())
     return future
 
@@ -79,12 +79,12 @@ def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tenso
     _wait(future)
     rank = bucket.plan.group.rank()
     large = []
-    for i, grad, others in zip(bucket.large, future.sent, future.received, strict=False):
+    for i, grad, others in zip(bucket.layout.large, future.sent, future.received, strict=False):
         large.append(_mean_shard(grad, others, bucket.members[i], rank))
-    if bucket.packed is None:
+    if not bucket.layout.small:
         return tuple(large)
     mine = future.sent[-1].view(bucket.plan.world_size, -1)[rank]
-    return _in_order(bucket, large, unpack_row(_mean(mine, future.received[-1]), bucket.packed))
+    return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1])))
 
 
 def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
@@ -134,5 +134,9 @@ def _mean(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(bucket: Bucket, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    by_index = dict(zip((*bucket.large, *bucket.small), (*large, *small), strict=True))
-    return tuple(by_index[i] for i in range(len(bucket.members)))
+    """The members' tensors in the order of the bucket, which is that of each kind too."""
+    if not large:
+        return tuple(small)
+    kinds = {True: iter(large), False: iter(small)}
+    is_large = set(bucket.layout.large)
+    return tuple(next(kinds[i in is_large]) for i in range(len(bucket.members)))

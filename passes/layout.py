@@ -1,77 +1,110 @@
 """How the members of a bucket lie in memory on the wire.
 
 A bucket is ``world_size`` rows of ``bucket.numel`` elements; row r holds rank r's shards, flattened, one after the
-other. Tensors come and go in the order of the bucket's members.
+other. Tensors come and go in the order of the bucket's members. Where they lie is worked out once for each bucket: at
+each step a member costs one or two views.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from passes.plan import Bucket, Shape
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+if TYPE_CHECKING:
+    from passes.plan import Member, Shape
 
-def flat_row(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The shards as one row: without a copy where they already lie one after the other in memory, as ``fsdp`` puts
-    those of a bucket; else in one copy."""
-    first = shards[0]
-    if len(shards) == 1:
-        return first.reshape(-1)
-    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for shard in shards:
-        if shard.data_ptr() != at or not shard.is_contiguous() or shard.untyped_storage().data_ptr() != storage:
-            return torch.cat([s.reshape(-1) for s in shards])
-        at += shard.numel() * shard.element_size()
-    return first.as_strided(((at - first.data_ptr()) // first.element_size(),), (1,))
+SMALL = 64 * 1024  # bytes of a shard: below, a message or an allocation of its own costs more than a copy
 
 
-def unpack_rows(rows: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
+class Place(NamedTuple):
+    """A member's shard in a row, and its parameter: shapes, and the strides of both laid out in that order."""
 
-    A bucket of one parameter needs no copy; with several, each is copied out once, so that it is contiguous and keeps
-    no other's memory.
-    """
-    world_size, table = bucket.plan.world_size, rows.view(bucket.plan.world_size, bucket.numel)
-    if len(bucket.members) == 1:
-        columns = [table]
-    else:
-        sizes = [m.numel for m in bucket.members]
-        columns = [rows.new_empty(world_size, size) for size in sizes]
-        torch.split_with_sizes_copy(table, sizes, dim=1, out=columns)
-    full = []
-    for column, m in zip(columns, bucket.members, strict=True):
-        shape = m.parameter.full_shape
-        padded = column.view(-1, *m.parameter.shard_shape[1:])
-        full.append(padded[: shape[0]] if shape else padded[0])
-    return tuple(full)
+    start: int  # of the shard in a row, in elements
+    numel: int  # of the shard
+    shard: Shape
+    shard_strides: Shape
+    full: Shape
+    full_strides: Shape
 
 
-def pack_rows(tensors: Sequence[torch.Tensor], bucket: Bucket, *, divisor: int = 1) -> torch.Tensor:
-    """The inverse of :func:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors divided by ``divisor``."""
-    world_size = bucket.plan.world_size
-    padded = any(m.parameter.shard_shape[0] * world_size != (m.parameter.full_shape or (1,))[0] for m in bucket.members)
-    allocate = tensors[0].new_zeros if padded else tensors[0].new_empty
-    rows = allocate(world_size, bucket.numel)
-    start = 0
-    for tensor, m in zip(tensors, bucket.members, strict=True):
-        columns = rows[:, start : start + m.numel]
-        # ranks whose shards have no padding, and the elements of the next one
-        whole, rest = divmod(math.prod(m.parameter.full_shape), m.numel)
-        flat = summed_to(tensor, m.parameter.full_shape).reshape(-1)
-        _write(columns[:whole], flat[: whole * m.numel].view(whole, m.numel), divisor)
-        if rest:
-            _write(columns[whole, :rest], flat[whole * m.numel :], divisor)
-        start += m.numel
-    return rows.view(-1)
+class Layout:
+    """Where each member of a bucket lies. Members whose shards are below ``SMALL`` bytes count as small."""
 
+    def __init__(self, members: Sequence[Member], world_size: int, itemsize: int) -> None:
+        sizes = [m.numel for m in members]
+        self.world_size = world_size
+        self.sizes = sizes
+        self.numel = sum(sizes)
+        self.places = [_place(m, start) for m, start in zip(members, accumulate(sizes, initial=0), strict=False)]
+        self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
+        self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
+        self.large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
 
-def unpack_row(row: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """This rank's shards as views of its row."""
-    pieces = row.split([m.numel for m in bucket.members])
-    return tuple(piece.view(m.parameter.shard_shape) for piece, m in zip(pieces, bucket.members, strict=True))
+    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shards as one row: without a copy where they already lie one after the other in memory, as ``fsdp`` puts
+        those of a bucket; else in one copy."""
+        first = shards[0]
+        if len(shards) == 1:
+            return first.reshape(-1)
+        at, itemsize = first.data_ptr(), first.element_size()
+        room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - at
+        if (
+            room >= self.numel * itemsize  # in one storage, for its memory is no other's
+            and [s.data_ptr() for s in shards] == [at + p.start * itemsize for p in self.places]
+            and all(s.is_contiguous() for s in shards)
+        ):
+            return first.as_strided((self.numel,), (1,))
+        return torch.cat([s.reshape(-1) for s in shards])
+
+    def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
+
+        A bucket of one parameter needs no copy. With several, each is copied out once, so that it is contiguous: a
+        large one into memory of its own, which is free as soon as it is not used any more, small ones side by side.
+        """
+        places, world_size = self.places, self.world_size
+        if len(places) == 1:
+            return (rows.as_strided(places[0].full, places[0].full_strides),)
+        beside = rows.new_empty(world_size * sum(self.sizes[i] for i in self.small))
+        columns, offsets, offset = [], [], 0
+        for i, size in enumerate(self.sizes):
+            if i in self.large:
+                columns.append(rows.new_empty(world_size, size))
+                offsets.append(0)
+            else:
+                columns.append(beside.as_strided((world_size, size), (size, 1), offset))
+                offsets.append(offset)
+                offset += world_size * size
+        torch.split_with_sizes_copy(rows.view(world_size, self.numel), self.sizes, dim=1, out=columns)
+        return tuple(
+            column.as_strided(p.full, p.full_strides, offset)
+            for column, p, offset in zip(columns, places, offsets, strict=True)
+        )
+
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+        """The inverse of :meth:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors, each divided
+        by ``divisor``."""
+        if self.padded:
+            rows = tensors[0].new_zeros(self.world_size, self.numel)
+            for tensor, p in zip(tensors, self.places, strict=True):
+                flat = summed_to(tensor, p.full).reshape(-1)
+                whole = flat.numel() // p.numel  # ranks whose shards have no padding
+                rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
+                if rest := flat.numel() - whole * p.numel:
+                    rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
+        else:
+            columns = [tensor.reshape(self.world_size, size) for tensor, size in zip(tensors, self.sizes, strict=True)]
+            rows = torch.cat(columns, dim=1)
+        return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
+
+    def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's shards as views of its row."""
+        at = row.storage_offset()
+        return tuple(row.as_strided(p.shard, p.shard_strides, at + p.start) for p in self.places)
 
 
 def summed_to(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -82,8 +115,10 @@ def summed_to(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
     return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
 
 
-def _write(target: torch.Tensor, source: torch.Tensor, divisor: int) -> None:
-    if divisor == 1:
-        target.copy_(source)
-    else:
-        torch.div(source, divisor, out=target)
+def _place(member: Member, start: int) -> Place:
+    shard, full = member.parameter.shard_shape, member.parameter.full_shape
+    return Place(start, member.numel, shard, _strides(shard), full, _strides(full))
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from passes import compat
-from passes.layout import flat_row, pack_rows, unpack_row, unpack_rows
 from passes.plan import Bucket
 
 import torch
@@ -21,7 +20,7 @@ class InFlight(NamedTuple):
 
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    row = flat_row(shards)  # (numel,)
+    row = bucket.layout.flat_row(shards)  # (numel,)
     rows = row.new_empty(bucket.plan.world_size * bucket.numel)
     work = compat.all_gather_single(rows, row, group=bucket.plan.group, async_op=True)
     return InFlight(work, rows, row)
@@ -29,14 +28,14 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return unpack_rows(future.output, bucket)
+    return bucket.layout.unpack_rows(future.output)
 
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     """Averages over ranks: in the collective where the backend can (nccl multiplies by 1/N before it adds), else while
     packing. Either way a sum of fp16 gradients does not overflow where their mean does not."""
     plan = bucket.plan
-    rows = pack_rows(grads, bucket, divisor=1 if plan.averages else plan.world_size)
+    rows = bucket.layout.pack_rows(grads, divisor=1 if plan.averages else plan.world_size)
     row = rows.new_empty(bucket.numel)
     op = dist.ReduceOp.AVG if plan.averages else dist.ReduceOp.SUM
     work = compat.reduce_scatter_single(row, rows, op=op, group=plan.group, async_op=True)
@@ -45,4 +44,4 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return unpack_row(future.output, bucket)
+    return bucket.layout.unpack_row(future.output)

@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from passes.cost import CostModel, default_cost_model
+from passes.layout import Layout
 
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 
 Shape = tuple[int, ...]
-
-SMALL = 64 * 1024  # bytes of a shard: below, a message of its own costs more than a copy
 
 
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
@@ -125,19 +124,13 @@ class Bucket(ContextObject):
         return Bucket(self.label, f"{self.name}_trainable", self.plan, members, self.dtype) if members else None
 
     @cached_property
-    def large(self) -> tuple[int, ...]:
-        """The members whose shards are worth a message of their own where ranks exchange messages."""
-        return tuple(i for i, m in enumerate(self.members) if m.numel * self.dtype.bytes >= SMALL)
+    def layout(self) -> Layout:
+        return Layout(self.members, self.plan.world_size, self.dtype.bytes)
 
     @cached_property
-    def small(self) -> tuple[int, ...]:
-        return tuple(sorted(set(range(len(self.members))) - set(self.large)))
-
-    @cached_property
-    def packed(self) -> Bucket | None:
-        """The small members as a bucket; None if there are none."""
-        members = tuple(self.members[i] for i in self.small)
-        return Bucket(self.label, f"{self.name}_small", self.plan, members, self.dtype) if members else None
+    def packed(self) -> Layout:
+        """Of the small members alone: they travel together where ranks exchange messages."""
+        return Layout([self.members[i] for i in self.layout.small], self.plan.world_size, self.dtype.bytes)
 
     @property
     def bytes(self) -> int:

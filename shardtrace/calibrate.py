@@ -85,7 +85,7 @@ def calibrate(
     model = replace(default_cost_model(device.type, backend), device=measured)
     if group is not None and not is_alone(group):
         model = of_first_rank(group, device, replace(model, link=_measure_link(group, device, effort, report)))
-    if save and backend != "fake" and (group is None or dist.get_rank(group) == 0):
+    if save and (group is None or (dist.get_backend(group) != "fake" and dist.get_rank(group) == 0)):
         try:
             write_cost_model(model, device, group)
         except OSError as error:

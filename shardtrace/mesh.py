@@ -60,7 +60,12 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
 
 
 def backend_for(group: dist.ProcessGroup, devices: set[str]) -> str:
-    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if more than one."""
+    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if more than one.
+
+    For a fake group, what a real one would use by default: what is compiled for it is what would run.
+    """
+    if dist.get_backend(group) == "fake":
+        return "nccl" if devices == {"cuda"} else "gloo"
     by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backends = {by_device.get(device, "none") for device in devices}
     return backends.pop() if len(backends) == 1 else "mixed"

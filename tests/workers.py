@@ -436,7 +436,8 @@ def changed_on_one_rank(on: int) -> None:
 def exchange_bucket(dtype: str) -> None:
     """Gathers and reduces a bucket of large members, whole and padded, and of small ones, by messages."""
     from passes import direct
-    from passes.plan import SMALL, Bucket, Member, Plan, ShardedParameter
+    from passes.layout import SMALL
+    from passes.plan import Bucket, Member, Plan, ShardedParameter
     from shardtrace.sharding import shard
 
     from thunder.core import dtypes
@@ -447,8 +448,8 @@ def exchange_bucket(dtype: str) -> None:
     shapes = [(300, 512), (5,), (301, 512), (), (1, 2**17)]  # the last one's shard is padding on all ranks but one
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(shapes))
     bucket = Bucket("root", "b_root", plan, members, dtypes.to_dtype(kind))
-    assert bucket.large == (0, 2, 4)
-    assert all(m.numel * kind.itemsize >= SMALL for m in (members[i] for i in bucket.large))
+    assert bucket.layout.large == (0, 2, 4)
+    assert all(m.numel * kind.itemsize >= SMALL for m in (members[i] for i in bucket.layout.large))
 
     torch.manual_seed(0)
     full = [torch.randn(s).to(kind) for s in shapes]

@@ -1,9 +1,8 @@
 """The layout of a bucket on the wire, without processes: what ranks pack, put together, is what they unpack."""
 
-import math
 from types import SimpleNamespace
 
-from passes.layout import pack_rows, unpack_rows
+from passes.layout import SMALL
 from passes.plan import Bucket, Member, Plan, ShardedParameter, shard_shape
 
 import pytest
@@ -24,20 +23,37 @@ def bucket_of(shapes, world_size, trainable=True):
 def test_unpacking_inverts_packing(shapes, world_size):
     bucket = bucket_of(shapes, world_size)
     tensors = tuple(torch.randn(s) for s in shapes)
-    rows = pack_rows(tensors, bucket)
+    rows = bucket.layout.pack_rows(tensors)
     assert rows.shape == (world_size * bucket.numel,)
-    for tensor, again in zip(tensors, unpack_rows(rows, bucket), strict=True):
+    for tensor, again in zip(tensors, bucket.layout.unpack_rows(rows), strict=True):
         torch.testing.assert_close(again, tensor, rtol=0, atol=0)
         assert again.is_contiguous()
-        if len(shapes) > 1:  # keeps no memory but its own, padding included
-            padded = world_size * math.prod(shard_shape(tuple(tensor.shape), world_size))
-            assert again.untyped_storage().nbytes() == 4 * padded
+
+
+@pytest.mark.parametrize("shapes", [[(4, 3), (8,)], [(4, 3), (5,), ()]])  # without padding and with it
+def test_a_row_gives_shards_back(shapes):
+    bucket = bucket_of(shapes, 2)
+    tensors = tuple(torch.randn(s) for s in shapes)
+    for row, rank in zip(bucket.layout.pack_rows(tensors).view(2, -1), range(2), strict=True):
+        for shard, tensor in zip(bucket.layout.unpack_row(row), tensors, strict=True):
+            rows = tensor.reshape(-1, *tensor.shape[1:])[rank * len(shard) : (rank + 1) * len(shard)]
+            torch.testing.assert_close(shard[: len(rows)], rows, rtol=0, atol=0)
+            assert not shard[len(rows) :].any()
+
+
+def test_large_members_keep_no_memory_but_their_own():
+    bucket = bucket_of([(2, SMALL), (5,), (3, SMALL), (4,)], 2)
+    assert bucket.layout.large == (0, 2)
+    rows = torch.zeros(2 * bucket.numel)
+    full = bucket.layout.unpack_rows(rows)
+    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 10, 4 * SMALL, 10)]
+    assert full[1].untyped_storage().data_ptr() == full[3].untyped_storage().data_ptr()  # small ones share
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_each_row_is_a_rank_and_padding_is_zero(world_size):
     bucket = bucket_of([(5, 3)], world_size)
-    table = pack_rows((torch.ones(5, 3),), bucket).view(world_size, *shard_shape((5, 3), world_size))
+    table = bucket.layout.pack_rows((torch.ones(5, 3),)).view(world_size, *shard_shape((5, 3), world_size))
     assert table.sum() == 15
     assert (table.flatten(0, 1)[:5] == 1).all()
 
@@ -45,12 +61,12 @@ def test_each_row_is_a_rank_and_padding_is_zero(world_size):
 def test_gradients_are_divided_before_they_are_summed():
     """In fp16 a sum over ranks of 60000 would overflow."""
     bucket = bucket_of([(4,)], 2)
-    rows = pack_rows((torch.full((4,), 60000.0, dtype=torch.float16),), bucket, divisor=2)
+    rows = bucket.layout.pack_rows((torch.full((4,), 60000.0, dtype=torch.float16),), divisor=2)
     assert torch.isfinite(rows + rows).all()
 
 
 def test_gradient_of_a_scalar_may_come_unreduced():
-    assert pack_rows((torch.ones(2, 3),), bucket_of([()], 2)).tolist() == [6.0, 0.0]
+    assert bucket_of([()], 2).layout.pack_rows((torch.ones(2, 3),)).tolist() == [6.0, 0.0]
 
 
 def test_frozen_members_are_not_reduced():

@@ -80,9 +80,9 @@ def test_two_linear(fake_ranks):
     216 |         0        72        24        96        24  del t_2_weight, t_2_bias
     216 |         0        72        24        96        24  t1 = torch.reshape(t2, (-1, 2))  # t1: "
     288 |        72        72        24        96        24  (bw_t3, bw_t4) = wait_all_gather(bw_ft0,
-    288 |        64         0        24        96        24  del bw_t4, bw_ft0
-    304 |        64         0       120        96        24  t5 = torch.matmul(t1, bw_t3)  # t5: "cpu
-    304 |         0         0       120        96        24  del t1, bw_t3
+    288 |        72         0        24        96        24  del bw_t4, bw_ft0
+    312 |        72         0       120        96        24  t5 = torch.matmul(t1, bw_t3)  # t5: "cpu
+    312 |         0         0       120        96        24  del t1, bw_t3
     240 |         0         0       120        96        24  t6 = torch.reshape(t5, (3, 8))  # t6: "c
     240 |         0         0       120        96        24  del t5
     240 |         0         0       120        96        24  t7 = torch.reshape(t2, (-1, 2))  # t7: "
@@ -111,10 +111,10 @@ def test_two_linear(fake_ranks):
     356 |         0       108        24         0       128  del t18, t19
     452 |         0       300        24         0       128  ft21 = reduce_scatter((t20,), b_0)  # ft
     452 |         0       300        24         0         0  del t20
-    324 |         0       264        24         0        36  (t22, t23) = wait_reduce_scatter(ft13, b
-    324 |         0       192        24         0        36  del ft13
-    252 |         0       128        24         0       100  (t24,) = wait_reduce_scatter(ft21, b_0)
-    252 |         0         0        24         0       100  del ft21
+    360 |         0       300        24         0        36  (t22, t23) = wait_reduce_scatter(ft13, b
+    360 |         0       192        24         0        36  del ft13
+    316 |         0       192        24         0       100  (t24,) = wait_reduce_scatter(ft21, b_0)
+    316 |         0         0        24         0       100  del ft21
     124 |         0         0        24         0       100  return (None, t24, t23, t22)""",
     )
 

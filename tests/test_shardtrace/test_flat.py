@@ -3,10 +3,18 @@
 import copy
 
 import shardtrace
-from passes.layout import flat_row
+from passes.layout import Layout
+from passes.plan import Member, Plan, ShardedParameter
 
 import torch
 from models import Zoo
+
+
+def flat_row(shards):
+    plan = Plan("Model", group=None, world_size=2)
+    shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
+    members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
+    return Layout(members, 2, itemsize=4).flat_row(shards)
 
 
 def buffers(model):
