@@ -90,18 +90,19 @@ def _check_rates(rates: Link | Device) -> None:
 
 
 # ---- where nothing was measured ----
-# Pessimistic about links: whoever believes that a link is slow issues gathers earlier and waits for reductions later,
-# which costs some memory; whoever believes that it is fast leaves compute idle.
+# Pessimistic about links and optimistic about devices: whoever believes that a link is slow beside the compute issues
+# gathers earlier and waits for reductions later, which costs some memory; whoever believes that it is fast leaves
+# compute idle.
 
 # 1 Gbit/s, the slowest network that ranks are usually joined by; a round trip through TCP and gloo's threads.
 GLOO = Link(bandwidth=0.125e9, latency=200e-6)
 # A tenth of NVLink and a bit less than 100 Gbit/s InfiniBand; a kernel launch and a ring's hops over a few nodes.
 NCCL = Link(bandwidth=10e9, latency=30e-6)
-# One core with AVX2 at 3 GHz does 96 GFLOP/s (2 units x 8 lanes x 2 FLOPs), in bf16 no more where there are no units
-# for it; it streams some 10 GB/s; calling torch from Python takes a few microseconds.
-CPU = Device(flops=100e9, half_flops=100e9, bandwidth=10e9, overhead=3e-6)
-# NVIDIA A100 80 GB, from its data sheet: fp32 without TF32, dense bf16, HBM2e; launching a kernel takes 5 us.
-CUDA = Device(flops=19.5e12, half_flops=312e12, bandwidth=2.0e12, overhead=5e-6)
+# Some 16 cores with AVX-512 at 2 GHz (2 units x 16 lanes x 2 FLOPs each), bf16 at twice that, eight channels of DDR4;
+# calling torch from Python takes a few microseconds.
+CPU = Device(flops=2e12, half_flops=4e12, bandwidth=200e9, overhead=3e-6)
+# NVIDIA H100 SXM, from its data sheet: dense TF32 and bf16, HBM3; launching a kernel takes 5 us.
+CUDA = Device(flops=494e12, half_flops=989e12, bandwidth=3.35e12, overhead=5e-6)
 
 
 def default_cost_model(device_type: str, backend: str) -> CostModel:
