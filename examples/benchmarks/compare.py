@@ -111,7 +111,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch", type=positive, help="sequences on each rank (4; on CUDA 8)")
     add("--seq", type=positive, help="tokens of a sequence (128; on CUDA 1024)")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the same for all (sgd)")
-    add("--rounds", type=positive, default=10, help="in each of which all contenders run (10)")
+    add("--rounds", type=positive, default=5, help="in each of which all contenders run (5)")
     add("--steps-per-round", type=positive, default=2, help="timed steps of a contender in a round (2)")
     add("--only", type=pattern, default="", metavar="REGEX", help="contenders, and 'host overhead', that match")
     add("--rates", type=rates, default=(1.0, 2.0), help="of the slow link, in Gbit/s (1,2)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -47,7 +48,7 @@ def interleaved(
     """Runs all steps in each round, so that what slows the machine down for a while slows all of them.
 
     The order rotates and turns around from round to round. A first step in each turn is not timed: it finds the caches
-    full of the one before. ``advance`` is told whose turn has begun.
+    full of the one before. ``advance`` is told whose turn has begun. A step that has a ``turn`` runs inside of it.
     """
     timed = {name: Timed() for name in steps}
     for r in range(rounds):
@@ -56,13 +57,14 @@ def interleaved(
         for name in reversed(names) if r % 2 else names:
             advance(name)
             step = steps[name]
-            step()
-            barrier()
-            synchronize(device)
-            sent, start = bytes_sent(interface), time.perf_counter()
-            for _ in range(steps_per_round):
+            with getattr(step, "turn", nullcontext)():
                 step()
-            synchronize(device)
+                barrier()
+                synchronize(device)
+                sent, start = bytes_sent(interface), time.perf_counter()
+                for _ in range(steps_per_round):
+                    step()
+                synchronize(device)
             timed[name].seconds.append((time.perf_counter() - start) / steps_per_round)
             if interface is not None:
                 timed[name].wire_bytes.append((bytes_sent(interface) - sent) / steps_per_round)

@@ -16,7 +16,7 @@ from contenders import Contender, World
 from job import Job
 from measure import Timed, interleaved, own_lines, quartiles, raw_exchange, slowest
 from progress import progress
-from training import Training
+from training import Silenced, Training
 
 LINK_CHECK = 64 << 20  # bytes
 
@@ -27,7 +27,7 @@ class Entrant:
 
     contender: Contender
     training: Training
-    silent: Training | None
+    silent: Training | Silenced | None
     facts: dict[str, Any]
 
 

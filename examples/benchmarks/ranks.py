@@ -26,7 +26,7 @@ from overhead import NAME as HOST_OVERHEAD
 from overhead import host_overhead
 from progress import progress
 from race import Entrant, race
-from training import Training, make_batches
+from training import Silenced, Training, make_batches
 
 WARM_UP = 3  # steps: the second may compile again, and DDP makes new buckets in it
 OVERHEAD_STEPS = 20
@@ -94,8 +94,11 @@ def prepare(contender: Contender, job: Job, world: World, silent: World | None) 
 
     (training, seconds), built = metered(build, world.device)
     _, step = metered(training, world.device)
-    noop = None
-    if silent is not None and contender.communicates:
+    noop: Training | Silenced | None = None
+    ours = contender.name.startswith("shardtrace")
+    if silent is not None and ours:
+        noop = Silenced(training)
+    elif silent is not None and contender.communicates:
         noop = Training(contender, silent, job.sizes, training.batches)
         timed_steps(noop, WARM_UP, world.device)
     facts = {
@@ -105,7 +108,7 @@ def prepare(contender: Contender, job: Job, world: World, silent: World | None) 
         "kept_bytes": built.kept,
         **sent(contender, training, step),
     }
-    if contender.name.startswith("shardtrace"):
+    if ours:
         facts["passes_s"] = seconds_in_passes(training.model)
         facts["predicted_peak_bytes"] = predicted_peak(training, built.kept)
     return Entrant(contender, training, noop, facts)

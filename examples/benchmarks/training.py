@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from passes import direct
+
 import torch
 from torch import Tensor, nn
 
@@ -41,3 +47,30 @@ class Training:
         self.optimizer.zero_grad()
         self.step += 1
         return loss.detach()
+
+
+class Silenced:
+    """One of our contenders on gloo, with messages that are not sent: it need not be compiled again for that.
+
+    ``turn`` silences the steps inside, and gives the parameters back the values that they had before.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def __call__(self) -> Tensor:
+        return self.training()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        parameters = list(self.training.model.parameters())
+        before = [p.detach().clone() for p in parameters]
+        with mock.patch.object(direct, "_exchange", _send_nothing):
+            yield
+        with torch.no_grad():
+            for p, values in zip(parameters, before, strict=True):
+                p.copy_(values)
+
+
+def _send_nothing(*args: object) -> None:
+    pass
