@@ -1,0 +1,278 @@
+"""The trainer that the scripts in this folder share: data, loop, evaluation and report.
+
+It knows nothing of sharding: a script hands it a jitted model and an optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py and text.py are
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import common
+from common import file, is_main, mean_over_ranks
+from common import whole_number as whole_number  # for compare.py too
+from model import CONFIGS, GPT
+from text import Text, get_batch, load_text
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+LR = {"adamw": 3e-3, "sgd": 0.1}  # of the tiny model
+LOG_EVERY = 10  # steps between two looks at the loss, each of which costs one all_reduce
+WARMUP = 20  # steps
+PROMPT = b"The "
+TEMPERATURE = 0.8
+
+Batches = Callable[[int], tuple[Tensor, Tensor]]  # step -> this rank's inputs and targets
+
+
+class Report(TypedDict):
+    """What ``--json`` writes. Lists of bytes are by rank."""
+
+    losses: list[float]
+    val_loss: float | None
+    tokens_per_s: float | None
+    parameter_bytes: list[int]
+    optimizer_bytes: list[int]
+    step_bytes: list[int]  # the peak of tensors in a step, predicted from its traces
+    peak_bytes: list[int]  # measured: on a GPU its allocator's, else the whole process's
+    collectives: dict[str, tuple[int, int]]  # count and bytes
+
+
+@contextmanager
+def start(args: Namespace, *, most_ranks: int | None = None) -> Iterator[Trainer]:
+    """A trainer, and the process group while the context lasts."""
+    if most_ranks is not None and common.world_size() > most_ranks:
+        sys.exit(f"{common.script()} runs in {most_ranks} process, not in {common.world_size()}")
+    text = load_text(args.text)
+    check(args, text)
+    device = common.pick_device(args.device)
+    with common.process_group(device):
+        yield Trainer(args, text, device)
+
+
+class Trainer:
+    """Runs in step on all ranks, for every call of a sharded model is a collective."""
+
+    def __init__(self, args: Namespace, text: Text, device: torch.device) -> None:
+        self.args, self.text, self.device = args, text, device
+
+    def build_model(self) -> GPT:
+        """The same on every rank, in host memory."""
+        torch.manual_seed(self.args.seed)
+        config = CONFIGS[self.args.model]
+        return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
+
+    def run(self, cmodel: Module, optimizer: Optimizer) -> Report:
+        """Trains, evaluates and prints the result; ``--json`` keeps it."""
+        args = self.args
+        losses, rate = self.train(cmodel, optimizer)
+        held = common.optimizer_bytes(optimizer)
+        step = shardtrace.memory(cmodel, persistent=held).peak  # of the last call: a training step
+        collectives = common.traffic(cmodel)
+        cmodel.eval()
+        val_loss = self.evaluate(cmodel) if args.eval_batches else None
+        sample = self.generate(cmodel) if args.sample_bytes else None
+
+        memory = (common.parameter_bytes(cmodel), held, step, common.peak_memory(self.device))
+        parameters, optimizers, steps, peaks = (list(sizes) for sizes in zip(*common.from_ranks(memory), strict=True))
+        report = Report(
+            losses=losses,
+            val_loss=val_loss,
+            tokens_per_s=rate,
+            parameter_bytes=parameters,
+            optimizer_bytes=optimizers,
+            step_bytes=steps,
+            peak_bytes=peaks,
+            collectives=collectives,
+        )
+        if is_main():
+            if sample is not None:
+                print(f"\n--- sample ---\n{sample}\n--------------")
+            print(f"\n{result_table({common.script(): report})}\n\n{common.traffic_table(collectives)}")
+            if args.json is not None:
+                args.json.write_text(json.dumps(report) + "\n")
+        return report
+
+    def train(self, cmodel: Module, optimizer: Optimizer) -> tuple[list[float], float | None]:
+        """The loss of each step, averaged over ranks, and tokens in a second of all ranks (None after one step)."""
+        args, data = self.args, self.batches(self.text.train)
+        schedule = LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
+        losses: list[float] = []
+        pending: list[Tensor] = []
+        rate = None
+        with common.progress(total=args.steps, desc="train", unit="step") as bar:
+            for step in range(args.steps):
+                loss = cmodel(*data(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+
+                bar.update()
+                pending.append(loss.detach())
+                if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == args.steps:
+                    losses += mean_over_ranks(pending)
+                    pending.clear()
+                    if step == 0:  # the first step compiles, so the clock starts after it
+                        bar.set_postfix(loss=f"{losses[-1]:.4f}")
+                        start = time.perf_counter()
+                    else:
+                        rate = step * args.batch_size * args.seq_len / (time.perf_counter() - start)
+                        bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tokens/s": f"{rate:,.0f}"})
+        return losses, rate
+
+    @torch.no_grad()
+    def evaluate(self, cmodel: Module) -> float:
+        """The mean loss over held-out batches. Asks for logits, as `generate` does: one trace serves both."""
+        data = self.batches(self.text.val)
+        losses = []
+        for step in range(self.args.eval_batches):
+            inputs, targets = data(step)
+            losses.append(F.cross_entropy(cmodel(inputs).flatten(0, 1), targets.flatten()))
+        return sum(mean_over_ranks(losses)) / len(losses)
+
+    @torch.no_grad()
+    def generate(self, cmodel: Module) -> str:
+        """Samples `--sample-bytes` bytes after the prompt, the same on all ranks.
+
+        The context is padded on the right to the shape of a batch: one shape means one trace, and a causal model
+        does not see the padding.
+        """
+        args = self.args
+        generator = torch.Generator().manual_seed(args.seed)
+        rows = args.batch_size // dist.get_world_size()
+        sample = bytearray(PROMPT)
+        for _ in range(args.sample_bytes):
+            context = torch.tensor(sample[-args.seq_len :])
+            inputs = F.pad(context, (0, args.seq_len - len(context))).expand(rows, -1).contiguous()
+            logits = cmodel(inputs.to(self.device))[0, len(context) - 1].float().cpu()
+            probabilities = F.softmax(logits / TEMPERATURE, dim=0)
+            sample.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return sample.decode(errors="replace")
+
+    def batches(self, tokens: Tensor) -> Batches:
+        """This rank's share of each global batch."""
+        shape = {"batch_size": self.args.batch_size, "seq_len": self.args.seq_len, "seed": self.args.seed}
+        where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+
+        def batch(step: int) -> tuple[Tensor, Tensor]:
+            inputs, targets = get_batch(tokens, step=step, **shape, **where)
+            return inputs.to(self.device), targets.to(self.device)
+
+        return batch
+
+
+def lr_scale(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to zero."""
+    return min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+COLUMNS = ("", "rank", "parameters", "optimizer", "a step", "peak", "tokens/s", "final loss", "val. loss")
+LEGEND = (
+    "in MB: parameters and the optimizer's state; the most that tensors take in a step, predicted from its\n"
+    "traces; and the measured peak (of the whole process, on a GPU of what torch allocated)"
+)
+
+
+def result_table(reports: dict[str, Report]) -> str:
+    """One line for each rank of each script; what all ranks share stands in the first."""
+    rows: list[Sequence[Any]] = [COLUMNS]
+    for name, report in reports.items():
+        memory = [report[key] for key in ("parameter_bytes", "optimizer_bytes", "step_bytes", "peak_bytes")]
+        for rank, sizes in enumerate(zip(*memory, strict=True)):
+            rate = report["tokens_per_s"]
+            shared = ("-" if rate is None else f"{rate:,.0f}", report["losses"][-1], report["val_loss"])
+            rows.append(
+                (
+                    name if rank == 0 else "",
+                    rank,
+                    *(f"{size / 1e6:,.2f}" for size in sizes),
+                    *(shared if rank == 0 else ("", "", "")),
+                )
+            )
+    return f"{common.table(rows)}\n{LEGEND}"
+
+
+# ---- the command line ----
+
+
+def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[ArgumentParser] = ()) -> ArgumentParser:
+    """What all scripts understand, and how to shard; the description is the script's docstring."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, parents=parents)
+    add = parser.add_argument
+    add("--model", choices=CONFIGS, default="tiny", help="default: tiny, which learns in a minute on a CPU")
+    add("--layers", type=whole_number(1), metavar="N", help="blocks; default: as many as the model has")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
+    add("--lr", type=float, help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)")
+    add("--weight-decay", "--weight_decay", type=float, default=0.1, metavar="DECAY", help="default: %(default)s")
+    add("--steps", type=whole_number(1), default=700, metavar="N", help="default: %(default)s")
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        default=16,
+        metavar="N",
+        help="sequences in a step over all ranks; default: %(default)s",
+    )
+    add("--seq-len", type=whole_number(1), default=128, metavar="N", help="in bytes; default: %(default)s")
+    add(
+        "--eval-batches",
+        type=whole_number(0),
+        default=10,
+        metavar="N",
+        help="held-out batches after training; default: %(default)s",
+    )
+    add(
+        "--sample-bytes",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="to generate after training; default: %(default)s",
+    )
+    add("--text", type=file, metavar="FILE", help="what to train on; default: the Python reference")
+    add(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="of the model and the batches; default: %(default)s",
+    )
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    add("--json", type=Path, metavar="FILE", help="write losses and figures to this file")
+    if sharding:
+        common.add_sharding(parser)
+    return parser
+
+
+def check(args: Namespace, text: Text) -> None:
+    """Stops every rank before anything is built."""
+    block_size, held_out = CONFIGS[args.model].block_size, len(text.val)
+    common.check_batch(args.batch_size)
+    if args.seq_len > block_size:
+        sys.exit(f"--seq-len {args.seq_len} is longer than the {block_size} positions of {args.model}")
+    if args.seq_len >= held_out:
+        sys.exit(f"--seq-len {args.seq_len} needs a longer text: a tenth is held out, here {held_out} bytes")
+    if args.lr is None:
+        args.lr = LR[args.optimizer]
