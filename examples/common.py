@@ -144,6 +144,23 @@ def traffic_table(counted: dict[str, tuple[int, int]]) -> str:
 # ---- the command line ----
 
 
+def add_count(parser: argparse.ArgumentParser, name: str, default: int, what: str = "", *, at_least: int = 1) -> None:
+    """An option that is a whole number."""
+    help_ = f"{what}; default: %(default)s" if what else "default: %(default)s"
+    parser.add_argument(name, type=whole_number(at_least), default=default, metavar="N", help=help_)
+
+
+def whole_number(at_least: int) -> Callable[[str], int]:
+    """An argparse type."""
+
+    def parse(value: str) -> int:
+        if not value.isdecimal() or int(value) < at_least:
+            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {at_least}")
+        return int(value)
+
+    return parse
+
+
 def add_sharding(parser: argparse.ArgumentParser) -> None:
     """How to shard. The hybrid strategies are left out: they need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
@@ -162,17 +179,6 @@ def bucketing(value: str) -> str | float:
         raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block or a size in MB") from None
 
 
-def whole_number(at_least: int) -> Callable[[str], int]:
-    """An argparse type."""
-
-    def parse(value: str) -> int:
-        if not value.isdecimal() or int(value) < at_least:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {at_least}")
-        return int(value)
-
-    return parse
-
-
 def file(value: str) -> Path:
     """An argparse type."""
     if not Path(value).is_file():
@@ -187,7 +193,7 @@ def folder(value: str) -> Path:
     return Path(value)
 
 
-def check_batch(batch_size: int) -> None:
-    """Stops a rank that would get no equal share."""
-    if batch_size % world_size():
-        sys.exit(f"--batch-size {batch_size} is that of all ranks, and not divisible by {world_size()} ranks")
+def check_batch(size: int, option: str = "--batch-size") -> None:
+    """Stops every rank if they would not get equal shares."""
+    if size % world_size():
+        sys.exit(f"{option} {size} is that of all ranks, and not divisible by {world_size()} ranks")

@@ -19,7 +19,7 @@ import shardtrace  # noqa: F401  before thunder: makes it importable on the newe
 
 import torch
 
-from trainer import Report, arguments, result_table, whole_number
+from trainer import Report, add_count, arguments, result_table
 
 SCRIPTS = ("single_device", "ddp", "zero3", "fsdp")
 TOLERANCE = 1e-2  # of the final losses, relative: sums in another order part slowly from each other
@@ -46,8 +46,7 @@ def main() -> None:
 def parse_args() -> tuple[Namespace, list[str]]:
     """The arguments, and those among them that the scripts are given."""
     own = ArgumentParser(add_help=False)
-    ranks = max(2, torch.cuda.device_count())
-    own.add_argument("--ranks", type=whole_number(1), default=ranks, metavar="N", help="default: %(default)s")
+    add_count(own, "--ranks", max(2, torch.cuda.device_count()), "of all but single_device")
     parser = arguments(__doc__, parents=[own])
     parser.set_defaults(steps=50, eval_batches=0)
     args = parser.parse_args()  # the scripts would say four times what is wrong

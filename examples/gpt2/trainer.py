@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
 
 sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py and text.py are
 
@@ -30,10 +29,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import common
-from common import file, is_main, mean_over_ranks
-from common import whole_number as whole_number  # for compare.py too
+from common import add_count, file, is_main, mean_over_ranks, whole_number
 from model import CONFIGS, GPT
+from results import Report, result_table
 from text import Text, get_batch, load_text
+
+__all__ = ["OPTIMIZERS", "Report", "Trainer", "add_count", "arguments", "result_table", "start"]  # for the scripts
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -46,19 +47,6 @@ PROMPT = b"The "
 TEMPERATURE = 0.8
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]  # step -> this rank's inputs and targets
-
-
-class Report(TypedDict):
-    """What ``--json`` writes. Lists of bytes are by rank."""
-
-    losses: list[float]
-    val_loss: float | None
-    tokens_per_s: float | None
-    parameter_bytes: list[int]
-    optimizer_bytes: list[int]
-    step_bytes: list[int]  # the peak of tensors in a step, predicted from its traces
-    peak_bytes: list[int]  # measured: on a GPU its allocator's, else the whole process's
-    collectives: dict[str, tuple[int, int]]  # count and bytes
 
 
 @contextmanager
@@ -190,32 +178,6 @@ def lr_scale(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-COLUMNS = ("", "rank", "parameters", "optimizer", "a step", "peak", "tokens/s", "final loss", "val. loss")
-LEGEND = (
-    "in MB: parameters and the optimizer's state; the most that tensors take in a step, predicted from its\n"
-    "traces; and the measured peak (of the whole process, on a GPU of what torch allocated)"
-)
-
-
-def result_table(reports: dict[str, Report]) -> str:
-    """One line for each rank of each script; what all ranks share stands in the first."""
-    rows: list[Sequence[Any]] = [COLUMNS]
-    for name, report in reports.items():
-        memory = [report[key] for key in ("parameter_bytes", "optimizer_bytes", "step_bytes", "peak_bytes")]
-        for rank, sizes in enumerate(zip(*memory, strict=True)):
-            rate = report["tokens_per_s"]
-            shared = ("-" if rate is None else f"{rate:,.0f}", report["losses"][-1], report["val_loss"])
-            rows.append(
-                (
-                    name if rank == 0 else "",
-                    rank,
-                    *(f"{size / 1e6:,.2f}" for size in sizes),
-                    *(shared if rank == 0 else ("", "", "")),
-                )
-            )
-    return f"{common.table(rows)}\n{LEGEND}"
-
-
 # ---- the command line ----
 
 
@@ -228,37 +190,13 @@ def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[Argu
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
     add("--lr", type=float, help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)")
     add("--weight-decay", "--weight_decay", type=float, default=0.1, metavar="DECAY", help="default: %(default)s")
-    add("--steps", type=whole_number(1), default=700, metavar="N", help="default: %(default)s")
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        default=16,
-        metavar="N",
-        help="sequences in a step over all ranks; default: %(default)s",
-    )
-    add("--seq-len", type=whole_number(1), default=128, metavar="N", help="in bytes; default: %(default)s")
-    add(
-        "--eval-batches",
-        type=whole_number(0),
-        default=10,
-        metavar="N",
-        help="held-out batches after training; default: %(default)s",
-    )
-    add(
-        "--sample-bytes",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="to generate after training; default: %(default)s",
-    )
+    add_count(parser, "--steps", 700)
+    add_count(parser, "--batch-size", 16, "sequences in a step over all ranks")
+    add_count(parser, "--seq-len", 128, "in bytes")
+    add_count(parser, "--eval-batches", 10, "held-out batches after training", at_least=0)
+    add_count(parser, "--sample-bytes", 0, "to generate after training", at_least=0)
+    add_count(parser, "--seed", 0, "of the model and the batches", at_least=0)
     add("--text", type=file, metavar="FILE", help="what to train on; default: the Python reference")
-    add(
-        "--seed",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="of the model and the batches; default: %(default)s",
-    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
     add("--json", type=Path, metavar="FILE", help="write losses and figures to this file")
     if sharding:
