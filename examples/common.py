@@ -161,6 +161,10 @@ def whole_number(at_least: int) -> Callable[[str], int]:
     return parse
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+
+
 def add_sharding(parser: argparse.ArgumentParser) -> None:
     """How to shard. The hybrid strategies are left out: they need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]

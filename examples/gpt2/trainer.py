@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import common
-from common import add_count, file, is_main, mean_over_ranks, whole_number
+from common import add_count, is_main, mean_over_ranks, whole_number
+from loop import train
 from model import CONFIGS, GPT
 from results import Report, result_table
-from text import Text, get_batch, load_text
+from text import Batches, Text, add_training, batches, checked_text
 
 __all__ = ["OPTIMIZERS", "Report", "Trainer", "add_count", "arguments", "result_table", "start"]  # for the scripts
 
@@ -41,12 +41,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
 LR = {"adamw": 3e-3, "sgd": 0.1}  # of the tiny model
-LOG_EVERY = 10  # steps between two looks at the loss, each of which costs one all_reduce
 WARMUP = 20  # steps
 PROMPT = b"The "
 TEMPERATURE = 0.8
-
-Batches = Callable[[int], tuple[Tensor, Tensor]]  # step -> this rank's inputs and targets
 
 
 @contextmanager
@@ -54,8 +51,8 @@ def start(args: Namespace, *, most_ranks: int | None = None) -> Iterator[Trainer
     """A trainer, and the process group while the context lasts."""
     if most_ranks is not None and common.world_size() > most_ranks:
         sys.exit(f"{common.script()} runs in {most_ranks} process, not in {common.world_size()}")
-    text = load_text(args.text)
-    check(args, text)
+    text = checked_text(args, CONFIGS[args.model].block_size)
+    args.lr = LR[args.optimizer] if args.lr is None else args.lr
     device = common.pick_device(args.device)
     with common.process_group(device):
         yield Trainer(args, text, device)
@@ -76,7 +73,14 @@ class Trainer:
     def run(self, cmodel: Module, optimizer: Optimizer) -> Report:
         """Trains, evaluates and prints the result; ``--json`` keeps it."""
         args = self.args
-        losses, rate = self.train(cmodel, optimizer)
+        data, schedule = self.batches(self.text.train), LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
+        losses, rate = train(
+            lambda step: cmodel(*data(step)),
+            optimizer,
+            args.steps,
+            tokens=args.batch_size * args.seq_len,
+            schedule=schedule,
+        )
         held = common.optimizer_bytes(optimizer)
         step = shardtrace.memory(cmodel, persistent=held).peak  # of the last call: a training step
         collectives = common.traffic(cmodel)
@@ -103,34 +107,6 @@ class Trainer:
             if args.json is not None:
                 args.json.write_text(json.dumps(report) + "\n")
         return report
-
-    def train(self, cmodel: Module, optimizer: Optimizer) -> tuple[list[float], float | None]:
-        """The loss of each step, averaged over ranks, and tokens in a second of all ranks (None after one step)."""
-        args, data = self.args, self.batches(self.text.train)
-        schedule = LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
-        losses: list[float] = []
-        pending: list[Tensor] = []
-        rate = None
-        with common.progress(total=args.steps, desc="train", unit="step") as bar:
-            for step in range(args.steps):
-                loss = cmodel(*data(step))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-
-                bar.update()
-                pending.append(loss.detach())
-                if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == args.steps:
-                    losses += mean_over_ranks(pending)
-                    pending.clear()
-                    if step == 0:  # the first step compiles, so the clock starts after it
-                        bar.set_postfix(loss=f"{losses[-1]:.4f}")
-                        start = time.perf_counter()
-                    else:
-                        rate = step * args.batch_size * args.seq_len / (time.perf_counter() - start)
-                        bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tokens/s": f"{rate:,.0f}"})
-        return losses, rate
 
     @torch.no_grad()
     def evaluate(self, cmodel: Module) -> float:
@@ -162,15 +138,7 @@ class Trainer:
         return sample.decode(errors="replace")
 
     def batches(self, tokens: Tensor) -> Batches:
-        """This rank's share of each global batch."""
-        shape = {"batch_size": self.args.batch_size, "seq_len": self.args.seq_len, "seed": self.args.seed}
-        where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-
-        def batch(step: int) -> tuple[Tensor, Tensor]:
-            inputs, targets = get_batch(tokens, step=step, **shape, **where)
-            return inputs.to(self.device), targets.to(self.device)
-
-        return batch
+        return batches(tokens, self.args.batch_size, self.args.seq_len, self.args.seed, self.device)
 
 
 def lr_scale(step: int, steps: int) -> float:
@@ -190,27 +158,10 @@ def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[Argu
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
     add("--lr", type=float, help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)")
     add("--weight-decay", "--weight_decay", type=float, default=0.1, metavar="DECAY", help="default: %(default)s")
-    add_count(parser, "--steps", 700)
-    add_count(parser, "--batch-size", 16, "sequences in a step over all ranks")
-    add_count(parser, "--seq-len", 128, "in bytes")
     add_count(parser, "--eval-batches", 10, "held-out batches after training", at_least=0)
     add_count(parser, "--sample-bytes", 0, "to generate after training", at_least=0)
-    add_count(parser, "--seed", 0, "of the model and the batches", at_least=0)
-    add("--text", type=file, metavar="FILE", help="what to train on; default: the Python reference")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    add_training(parser, steps=700, batch_size=16, seq_len=128)
     add("--json", type=Path, metavar="FILE", help="write losses and figures to this file")
     if sharding:
         common.add_sharding(parser)
     return parser
-
-
-def check(args: Namespace, text: Text) -> None:
-    """Stops every rank before anything is built."""
-    block_size, held_out = CONFIGS[args.model].block_size, len(text.val)
-    common.check_batch(args.batch_size)
-    if args.seq_len > block_size:
-        sys.exit(f"--seq-len {args.seq_len} is longer than the {block_size} positions of {args.model}")
-    if args.seq_len >= held_out:
-        sys.exit(f"--seq-len {args.seq_len} needs a longer text: a tenth is held out, here {held_out} bytes")
-    if args.lr is None:
-        args.lr = LR[args.optimizer]

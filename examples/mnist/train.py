@@ -142,7 +142,7 @@ def parse_args() -> Namespace:
         help="factor of the learning rate for each epoch; default: %(default)s",
     )
     add_count(parser, "--seed", 1, "of the model, the order and the dropout", at_least=0)
-    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    common.add_device(parser)
     add("--save-model", type=Path, metavar="FILE", nargs="?", const=Path("mnist.pt"), help="default of FILE: mnist.pt")
     common.add_sharding(parser)
     args = parser.parse_args()
