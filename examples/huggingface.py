@@ -12,6 +12,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import shardtrace  # before thunder: makes it importable on the newest torch
@@ -82,7 +83,7 @@ def main() -> None:
                 rows = [
                     (type(model).__name__.removeprefix("FSDP"), ""),
                     ("  bytes of parameters, whole model", whole_bytes),
-                    (f"  bytes of parameters, each of {dist.get_world_size()} ranks", common.parameter_bytes(model)),
+                    (f"  bytes of parameters, each of {common.world_size()} rank(s)", common.parameter_bytes(model)),
                     ("  loss, first step", losses[0]),
                     ("  loss, last step", losses[-1]),
                     ("  tokens/s", None if rate is None else int(rate)),
@@ -138,7 +139,7 @@ def architecture(args: Namespace) -> tuple[Any, Any]:
         has_tokenizer = (args.from_pretrained / "tokenizer_config.json").is_file()
         return config, AutoTokenizer.from_pretrained(args.from_pretrained).encode if has_tokenizer else None
     except (OSError, ValueError) as error:
-        sys.exit(f"--from-pretrained {args.from_pretrained}: {str(error).splitlines()[0]}")
+        sys.exit(f"--from-pretrained {args.from_pretrained}: {shorten(str(error), 200)}")
 
 
 def build_model(args: Namespace, config: Any) -> Any:
