@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import sys
@@ -30,6 +31,10 @@ def pick_device(name: str | None = None) -> torch.device:
     if not torch.cuda.is_available():
         sys.exit("--device cuda: torch sees no GPU")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.index >= torch.cuda.device_count():
+        sys.exit(
+            f"no GPU for rank {device.index}: torch sees {torch.cuda.device_count()}; use fewer ranks or --device cpu"
+        )
     torch.cuda.set_device(device)
     return device
 
@@ -47,11 +52,11 @@ def script() -> str:
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """The group of torchrun's ranks, or a group of one for a script that was started alone."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, **alone)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", **alone)
     try:
         yield
         dist.barrier()  # no rank leaves while another still talks to it
@@ -161,6 +166,17 @@ def whole_number(at_least: int) -> Callable[[str], int]:
     return parse
 
 
+def non_negative(value: str) -> float:
+    """An argparse type."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 0")
+    return number
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
 
@@ -178,9 +194,12 @@ def bucketing(value: str) -> str | float:
     if value in ("none", "layer", "block"):
         return value
     try:
-        return float(value)
+        megabytes = float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block or a size in MB") from None
+        megabytes = 0
+    if not 0 < megabytes < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block or a size in MB")
+    return megabytes
 
 
 def file(value: str) -> Path:
@@ -194,6 +213,21 @@ def folder(value: str) -> Path:
     """An argparse type."""
     if not Path(value).is_dir():
         raise argparse.ArgumentTypeError(f"no folder {value!r}")
+    return Path(value)
+
+
+def new_file(value: str) -> Path:
+    """An argparse type: where a file can be written, which is told before the training and not after it."""
+    path = Path(value)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"no file can be written at {value!r}")
+    return path
+
+
+def new_folder(value: str) -> Path:
+    """An argparse type: a folder that is there or can be made."""
+    if not next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if path.exists()).is_dir():
+        raise argparse.ArgumentTypeError(f"no folder can be made at {value!r}")
     return Path(value)
 
 

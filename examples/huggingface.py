@@ -155,8 +155,13 @@ def parse_args() -> Namespace:
     add("--config", choices=CONFIGS, default="llama", help="a small random model of this kind; default: llama")
     common.add_count(parser, "--layers", 2, "of the random model")
     add("--from-pretrained", type=common.folder, metavar="DIR", help="a model that save_pretrained wrote, instead")
-    add("--save", type=Path, metavar="DIR", help="where to; default: a temporary folder, to see that it can be loaded")
-    add("--lr", type=float, default=3e-3, help="of AdamW; default: %(default)s")
+    add(
+        "--save",
+        type=common.new_folder,
+        metavar="DIR",
+        help="where to; default: a temporary folder, to see that it can be loaded",
+    )
+    add("--lr", type=common.non_negative, default=3e-3, help="of AdamW; default: %(default)s")
     add_training(parser, steps=100, batch_size=8, seq_len=64)
     common.add_sharding(parser)
     args = parser.parse_args()

@@ -50,6 +50,8 @@ def parse_args() -> tuple[Namespace, list[str]]:
     parser = arguments(__doc__, parents=[own])
     parser.set_defaults(steps=50, eval_batches=0)
     args = parser.parse_args()  # the scripts would say four times what is wrong
+    if args.batch_size % args.ranks:
+        sys.exit(f"--batch-size {args.batch_size} is that of all ranks, and not divisible by {args.ranks} ranks")
     _, given = own.parse_known_args()
     return args, [f"--steps={args.steps}", f"--eval-batches={args.eval_batches}", *given]
 

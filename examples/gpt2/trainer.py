@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import common
-from common import add_count, is_main, mean_over_ranks, whole_number
+from common import add_count, is_main, mean_over_ranks, new_file, non_negative, whole_number
 from loop import train
 from model import CONFIGS, GPT
 from results import Report, result_table
@@ -156,12 +156,18 @@ def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[Argu
     add("--model", choices=CONFIGS, default="tiny", help="default: tiny, which learns in a minute on a CPU")
     add("--layers", type=whole_number(1), metavar="N", help="blocks; default: as many as the model has")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
-    add("--lr", type=float, help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)")
-    add("--weight-decay", "--weight_decay", type=float, default=0.1, metavar="DECAY", help="default: %(default)s")
+    add(
+        "--lr",
+        type=non_negative,
+        help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)",
+    )
+    add(
+        "--weight-decay", "--weight_decay", type=non_negative, default=0.1, metavar="DECAY", help="default: %(default)s"
+    )
     add_count(parser, "--eval-batches", 10, "held-out batches after training", at_least=0)
     add_count(parser, "--sample-bytes", 0, "to generate after training", at_least=0)
     add_training(parser, steps=700, batch_size=16, seq_len=128)
-    add("--json", type=Path, metavar="FILE", help="write losses and figures to this file")
+    add("--json", type=new_file, metavar="FILE", help="write losses and figures to this file")
     if sharding:
         common.add_sharding(parser)
     return parser

@@ -134,16 +134,23 @@ def parse_args() -> Namespace:
     add_count(parser, "--epochs", 6)
     add_count(parser, "--batch-size", 64, "digits in a step over all ranks")
     add_count(parser, "--test-batch-size", 300, "the same, for testing")
-    add("--lr", type=float, default=1.0, help="of Adadelta; default: %(default)s")
+    add("--lr", type=common.non_negative, default=1.0, help="of Adadelta; default: %(default)s")
     add(
         "--gamma",
-        type=float,
+        type=common.non_negative,
         default=0.7,
         help="factor of the learning rate for each epoch; default: %(default)s",
     )
     add_count(parser, "--seed", 1, "of the model, the order and the dropout", at_least=0)
     common.add_device(parser)
-    add("--save-model", type=Path, metavar="FILE", nargs="?", const=Path("mnist.pt"), help="default of FILE: mnist.pt")
+    add(
+        "--save-model",
+        type=common.new_file,
+        metavar="FILE",
+        nargs="?",
+        const=Path("mnist.pt"),
+        help="default of FILE: mnist.pt",
+    )
     common.add_sharding(parser)
     args = parser.parse_args()
     common.check_batch(args.batch_size)
