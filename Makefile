@@ -46,6 +46,8 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt2
+	$(BIN)/mypy examples/mnist
+	$(BIN)/mypy examples/huggingface.py examples/litgpt_finetune.py
 	MYPYPATH=examples/gpt2 $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all that was built

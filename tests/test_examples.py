@@ -1,50 +1,252 @@
-"""The example as a user runs it: by torchrun, in processes of its own."""
+"""The examples as a user runs them, alone and by torchrun, with few steps; and what they say to bad arguments."""
 
+import gzip
+import importlib
+import importlib.util
 import json
-import os
+import re
+import runpy
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "gpt2" / "train.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "zero3", "compare")]
+SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
+TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
+PACKAGES = {"huggingface.py": "transformers", "litgpt_finetune.py": "litgpt", "mnist/train.py": "sklearn"}
 
 
-def train(tmp_path, ranks, *arguments):
-    """Runs the script; returns what it printed and the losses."""
-    out = tmp_path / f"{ranks}.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    options = ["--steps=4", "--batch-size=4", "--seq-len=32", "--eval-batches=1", "--sample-bytes=4", f"--json={out}"]
-    done = subprocess.run([*torchrun, SCRIPT, *options, *arguments], capture_output=True, text=True, timeout=200)
+def needs(script):
+    package = PACKAGES.get(script)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'shardtrace[examples]'")
+
+
+def run(script, *arguments, ranks):
+    """Runs a script by torchrun, or in one process if ``ranks`` is None; returns what it printed."""
+    needs(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *(torchrun if ranks else []), EXAMPLES / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(out.read_text())
+    return done.stdout
 
 
-def test_any_number_of_ranks_gives_the_same_losses(tmp_path):
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Runs a script in this process, which saves the time of importing Thunder; returns what it printed."""
+
+    def run_here(script, *arguments, ranks=1):
+        needs(script)
+        monkeypatch.syspath_prepend((EXAMPLES / script).parent)
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
+@pytest.fixture
+def exit_of(run_here, capsys):
+    """Runs a script that ends itself; returns its exit code or last words, and what it printed."""
+
+    def exit_of(script, *arguments, ranks=1):
+        with pytest.raises(SystemExit) as stopped:
+            run_here(script, *arguments, ranks=ranks)
+        printed = capsys.readouterr()
+        return stopped.value.code, printed.out + printed.err
+
+    return exit_of
+
+
+# ---- gpt2 ----
+
+
+def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here):
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    one, expected = train(tmp_path, 1, f"--text={text}")
-    two, losses = train(tmp_path, 2, f"--text={text}", "--sharding-strategy=zero2", "--bucketing-strategy=0.5")
-    assert losses["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert losses["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert len(losses["losses"]) == 4
-    assert "none: a world of one" in one
+    options = [*TINY, f"--text={text}", "--steps=4", "--eval-batches=1", "--sample-bytes=4"]
+    one = run_here("gpt2/train.py", *options, f"--json={tmp_path}/1")
+    sharding = ["--sharding-strategy=zero2", "--bucketing-strategy=0.5"]
+    two = run("gpt2/train.py", *options, *sharding, f"--json={tmp_path}/2", ranks=2)
+    expected, found = (json.loads((tmp_path / name).read_text()) for name in "12")
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert len(found["losses"]) == 4
+    assert len(found["parameter_bytes"]) == 2
+    assert re.search(r"none +0 +0", one)
     assert "reduce_scatter, backward" in two
     assert "all_gather, backward" not in two
 
 
+def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
+    options = [*TINY, "--steps=4", "--optimizer=sgd", "--weight_decay=0.01", "--lr=0.1"]
+    out = run("gpt2/compare.py", *options, "--ranks=2", f"--json={tmp_path}/json", ranks=None)
+    single, ddp, owner, fsdp = reports = list(json.loads((tmp_path / "json").read_text()).values())
+    for report in reports:
+        assert report["losses"] == pytest.approx(single["losses"], rel=1e-5)
+    (whole,) = single["parameter_bytes"]
+    assert ddp["parameter_bytes"] == [whole, whole]
+    assert sum(owner["parameter_bytes"]) == pytest.approx(whole, rel=0.01)
+    assert fsdp["parameter_bytes"] == [pytest.approx(whole / 2, rel=0.01)] * 2
+    for report in reports:  # momentum: as much as parameters
+        assert report["optimizer_bytes"] == pytest.approx(report["parameter_bytes"], rel=0.01)
+    assert all(name in out for name in ("single_device", "ddp", "zero3", "fsdp"))
+    assert "final losses differ by" in out
+
+
+# ---- mnist ----
+
+
+def test_mnist_reaches_95_percent_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "mnist")
+    out = run("mnist/train.py", "--epochs=4", f"--save-model={tmp_path}/net.pt", ranks=2)
+    accuracy = float(re.findall(r"([\d.]+)%", out)[-1])
+    assert accuracy >= 95
+
+    net = importlib.import_module("net").Net().eval()
+    net.load_state_dict(torch.load(tmp_path / "net.pt"))
+    _, test = importlib.import_module("digits").load_digits()
+    with torch.no_grad():
+        right = (net(test.images).argmax(dim=1) == test.labels).float().mean()
+    assert 100 * right == pytest.approx(accuracy, abs=0.5)
+
+
+def write_mnist(folder, n=40, end="", images=None):
+    """Files in MNIST's format: each image is filled with its label, times ten."""
+    labels = bytes(i % 10 for i in range(n))
+    pixels = b"".join(bytes([10 * label]) * 784 for label in labels) if images is None else images
+    for part in ("train", "t10k"):
+        for name, dims, data in (("images-idx3", (n, 28, 28), pixels), ("labels-idx1", (n,), labels)):
+            content = bytes([0, 0, 8, len(dims)]) + struct.pack(f">{len(dims)}I", *dims) + data
+            (folder / f"{part}-{name}-ubyte{end}").write_bytes(gzip.compress(content) if end else content)
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_mnist_files(tmp_path, monkeypatch, end):
+    monkeypatch.syspath_prepend(EXAMPLES / "mnist")
+    digits = importlib.import_module("digits")
+    write_mnist(tmp_path, end=end)
+    train, test = digits.load_digits(tmp_path)
+    assert train.images.shape == (40, 1, 28, 28)
+    assert train.images[3].unique().tolist() == pytest.approx([(30 / 255 - 0.1307) / 0.3081])
+    assert test.labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] * 4
+    filled = test.filled_up(25)
+    assert len(filled.images) == 50
+    assert filled.labels[40:].tolist() == [digits.NOBODY] * 10
+
+
+def test_mnist_with_ddp_on_files(tmp_path):
+    write_mnist(tmp_path)
+    options = [f"--data={tmp_path}", "--sharding-strategy=ddp", "--epochs=2", "--batch-size=8", "--test-batch-size=24"]
+    out = run("mnist/train.py", *options, ranks=2)
+    assert len(re.findall(r"[\d.]+%", out)) == 2
+
+
+# ---- huggingface, litgpt ----
+
+
+def test_huggingface_saves_what_from_pretrained_loads(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install 'shardtrace[examples]'")
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=257, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "before")
+    folders = [f"--from-pretrained={tmp_path}/before", f"--save={tmp_path}/after"]
+    out = run("huggingface.py", *folders, "--batch-size=4", "--seq-len=32", "--steps=3", ranks=2)
+    sharded, loaded = re.findall(r"validation loss, .* ([\d.]+)", out)
+    assert float(sharded) == pytest.approx(float(loaded), rel=1e-3)
+    assert "reduce_scatter, backward" in out
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("before", "after"))
+    assert type(after) is transformers.GPT2LMHeadModel
+    assert before.state_dict().keys() == after.state_dict().keys()
+    assert not torch.equal(before.transformer.wte.weight, after.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "phi3", "qwen3"])
+def test_huggingface_configs_are_small(name, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="pip install 'shardtrace[examples]'")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    huggingface = importlib.import_module("huggingface")
+    config = transformers.AutoConfig.for_model(name, num_hidden_layers=1, **huggingface.SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) < 300_000
+
+
+def test_litgpt_reduces_adapters_alone(tmp_path):
+    out = run("litgpt_finetune.py", *TINY, "--steps=3", f"--save={tmp_path}/adapters.pth", ranks=2)
+    assert "with gradients of 10 adapters, 0 frozen parameters" in out
+    adapters, reduced = (
+        re.search(rf"{name} +\d+ +([\d,]+)", out)[1] for name in ("adapters", "reduce_scatter, backward")
+    )
+    assert adapters == reduced
+    assert all("lora_" in name for name in torch.load(tmp_path / "adapters.pth")["model"])
+
+
+# ---- the command line ----
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script, exit_of):
+    code, printed = exit_of(script, "--help")
+    assert code == 0
+    assert f"examples/{script}" in printed  # how it is run
+    assert "--batch-size N" in printed
+
+
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("script", "argument", "message"),
     [
-        ("--batch-size=3", "not divisible by 2 ranks"),
-        ("--seq-len=999", "longer than the 256 positions of tiny"),
-        ("--bucketing-strategy=blocks", "not none, layer, block or a size in MB"),
-        ("--text=/nowhere", "no file '/nowhere'"),
+        ("gpt2/train.py", "--batch-size=3", "not divisible by 2 ranks"),
+        ("gpt2/train.py", "--seq-len=999", "longer than the 256 positions"),
+        ("gpt2/train.py", "--bucketing-strategy=blocks", "not none, layer, block or a size in MB"),
+        ("gpt2/train.py", "--sharding-strategy=zero4", "invalid choice: 'zero4'"),
+        ("gpt2/train.py", "--text=/nowhere", "no file '/nowhere'"),
+        ("gpt2/train.py", f"--text={__file__}/../conftest.py", "no file"),
+        ("gpt2/fsdp.py", "--steps=0", "'0' is not a whole number of at least 1"),
+        ("gpt2/fsdp.py", "--lr=-1", "'-1' is not a number of at least 0"),
+        ("gpt2/fsdp.py", "--json=/nowhere/json", "no file can be written at '/nowhere/json'"),
+        ("gpt2/fsdp.py", "--device=cuda", "torch sees no GPU"),
+        ("gpt2/single_device.py", "--steps=1", "runs in 1 process, not in 2"),
+        ("gpt2/compare.py", "--ranks=two", "'two' is not a whole number of at least 1"),
+        ("gpt2/compare.py", "--batch-size=3", "not divisible by 2 ranks"),
+        ("gpt2/compare.py", "--optimizer=adam", "invalid choice: 'adam'"),
+        ("mnist/train.py", "--data=/nowhere", "no folder '/nowhere'"),
+        ("mnist/train.py", f"--data={EXAMPLES}", "has no file train-images-idx3-ubyte"),
+        ("mnist/train.py", "--batch-size=2000", "more than the 1500 digits"),
+        ("mnist/train.py", "--test-batch-size=3", "--test-batch-size 3 is that of all ranks"),
+        ("huggingface.py", "--config=opt", "invalid choice: 'opt'"),
+        ("huggingface.py", f"--from-pretrained={EXAMPLES}", "config.json"),
+        ("huggingface.py", f"--save={__file__}/model", "no folder can be made"),
+        ("litgpt_finetune.py", "--model=gpt5", "'gpt5' is not a supported config name"),
+        ("litgpt_finetune.py", f"--checkpoint={EXAMPLES}", "no tokenizer in it"),
     ],
 )
-def test_bad_arguments(argument, message):
-    two_ranks = {**os.environ, "WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, SCRIPT, argument], env=two_ranks, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert message in done.stderr
+def test_bad_arguments(script, argument, message, exit_of):
+    if argument == "--device=cuda" and torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    code, printed = exit_of(script, argument, ranks=2)
+    assert code not in (0, None)
+    assert message in f"{code} {printed}"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: data[:-1], "holds 31,359 bytes, its header says 31,360"),
+        (lambda data: b"\x89PNG" + data[4:], "is not an idx file of bytes in 3 dimensions"),
+        (lambda data: data[:4] + struct.pack(">3I", 40, 56, 14) + data[16:], "expected images of 28 x 28"),
+        (lambda data: data[:4] + struct.pack(">3I", 20, 28, 28) + data[16 : 16 + 20 * 784], "20 x 28 x 28, 40 labels"),
+    ],
+)
+def test_spoilt_mnist_files(tmp_path, exit_of, spoil, message):
+    write_mnist(tmp_path)
+    images = tmp_path / "train-images-idx3-ubyte"
+    images.write_bytes(spoil(images.read_bytes()))
+    code, _ = exit_of("mnist/train.py", f"--data={tmp_path}")
+    assert message in code
+    assert str(tmp_path) in code

@@ -1,0 +1,26 @@
+"""Train GPT-2 with data parallelism: each rank holds the whole model, and gradients are averaged.
+
+On two ranks of this machine:
+
+    torchrun --nproc_per_node=2 examples/gpt2/ddp.py --model tiny --steps 200
+"""
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import thunder
+
+from trainer import OPTIMIZERS, arguments, start
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    with start(args) as trainer:
+        model = trainer.build_model()
+        shardtrace.ddp(model, device=trainer.device)
+        cmodel = thunder.jit(model)
+        optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        trainer.run(cmodel, optimizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The trainer that the scripts in this folder share: data, loop, evaluation and report.
+
+It knows nothing of sharding: a script hands it a jitted model and an optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py and text.py are
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import common
+from common import add_count, is_main, mean_over_ranks, new_file, non_negative, whole_number
+from loop import train
+from model import CONFIGS, GPT
+from results import Report, result_table
+from text import Batches, Text, add_training, batches, checked_text
+
+__all__ = ["OPTIMIZERS", "Report", "Trainer", "add_count", "arguments", "result_table", "start"]  # for the scripts
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+LR = {"adamw": 3e-3, "sgd": 0.1}  # of the tiny model
+WARMUP = 20  # steps
+PROMPT = b"The "
+TEMPERATURE = 0.8
+
+
+@contextmanager
+def start(args: Namespace, *, most_ranks: int | None = None) -> Iterator[Trainer]:
+    """A trainer, and the process group while the context lasts."""
+    if most_ranks is not None and common.world_size() > most_ranks:
+        sys.exit(f"{common.script()} runs in {most_ranks} process, not in {common.world_size()}")
+    text = checked_text(args, CONFIGS[args.model].block_size)
+    args.lr = LR[args.optimizer] if args.lr is None else args.lr
+    device = common.pick_device(args.device)
+    with common.process_group(device):
+        yield Trainer(args, text, device)
+
+
+class Trainer:
+    """Runs in step on all ranks, for every call of a sharded model is a collective."""
+
+    def __init__(self, args: Namespace, text: Text, device: torch.device) -> None:
+        self.args, self.text, self.device = args, text, device
+
+    def build_model(self) -> GPT:
+        """The same on every rank, in host memory."""
+        torch.manual_seed(self.args.seed)
+        config = CONFIGS[self.args.model]
+        return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
+
+    def run(self, cmodel: Module, optimizer: Optimizer) -> Report:
+        """Trains, evaluates and prints the result; ``--json`` keeps it."""
+        args = self.args
+        data, schedule = self.batches(self.text.train), LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
+        losses, rate = train(
+            lambda step: cmodel(*data(step)),
+            optimizer,
+            args.steps,
+            tokens=args.batch_size * args.seq_len,
+            schedule=schedule,
+        )
+        held = common.optimizer_bytes(optimizer)
+        step = shardtrace.memory(cmodel, persistent=held).peak  # of the last call: a training step
+        collectives = common.traffic(cmodel)
+        cmodel.eval()
+        val_loss = self.evaluate(cmodel) if args.eval_batches else None
+        sample = self.generate(cmodel) if args.sample_bytes else None
+
+        memory = (common.parameter_bytes(cmodel), held, step, common.peak_memory(self.device))
+        parameters, optimizers, steps, peaks = (list(sizes) for sizes in zip(*common.from_ranks(memory), strict=True))
+        report = Report(
+            losses=losses,
+            val_loss=val_loss,
+            tokens_per_s=rate,
+            parameter_bytes=parameters,
+            optimizer_bytes=optimizers,
+            step_bytes=steps,
+            peak_bytes=peaks,
+            collectives=collectives,
+        )
+        if is_main():
+            if sample is not None:
+                print(f"\n--- sample ---\n{sample}\n--------------")
+            print(f"\n{result_table({common.script(): report})}\n\n{common.traffic_table(collectives)}")
+            if args.json is not None:
+                args.json.write_text(json.dumps(report) + "\n")
+        return report
+
+    @torch.no_grad()
+    def evaluate(self, cmodel: Module) -> float:
+        """The mean loss over held-out batches. Asks for logits, as `generate` does: one trace serves both."""
+        data = self.batches(self.text.val)
+        losses = []
+        for step in range(self.args.eval_batches):
+            inputs, targets = data(step)
+            losses.append(F.cross_entropy(cmodel(inputs).flatten(0, 1), targets.flatten()))
+        return sum(mean_over_ranks(losses)) / len(losses)
+
+    @torch.no_grad()
+    def generate(self, cmodel: Module) -> str:
+        """Samples `--sample-bytes` bytes after the prompt, the same on all ranks.
+
+        The context is padded on the right to the shape of a batch: one shape means one trace, and a causal model
+        does not see the padding.
+        """
+        args = self.args
+        generator = torch.Generator().manual_seed(args.seed)
+        rows = args.batch_size // dist.get_world_size()
+        sample = bytearray(PROMPT)
+        for _ in range(args.sample_bytes):
+            context = torch.tensor(sample[-args.seq_len :])
+            inputs = F.pad(context, (0, args.seq_len - len(context))).expand(rows, -1).contiguous()
+            logits = cmodel(inputs.to(self.device))[0, len(context) - 1].float().cpu()
+            probabilities = F.softmax(logits / TEMPERATURE, dim=0)
+            sample.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return sample.decode(errors="replace")
+
+    def batches(self, tokens: Tensor) -> Batches:
+        return batches(tokens, self.args.batch_size, self.args.seq_len, self.args.seed, self.device)
+
+
+def lr_scale(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to zero."""
+    return min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+# ---- the command line ----
+
+
+def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[ArgumentParser] = ()) -> ArgumentParser:
+    """What all scripts understand, and how to shard; the description is the script's docstring."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, parents=parents)
+    add = parser.add_argument
+    add("--model", choices=CONFIGS, default="tiny", help="default: tiny, which learns in a minute on a CPU")
+    add("--layers", type=whole_number(1), metavar="N", help="blocks; default: as many as the model has")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
+    add(
+        "--lr",
+        type=non_negative,
+        help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)",
+    )
+    add(
+        "--weight-decay", "--weight_decay", type=non_negative, default=0.1, metavar="DECAY", help="default: %(default)s"
+    )
+    add_count(parser, "--eval-batches", 10, "held-out batches after training", at_least=0)
+    add_count(parser, "--sample-bytes", 0, "to generate after training", at_least=0)
+    add_training(parser, steps=700, batch_size=16, seq_len=128)
+    add("--json", type=new_file, metavar="FILE", help="write losses and figures to this file")
+    if sharding:
+        common.add_sharding(parser)
+    return parser

@@ -1,0 +1,174 @@
+"""Shard a Hugging Face causal language model, train it, and save it so that from_pretrained loads it.
+
+On two ranks of this machine, a small random model of a known architecture, or weights from a local folder:
+
+    torchrun --nproc_per_node=2 examples/huggingface.py --config llama
+    torchrun --nproc_per_node=2 examples/huggingface.py --from-pretrained path/to/model --save path/to/result
+
+Random models learn bytes; a folder that has a tokenizer gives its own tokens.
+"""
+
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import thunder
+import torch
+import torch.distributed as dist
+from torch.nn import Module
+
+import common
+from loop import train
+from text import Text, add_training, batches, checked_text, get_batch
+
+try:
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+except ImportError:
+    sys.exit("this example needs transformers: pip install transformers==4.51.3")
+
+CONFIGS = ("llama", "gpt2", "gpt_neox", "gemma", "gemma2", "mistral", "phi3", "qwen2", "qwen3")  # Thunder traces these
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "vocab_size": 256,  # the bytes
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+EVAL_BATCHES = 4
+
+
+def main() -> None:
+    args = parse_args()
+    config, encode = architecture(args)
+    text = checked_text(args, config.max_position_embeddings, encode)
+    device = common.pick_device(args.device)
+    with common.process_group(device):
+        torch.manual_seed(args.seed)  # every rank builds the same model
+        model = build_model(args, config)
+        whole_bytes = common.parameter_bytes(model)
+        shardtrace.fsdp(
+            model,
+            sharding_strategy=args.sharding_strategy,
+            bucketing_strategy=args.bucketing_strategy,
+            device=device,
+        )
+        cmodel = thunder.jit(model)
+        optimizer = torch.optim.AdamW(cmodel.parameters(), lr=args.lr)
+        torch.manual_seed(args.seed + dist.get_rank())  # each rank drops out its own units
+
+        data = batches(text.train, args.batch_size, args.seq_len, args.seed, device)
+        losses, rate = train(
+            lambda step: next_token_loss(cmodel, data(step)[0]),
+            optimizer,
+            args.steps,
+            tokens=args.batch_size * args.seq_len,
+        )
+        traffic = common.traffic(cmodel)  # of the last call: a training step
+        val_loss = evaluate(cmodel, text, args, device)
+
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = args.save or Path(scratch)
+            save(model, folder)
+            if common.is_main():
+                loaded_loss = evaluate_loaded(folder, text, args)
+                rows = [
+                    (type(model).__name__.removeprefix("FSDP"), ""),
+                    ("  bytes of parameters, whole model", whole_bytes),
+                    (f"  bytes of parameters, each of {common.world_size()} rank(s)", common.parameter_bytes(model)),
+                    ("  loss, first step", losses[0]),
+                    ("  loss, last step", losses[-1]),
+                    ("  tokens/s", None if rate is None else int(rate)),
+                    ("  validation loss, sharded", val_loss),
+                    ("  validation loss, as from_pretrained loads it", loaded_loss),
+                ]
+                print(f"\n{common.table(rows)}\n\n{common.traffic_table(traffic)}")
+                if args.save:
+                    print(f"\nsaved {folder}")
+                if abs(loaded_loss - val_loss) > 1e-3 * val_loss:
+                    sys.exit("the model that was loaded is not the one that was saved")
+
+
+def next_token_loss(model: Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model shifts the labels itself."""
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+@torch.no_grad()
+def evaluate(cmodel: Module, text: Text, args: Namespace, device: torch.device) -> float:
+    """The mean loss over held-out batches, of which each rank takes its share."""
+    cmodel.eval()
+    data = batches(text.val, args.batch_size, args.seq_len, args.seed, device)
+    losses = [next_token_loss(cmodel, data(step)[0]) for step in range(EVAL_BATCHES)]
+    return sum(common.mean_over_ranks(losses)) / EVAL_BATCHES
+
+
+@torch.no_grad()
+def evaluate_loaded(folder: Path, text: Text, args: Namespace) -> float:
+    """The same of the saved model, without sharding and without Thunder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    shape = {"batch_size": args.batch_size, "seq_len": args.seq_len, "seed": args.seed}
+    whole = [get_batch(text.val, **shape, step=step, rank=0, world_size=1)[0] for step in range(EVAL_BATCHES)]
+    return sum(next_token_loss(model, tokens).item() for tokens in whole) / EVAL_BATCHES
+
+
+def save(model: Any, folder: Path) -> None:
+    """Writes the whole model as an ordinary one, on one rank; all take part, each with its shards."""
+    state = shardtrace.full_state_dict(model, rank0_only=True, cpu=True)
+    if common.is_main():
+        whole = AutoModelForCausalLM.from_config(model.config)
+        whole.load_state_dict(state)
+        whole.save_pretrained(folder)
+
+
+def architecture(args: Namespace) -> tuple[Any, Any]:
+    """The model's config and its tokenizer's ``encode``, None for bytes."""
+    if args.from_pretrained is None:
+        return AutoConfig.for_model(args.config, num_hidden_layers=args.layers, **SMALL), None
+    try:
+        config = AutoConfig.from_pretrained(args.from_pretrained)
+        has_tokenizer = (args.from_pretrained / "tokenizer_config.json").is_file()
+        return config, AutoTokenizer.from_pretrained(args.from_pretrained).encode if has_tokenizer else None
+    except (OSError, ValueError) as error:
+        sys.exit(f"--from-pretrained {args.from_pretrained}: {shorten(str(error), 200)}")
+
+
+def build_model(args: Namespace, config: Any) -> Any:
+    """In host memory."""
+    if args.from_pretrained is None:
+        return AutoModelForCausalLM.from_config(config).train()
+    return AutoModelForCausalLM.from_pretrained(args.from_pretrained).train()
+
+
+def parse_args() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", choices=CONFIGS, default="llama", help="a small random model of this kind; default: llama")
+    common.add_count(parser, "--layers", 2, "of the random model")
+    add("--from-pretrained", type=common.folder, metavar="DIR", help="a model that save_pretrained wrote, instead")
+    add(
+        "--save",
+        type=common.new_folder,
+        metavar="DIR",
+        help="where to; default: a temporary folder, to see that it can be loaded",
+    )
+    add("--lr", type=common.non_negative, default=3e-3, help="of AdamW; default: %(default)s")
+    add_training(parser, steps=100, batch_size=8, seq_len=64)
+    common.add_sharding(parser)
+    args = parser.parse_args()
+    if transformers.__version__ != "4.51.3":
+        print(f"transformers is {transformers.__version__}; Thunder is known to trace 4.51.3", file=sys.stderr)
+    return args
+
+
+if __name__ == "__main__":
+    main()

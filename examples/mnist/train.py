@@ -1,0 +1,162 @@
+"""Train a convolutional net on handwritten digits with DDP or FSDP, and test it after each epoch.
+
+On two ranks of this machine, with the digits that come with scikit-learn or with MNIST's own files:
+
+    torchrun --nproc_per_node=2 examples/mnist/train.py --sharding-strategy zero3
+    torchrun --nproc_per_node=2 examples/mnist/train.py --sharding-strategy ddp --data path/to/mnist --epochs 2
+"""
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py is
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+
+import thunder
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+import common
+from common import add_count
+from digits import NOBODY, Digits, WrongData, load_digits
+from net import Net
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        train_digits, test_digits = load_digits(args.data)
+    except WrongData as error:
+        sys.exit(f"no digits: {error}")
+    if len(train_digits.labels) < args.batch_size:
+        sys.exit(f"--batch-size {args.batch_size} is more than the {len(train_digits.labels)} digits to train on")
+    device = common.pick_device(args.device)
+    with common.process_group(device):
+        torch.manual_seed(args.seed)  # every rank builds the same model
+        model = Net()
+        shardtrace.fsdp(
+            model,
+            sharding_strategy=args.sharding_strategy,
+            bucketing_strategy=args.bucketing_strategy,
+            device=device,
+        )
+        cmodel = thunder.jit(model)
+        optimizer = torch.optim.Adadelta(cmodel.parameters(), lr=args.lr)
+        schedule = StepLR(optimizer, step_size=1, gamma=args.gamma)
+        torch.manual_seed(args.seed + dist.get_rank())  # and drops out its own units
+
+        begin = time.perf_counter()
+        rows: list[tuple[object, ...]] = [("epoch", "train loss", "test loss", "test accuracy", "seconds")]
+        train_loader, test_loader = load(train_digits, args), load_all(test_digits, args)
+        for epoch in range(args.epochs):
+            train_loss = train(cmodel, optimizer, train_loader, epoch, device)
+            test_loss, accuracy = test(cmodel, test_loader, device)
+            schedule.step()
+            rows.append((epoch + 1, train_loss, test_loss, f"{accuracy:.2%}", f"{time.perf_counter() - begin:.1f}"))
+        if common.is_main():
+            print(f"\n{common.table(rows)}")
+        if args.save_model:
+            save(model, args.save_model)
+
+
+def train(cmodel: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, device: torch.device) -> float:
+    """One epoch; returns the mean loss over all ranks."""
+    cmodel.train()
+    assert isinstance(loader.sampler, DistributedSampler)
+    loader.sampler.set_epoch(epoch)  # another order, the same on all ranks
+    total = torch.zeros((), device=device)
+    for images, labels in common.progress(loader, desc=f"epoch {epoch + 1}", unit="step"):
+        loss = F.nll_loss(cmodel(images.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.detach()
+    return common.mean_over_ranks([total / len(loader)])[0]
+
+
+@torch.no_grad()
+def test(cmodel: Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+    """Loss and accuracy over the whole test set: each rank tests its share, and the counts are summed."""
+    cmodel.eval()
+    loss, right, seen = (torch.zeros((), device=device) for _ in range(3))
+    for images, labels in loader:
+        output, labels = cmodel(images.to(device)), labels.to(device)
+        loss += F.nll_loss(output, labels, ignore_index=NOBODY, reduction="sum")
+        right += (output.argmax(dim=1) == labels).sum()
+        seen += (labels != NOBODY).sum()
+    loss_sum, n_right, n_seen = common.sum_over_ranks([loss, right, seen])
+    return loss_sum / n_seen, n_right / n_seen
+
+
+# All batches have one shape, as each shape is traced anew: training leaves out the few digits at the end of an epoch
+# that do not fill a batch, and the test set is filled up with blank images, which nobody counts.
+
+
+def load(digits: Digits, args: Namespace) -> DataLoader:
+    """This rank's share of each batch to train on."""
+    dataset = digits.dataset()
+    sampler: Sampler[int] = DistributedSampler(dataset, seed=args.seed, drop_last=True)
+    return DataLoader(dataset, args.batch_size // dist.get_world_size(), sampler=sampler, drop_last=True)
+
+
+def load_all(digits: Digits, args: Namespace) -> DataLoader:
+    """This rank's share of all digits to test with."""
+    dataset = digits.filled_up(args.test_batch_size).dataset()
+    sampler: Sampler[int] = DistributedSampler(dataset, shuffle=False)
+    return DataLoader(dataset, args.test_batch_size // dist.get_world_size(), sampler=sampler)
+
+
+def save(model: Module, path: Path) -> None:
+    """Writes the whole model, as a single process would have it: ``Net().load_state_dict(torch.load(path))``."""
+    state = shardtrace.full_state_dict(model, rank0_only=True, cpu=True)  # every rank sends its shards
+    if common.is_main():
+        torch.save(state, path)
+        print(f"\nsaved {path}")
+
+
+def parse_args() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--data",
+        type=common.folder,
+        metavar="DIR",
+        help="MNIST's idx files, gz or not; default: scikit-learn's digits",
+    )
+    add_count(parser, "--epochs", 6)
+    add_count(parser, "--batch-size", 64, "digits in a step over all ranks")
+    add_count(parser, "--test-batch-size", 300, "the same, for testing")
+    add("--lr", type=common.non_negative, default=1.0, help="of Adadelta; default: %(default)s")
+    add(
+        "--gamma",
+        type=common.non_negative,
+        default=0.7,
+        help="factor of the learning rate for each epoch; default: %(default)s",
+    )
+    add_count(parser, "--seed", 1, "of the model, the order and the dropout", at_least=0)
+    common.add_device(parser)
+    add(
+        "--save-model",
+        type=common.new_file,
+        metavar="FILE",
+        nargs="?",
+        const=Path("mnist.pt"),
+        help="default of FILE: mnist.pt",
+    )
+    common.add_sharding(parser)
+    args = parser.parse_args()
+    common.check_batch(args.batch_size)
+    common.check_batch(args.test_batch_size, "--test-batch-size")
+    return args
+
+
+if __name__ == "__main__":
+    main()
