@@ -27,7 +27,7 @@ class Use(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of the parameter when gathered, padding included."""
-        return self.member.numel * self.parameter.plan.world_size * self.dtype.bytes
+        return self.parameter.full_numel * self.parameter.plan.unsharded_dtype(self.dtype).bytes
 
 
 class Group(NamedTuple):
@@ -42,6 +42,7 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
     - "layer": the parameters that one module owns.
     - "block": those of one repeated block; what lies outside the blocks is grouped by first use, so that an
       embedding does not wait for, and is not held until, the head.
+    - "model": all of them.
     - a size in MB: consecutive parameters, as many as fit; a larger one by itself.
 
     Parameters of different models, dtypes or devices never share a bucket. Within one they are in the model's order,
@@ -67,6 +68,8 @@ def _keys(uses: list[Use]) -> list[Hashable]:
         strategy, parameter = use.parameter.plan.bucketing, use.parameter
         if strategy == "none":
             keys.append(id(parameter))
+        elif strategy == "model":
+            keys.append("model")
         elif strategy == "layer":
             keys.append(parameter.layer)
         elif strategy == "block":
@@ -85,6 +88,8 @@ def _label(uses: list[Use]) -> str:
     strategy = parameters[0].plan.bucketing
     if strategy == "none":
         return parameters[0].name
+    if strategy == "model":
+        return "model"
     blocks = {p.block for p in parameters}
     if strategy == "block" and len(blocks) == 1 and None not in blocks:
         return str(parameters[0].block)

@@ -6,7 +6,12 @@
     future = reduce_scatter(grads, bucket)      gradients, averaged over ranks, on their way to their shards' owners
     grads = wait_reduce_scatter(future, bucket) this rank's shards of the averaged gradients
 
-``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members.
+``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members. Where ranks own whole
+parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce. Where every rank has them whole:
+
+    full = replicated(params, bucket)           the same tensors, or a copy in the dtype of their use
+    future = all_reduce(grads, bucket)          gradients, averaged over ranks
+    grads = wait_all_reduce(future, bucket)
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes import direct, native
-from passes.plan import Bucket
+from passes.plan import Bucket, Placement
 
 import torch
 from thunder.core.prims import OpTags, get_grad, put_grad
@@ -44,6 +49,18 @@ def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, .
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
+def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return native.issue_all_reduce(grads, bucket)
+
+
+def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return native.finish_reduce_scatter(future, bucket)
+
+
+def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return tuple(p.to(bucket.layout.dtype) for p in params)
+
+
 # ---- symbols ----
 
 
@@ -58,9 +75,7 @@ def _symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, 
 
 
 def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
-    return FutureTensorProxy(
-        shape=(bucket.plan.world_size * bucket.numel,), device=shards[0].device, dtype=shards[0].dtype
-    )
+    return FutureTensorProxy(shape=(bucket.full_numel,), device=shards[0].device, dtype=bucket.dtype)
 
 
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
@@ -71,12 +86,20 @@ def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[Te
 
 
 def _reduce_scatter_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
-    return FutureTensorProxy(shape=(bucket.numel,), device=grads[0].device, dtype=grads[0].dtype)
+    return FutureTensorProxy(shape=(bucket.numel,), device=grads[0].device, dtype=bucket.dtype)
 
 
 def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     return tuple(
-        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=future.dtype) for m in bucket.members
+        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
+        for m in bucket.members
+    )
+
+
+def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(like=p, dtype=bucket.dtype, requires_grad=m.trainable)
+        for p, m in zip(params, bucket.members, strict=True)
     )
 
 
@@ -86,21 +109,56 @@ reduce_scatter = _symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_s
 wait_reduce_scatter = _symbol("wait_reduce_scatter", _wait_reduce_scatter_meta, _finish_reduce_scatter)
 
 
-def _synchronize_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    return wait_all_gather(all_gather(shards, bucket), bucket)
+broadcast = _symbol("broadcast", _all_gather_meta, _issue_all_gather)
+wait_broadcast = _symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gather)
+reduce = _symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
+wait_reduce = _symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+
+replicated = _symbol("replicated", _replicated_meta, _cast)
+all_reduce = _symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
+wait_all_reduce = _symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
+
+GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
+REDUCTIONS = {
+    reduce_scatter.id: wait_reduce_scatter.id,
+    reduce.id: wait_reduce.id,
+    all_reduce.id: wait_all_reduce.id,
+}
 
 
-# Has no function of its own: lowering takes its two subsymbols. Thunder's autodiff treats a symbol whose arguments
+def _unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    match bucket.plan.placement:
+        case Placement.REPLICATE:
+            return replicated(shards, bucket)
+        case Placement.OWNER:
+            return wait_broadcast(broadcast(shards, bucket), bucket)
+        case Placement.SHARD:
+            return wait_all_gather(all_gather(shards, bucket), bucket)
+
+
+def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    """Gradients of unsharded parameters, averaged over ranks, where the parameters are at rest."""
+    match bucket.plan.placement:
+        case Placement.REPLICATE:
+            grads = wait_all_reduce(all_reduce(grads, bucket), bucket)
+        case Placement.OWNER:
+            grads = wait_reduce(reduce(grads, bucket), bucket)
+        case Placement.SHARD:
+            grads = wait_reduce_scatter(reduce_scatter(grads, bucket), bucket)
+    return grads if bucket.outer is None else _average(grads, bucket.outer)
+
+
+# Has no function of its own: lowering takes its subsymbols. Thunder's autodiff treats a symbol whose arguments
 # all are frozen as a constant and leaves it whole, but never one that is called "synchronize".
-synchronize = _symbol("synchronize", _synchronize_meta, None)
+synchronize = _symbol("synchronize", _unshard, None)
 
 
 def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    full = wait_all_gather(all_gather(shards, bucket), bucket)
+    full = _unshard(shards, bucket)
     if bucket.trainable is not None:
         trainable = [i for i, m in enumerate(bucket.members) if m.trainable]
-        future = reduce_scatter(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)
-        for i, grad in zip(trainable, wait_reduce_scatter(future, bucket.trainable), strict=True):
+        grads = _average(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)
+        for i, grad in zip(trainable, grads, strict=True):
             put_grad(shards[i], grad)
     return full
 

@@ -62,13 +62,13 @@ class CostModel:
         return cls(Link(**data["link"]), Device(**data["device"]))
 
     def collective_seconds(self, bucket: Bucket) -> float:
-        """One all_gather or reduce_scatter of a bucket, from issue to arrival, if nothing else is on the link.
+        """One collective of a bucket, from issue to arrival, if nothing else is on the link.
 
-        Each rank sends ``bytes * (N - 1) / N`` and receives as many: by a ring as well as directly, and no algorithm
-        sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").
+        Each rank sends ``bytes * (N - 1) / N`` and receives as many (all_reduce: twice): by a ring as well as directly,
+        and no algorithm sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").
         """
         ranks = bucket.plan.world_size
-        return self.link.latency + bucket.bytes * (ranks - 1) / ranks / self.link.bandwidth
+        return self.link.latency + bucket.trips * bucket.bytes * (ranks - 1) / ranks / self.link.bandwidth
 
     def compute_seconds(self, bsym: BoundSymbol) -> float:
         """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking), and for a collective:

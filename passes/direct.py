@@ -3,7 +3,8 @@
 Each rank sends its shard of a parameter to every other rank, straight from where it lies, and receives the others' into
 their places in the unsharded parameter: no packing, no unpacking, no padding on the wire. A gradient goes the other
 way: each rank receives the others' parts of its shard and adds them up. Both send ``(N - 1) / N`` of a bucket's bytes,
-the least that is possible. (gloo's reduce_scatter sends all of them, and its all_gather does not fill the link.)
+the least that is possible. Whole parameters go from the rank that owns them to the others, and their gradients to it,
+in the same way. (gloo's reduce_scatter sends all of them, and its all_gather does not fill the link.)
 
 Members whose shards are small travel together, packed into one message to each rank.
 """
@@ -17,6 +18,7 @@ from passes.layout import summed_to
 from passes.plan import Bucket, Member
 
 import torch
+from thunder.core.dtypes import to_torch_dtype
 
 # Messages between two ranks are matched in the order in which they are sent under one tag.
 TAG = 0x5AD  # one that a script does not use for messages of its own in the same group
@@ -35,21 +37,22 @@ class InFlight(NamedTuple):
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     future = InFlight([], [], [])
-    rank = bucket.plan.group.rank()
-    for i in bucket.layout.large:
+    rank, layout = bucket.plan.rank, bucket.layout
+    for i in layout.large:
         parameter = bucket.members[i].parameter
-        full = shards[i].new_empty(parameter.full_shape)
+        full = shards[i].new_empty(parameter.full_shape, dtype=layout.dtype)
         places = [full.view(-1)[start:stop] for start, stop in parameter.pieces]
-        mine = shards[i].reshape(-1)[: places[rank].numel()]  # without padding
+        mine = shards[i].reshape(-1)[: places[rank].numel()].to(layout.dtype)  # without padding
         _exchange(future, bucket, [mine] * len(places), places)
         places[rank].copy_(mine)
         future.sent.append(mine)
         future.received.append(full)
-    if bucket.layout.small:
-        row = bucket.packed.flat_row([shards[i] for i in bucket.layout.small])
-        rows = row.new_empty(bucket.plan.world_size, row.numel())
-        _exchange(future, bucket, [row] * len(rows), rows.unbind())
-        rows[rank].copy_(row)
+    if layout.small:
+        row = bucket.packed.flat_row([shards[i] for i in layout.small]).to(layout.dtype)
+        rows = row.new_empty(sum(bucket.packed.row_sizes))
+        places = rows.split(bucket.packed.row_sizes)
+        _exchange(future, bucket, [row] * len(places), places)
+        places[rank].copy_(row)
         future.sent.append(row)
         future.received.append(rows)
     return future
@@ -65,26 +68,28 @@ def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, .
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     future = InFlight([], [], [])
-    for i in bucket.layout.large:
+    layout = bucket.layout
+    for i in layout.large:
         parameter = bucket.members[i].parameter
-        grad = summed_to(grads[i], parameter.full_shape).reshape(-1)
+        grad = summed_to(grads[i], parameter.full_shape).reshape(-1).to(layout.dtype)
         _collect(future, bucket, grad, [grad[start:stop] for start, stop in parameter.pieces])
-    if bucket.layout.small:
-        rows = bucket.packed.pack_rows([grads[i] for i in bucket.layout.small])
-        _collect(future, bucket, rows, rows.view(bucket.plan.world_size, -1).unbind())
+    if layout.small:
+        rows = bucket.packed.pack_rows([grads[i] for i in layout.small])
+        _collect(future, bucket, rows, rows.split(bucket.packed.row_sizes))
     return future
 
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     _wait(future)
-    rank = bucket.plan.group.rank()
+    rank, layout = bucket.plan.rank, bucket.layout
+    dtype = to_torch_dtype(bucket.rest_dtype)
     large = []
-    for i, grad, others in zip(bucket.layout.large, future.sent, future.received, strict=False):
-        large.append(_mean_shard(grad, others, bucket.members[i], rank))
-    if not bucket.layout.small:
+    for i, grad, others in zip(layout.large, future.sent, future.received, strict=False):
+        large.append(_mean_shard(grad, others, bucket.members[i], rank).to(dtype))
+    if not layout.small:
         return tuple(large)
-    mine = future.sent[-1].view(bucket.plan.world_size, -1)[rank]
-    return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1])))
+    mine = future.sent[-1].split(bucket.packed.row_sizes)[rank]
+    return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1]).to(dtype)))
 
 
 def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
@@ -92,7 +97,7 @@ def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], re
     on both sides."""
     group = bucket.plan.group
     for rank in range(bucket.plan.world_size):
-        if rank == group.rank():
+        if rank == bucket.plan.rank:
             continue
         if receive[rank].numel():
             future.works.append(group.recv([receive[rank]], rank, TAG))
@@ -102,7 +107,7 @@ def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], re
 
 def _collect(future: InFlight, bucket: Bucket, grad: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     """Sends each rank its piece of a flat gradient, and receives from each what it has for this rank's."""
-    rank = bucket.plan.group.rank()
+    rank = bucket.plan.rank
     others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel())
     _exchange(future, bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]])
     future.sent.append(grad)

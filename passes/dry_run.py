@@ -131,8 +131,7 @@ class _Done:
 def _silent(bucket: Bucket) -> Bucket:
     """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
     plan = bucket.plan
-    rank = plan.group.rank() if plan.group is not None else 0
-    plan = dataclasses.replace(plan, group=_SilentGroup(rank, plan.world_size))
+    plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size))
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype)
 
 

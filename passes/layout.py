@@ -1,8 +1,8 @@
 """How the members of a bucket lie in memory on the wire.
 
-A bucket is ``world_size`` rows of ``bucket.numel`` elements; row r holds rank r's shards, flattened, one after the
-other. Tensors come and go in the order of the bucket's members. Where they lie is worked out once for each bucket: at
-each step a member costs one or two views.
+A bucket is a row for each rank, which holds what that rank has of the members, flattened, one after the other: equal
+rows of shards, or rows of as much as each rank owns. Tensors come and go in the order of the bucket's members. Where
+they lie is worked out once for each bucket: at each step a member costs one or two views.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from thunder.core import dtypes
 
 if TYPE_CHECKING:
     from passes.plan import Member, Shape
@@ -32,15 +33,24 @@ class Place(NamedTuple):
 
 
 class Layout:
-    """Where each member of a bucket lies. Members whose shards are below ``SMALL`` bytes count as small."""
+    """Where each member of a bucket of shards lies: ``world_size`` equal rows.
 
-    def __init__(self, members: Sequence[Member], world_size: int, itemsize: int) -> None:
+    Members whose shards are below ``SMALL`` bytes count as small. ``dtype`` is the one on the wire: packing casts.
+    """
+
+    def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
         sizes = [m.numel for m in members]
+        self.dtype = dtypes.to_torch_dtype(dtype)
         self.world_size = world_size
         self.sizes = sizes
         self.numel = sum(sizes)
         self.places = [_place(m, start) for m, start in zip(members, accumulate(sizes, initial=0), strict=False)]
+        self.row_sizes = [self.numel] * world_size  # elements
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
+        self.scalars = any(not p.full for p in self.places)
+        self._split_by_size(sizes, dtype.bytes)
+
+    def _split_by_size(self, sizes: list[int], itemsize: int) -> None:
         self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
         self.large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
 
@@ -88,23 +98,73 @@ class Layout:
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
         """The inverse of :meth:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors, each divided
         by ``divisor``."""
+        if self.scalars:
+            tensors = [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
+        allocate = tensors[0].new_zeros if self.padded else tensors[0].new_empty
+        rows = allocate(self.world_size, self.numel, dtype=self.dtype)
         if self.padded:
-            rows = tensors[0].new_zeros(self.world_size, self.numel)
             for tensor, p in zip(tensors, self.places, strict=True):
-                flat = summed_to(tensor, p.full).reshape(-1)
+                flat = tensor.reshape(-1)
                 whole = flat.numel() // p.numel  # ranks whose shards have no padding
                 rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
                 if rest := flat.numel() - whole * p.numel:
                     rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
         else:
             columns = [tensor.reshape(self.world_size, size) for tensor, size in zip(tensors, self.sizes, strict=True)]
-            rows = torch.cat(columns, dim=1)
+            torch.cat(columns, dim=1, out=rows)
         return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's shards as views of its row."""
         at = row.storage_offset()
         return tuple(row.as_strided(p.shard, p.shard_strides, at + p.start) for p in self.places)
+
+
+class OwnedLayout(Layout):
+    """Where each member of a bucket lies whose members are whole, each on the rank that owns it: uneven rows.
+
+    A member's ``start`` is in the buffer of all rows, where it lies in one piece: nothing has to be unpacked.
+    """
+
+    def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
+        self.dtype = dtypes.to_torch_dtype(dtype)
+        self.world_size = world_size
+        self.sizes = [m.parameter.full_numel for m in members]
+        self.by_owner = sorted(range(len(members)), key=lambda i: members[i].parameter.owner)
+        self.mine = [i for i in self.by_owner if members[i].parameter.owner == members[i].parameter.plan.rank]
+        self.row_sizes = [0] * world_size
+        starts = [0] * len(members)
+        at = 0
+        for i in self.by_owner:
+            starts[i] = at
+            at += self.sizes[i]
+            self.row_sizes[members[i].parameter.owner] += self.sizes[i]
+        self.places = [_place(m, start) for m, start in zip(members, starts, strict=True)]
+        self.numel = sum(self.sizes[i] for i in self.mine)
+        self.padded, self.scalars = False, any(not p.full for p in self.places)
+        self._split_by_size(self.sizes, dtype.bytes)
+
+    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(self.mine) == 1:
+            return shards[self.mine[0]].reshape(-1)
+        return torch.cat([shards[i].reshape(-1) for i in self.mine]) if self.mine else shards[0].new_empty(0)
+
+    def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)
+
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+        if self.scalars:
+            tensors = [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
+        rows = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
+        torch.cat([tensors[i].reshape(-1) for i in self.by_owner], out=rows)
+        return rows if divisor == 1 else rows.div_(divisor)
+
+    def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        shards, at = {}, row.storage_offset()
+        for i in self.mine:
+            shards[i] = row.as_strided(self.places[i].full, self.places[i].full_strides, at)
+            at += self.sizes[i]
+        return tuple(shards[i] if i in shards else row.new_empty(place.shard) for i, place in enumerate(self.places))
 
 
 def summed_to(grad: torch.Tensor, shape: Shape) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from passes.collectives import all_gather, reduce_scatter, wait_all_gather
+from passes.collectives import GATHERS, REDUCTIONS, all_gather
 from passes.dry_run import Values, blank, dry_run, storage_key, storages
 from passes.recognise import is_backward, is_deletion, is_issue, is_return, is_unpack, is_wait, names, unsharded_values
 
@@ -164,7 +164,7 @@ class _Memory:
     def _call(self, bsym: BoundSymbol, unsharded: Container[str]) -> int:
         """Runs a line; returns the bytes that it needs besides its outputs."""
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
-        if bsym.sym.id == reduce_scatter.id:
+        if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
         outputs, temporary = dry_run(bsym, arguments)
         for name, value in outputs.items():
@@ -225,7 +225,7 @@ def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
     """The role of new memory that a line makes for its output ``name``."""
     if is_issue(bsym):
         return "in_flight"
-    if bsym.sym.id == wait_all_gather.id or name in unsharded:
+    if bsym.sym.id in GATHERS.values() or name in unsharded:
         return "unsharded"
     return "gradients" if is_wait(bsym) else "activations"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from passes import compat
-from passes.plan import Bucket
+from passes.plan import Bucket, Placement
 
 import torch
 import torch.distributed as dist
+from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
@@ -20,9 +21,13 @@ class InFlight(NamedTuple):
 
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    row = bucket.layout.flat_row(shards)  # (numel,)
-    rows = row.new_empty(bucket.plan.world_size * bucket.numel)
-    work = compat.all_gather_single(rows, row, group=bucket.plan.group, async_op=True)
+    layout, group = bucket.layout, bucket.plan.group
+    row = layout.flat_row(shards).to(layout.dtype)
+    rows = row.new_empty(bucket.full_numel)
+    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl makes one group of broadcasts of them
+        work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
+    else:
+        work = compat.all_gather_single(rows, row, group=group, async_op=True)
     return InFlight(work, rows, row)
 
 
@@ -34,14 +39,28 @@ def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, .
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     """Averages over ranks: in the collective where the backend can (nccl multiplies by 1/N before it adds), else while
     packing. Either way a sum of fp16 gradients does not overflow where their mean does not."""
-    plan = bucket.plan
-    rows = bucket.layout.pack_rows(grads, divisor=1 if plan.averages else plan.world_size)
-    row = rows.new_empty(bucket.numel)
-    op = dist.ReduceOp.AVG if plan.averages else dist.ReduceOp.SUM
-    work = compat.reduce_scatter_single(row, rows, op=op, group=plan.group, async_op=True)
+    layout, group = bucket.layout, bucket.plan.group
+    rows, op = _packed(grads, bucket)
+    row = rows.new_empty(layout.numel)
+    if bucket.plan.placement is Placement.OWNER:  # and one group of reductions
+        work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
+    else:
+        work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
     return InFlight(work, row, rows)
 
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return bucket.layout.unpack_row(future.output)
+    return bucket.layout.unpack_row(future.output.to(to_torch_dtype(bucket.rest_dtype)))
+
+
+def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
+    """Averages over ranks, in place in one flat buffer."""
+    rows, op = _packed(grads, bucket)
+    return InFlight(dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True), rows, rows)
+
+
+def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:
+    averages, ranks = bucket.plan.averages, bucket.plan.world_size
+    rows = bucket.layout.pack_rows(grads, divisor=1 if averages else ranks)
+    return rows, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM

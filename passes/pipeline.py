@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.insert_synchronize import insert_synchronize
-from passes.plan import Enlisted, Plan
+from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
+from passes.share_overflow import share_overflow
 from passes.traffic import collectives
 from passes.verify import verify
 
@@ -62,9 +63,9 @@ class Pass(Transform):
         try:
             yield
         except Exception as error:
-            for plan in self.compilation.enlisted.plans:
-                if plan.announce is not None:
-                    plan.announce(f"{type(error).__name__}: {error}")
+            for announce in dict.fromkeys(plan.announce for plan in self.compilation.enlisted.plans):
+                if announce is not None:
+                    announce(f"{type(error).__name__}: {error}")
             raise
 
     def finish(self, trace: TraceCtx, start: float) -> None:
@@ -112,14 +113,14 @@ class PassAfterLowering(Pass):
 
 
 def compare_ranks(trace: TraceCtx) -> None:
-    """Lets each plan compare the trace's collectives with those of the other ranks of its group."""
-    plans: dict[Plan, list[str]] = {}
+    """Lets each model compare the trace's collectives with those of its other ranks."""
+    models: dict[Callable[[list[str]], None] | None, list[str]] = {}
     issues = [b for b in trace.bound_symbols if is_issue(b)]
     for bsym, row in zip(issues, collectives(trace), strict=True):
-        plans.setdefault(bucket_of(bsym).plan, []).append(f"{row.phase}: {row}")
-    for plan, lines in plans.items():
-        if plan.agree is not None:
-            plan.agree(lines)
+        models.setdefault(bucket_of(bsym).plan.agree, []).append(f"{row.phase}: {row}")
+    for agree, lines in models.items():
+        if agree is not None:
+            agree(lines)
 
 
 def pipeline(compilation: Compilation) -> list[Pass]:
@@ -131,6 +132,9 @@ def pipeline(compilation: Compilation) -> list[Pass]:
         PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
         # before autodiff, as that reads the tags; after the gathers are there
         PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
+        # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
+        # for gradients before it
+        PassAfterLowering("share_overflow", compilation, share_overflow),
         # last: executors and fusions have had their say about the order of lines
         PassAfterLowering("schedule", compilation, schedule),
     ]

@@ -1,25 +1,39 @@
 """The sharding plan: plain data that the passes read. Nothing here touches a module or a process.
 
-A parameter of shape ``(rows, *rest)`` is split along dim 0 into ``world_size`` equal shards of ``ceil(rows /
-world_size)`` rows; the last shards are padded with zeros. A 0-dim parameter is treated as shape ``(1,)``, so that
-rank 0 holds its value and the others hold padding. A parameter without elements is not sharded.
+Each parameter has its place at rest (:class:`Placement`): in shards, a shard on each rank; whole on one owner rank; or
+whole on every rank. A parameter without elements is not the plan's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from passes.cost import CostModel, default_cost_model
-from passes.layout import Layout
+from passes.layout import Layout, OwnedLayout
 
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 
 Shape = tuple[int, ...]
+
+
+class Placement(Enum):
+    """Where a parameter is at rest, and so what brings it to its use and its gradient back.
+
+    SHARD: dim 0 of ``(rows, *rest)`` is split into equal shards of ``ceil(rows / world_size)`` rows, of which the last
+    ones are padded with zeros; a 0-dim parameter counts as shape ``(1,)``. all_gather, reduce_scatter.
+    OWNER: whole on the rank that owns it, ``(0, *rest)`` on the others. broadcast, reduce.
+    REPLICATE: whole on every rank. Nothing, all_reduce.
+    """
+
+    SHARD = "shard"
+    OWNER = "owner"
+    REPLICATE = "replicate"
 
 
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
@@ -30,14 +44,21 @@ def shard_shape(full_shape: Shape, world_size: int) -> Shape:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one model is sharded.
+    """How a model, or the part of it that has one strategy, is sharded.
 
     Args:
         model: name of the model's class, for messages.
         group: the process group over which parameters are sharded; only collectives look into it.
         world_size: ranks in ``group``.
+        rank: this rank's number in ``group``.
+        strategy: its name, for messages.
+        placement: where parameters are at rest.
+        outer: how the shards themselves are placed in another group (hybrid strategies: replicated).
+        everyone: the process group of all ranks of the model.
+        param_dtype: of floating-point parameters from gather to use; None: the one that they have at rest.
+        reduce_dtype: in which their gradients are averaged; None: the one in which they are computed.
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
-        bucketing: "none", "layer", "block", or a size in MB (of unsharded parameters).
+        bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
         prefetch: buckets whose gather is issued ahead of use.
         max_inflight_bytes: bytes of buckets whose collective is issued and not waited for; None: so many as
             ``prefetch + 1`` of the trace's largest bucket take.
@@ -52,6 +73,13 @@ class Plan:
     model: str
     group: Any
     world_size: int
+    rank: int = 0
+    strategy: str = "zero3"
+    placement: Placement = Placement.SHARD
+    outer: Plan | None = None
+    everyone: Any = None
+    param_dtype: dtypes.dtype | None = None
+    reduce_dtype: dtypes.dtype | None = None
     regather: bool = True
     bucketing: str | float = "block"
     prefetch: int = 1
@@ -63,11 +91,20 @@ class Plan:
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None
 
+    def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
+        """In which a parameter that has ``dtype`` at rest is gathered and used."""
+        return self.param_dtype if self.param_dtype is not None and dtypes.is_float_dtype(dtype) else dtype
+
+    def reduced_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
+        """In which the gradient of a parameter that has ``dtype`` at rest is averaged."""
+        return self.reduce_dtype if self.reduce_dtype is not None else self.unsharded_dtype(dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
     """One parameter of a plan: ``name`` and ``layer`` are qualified names in the model, ``block`` that of the
-    repeated block that holds it (None outside), ``index`` its place among the model's parameters."""
+    repeated block that holds it (None outside), ``index`` its place among the model's parameters, ``dtype`` the one
+    that it has at rest (None: that of its bucket), ``owner`` the rank of the group that has it where one does."""
 
     plan: Plan
     name: str
@@ -75,16 +112,32 @@ class ShardedParameter:
     layer: str
     block: str | None = None
     index: int = 0
+    dtype: dtypes.dtype | None = None
+    owner: int = 0
 
     @cached_property
     def shard_shape(self) -> Shape:
-        return shard_shape(self.full_shape, self.plan.world_size)
+        """What this rank holds at rest."""
+        if self.plan.placement is Placement.SHARD:
+            return shard_shape(self.full_shape, self.plan.world_size)
+        if self.plan.placement is Placement.REPLICATE or self.owner == self.plan.rank:
+            return self.full_shape
+        return (0, *self.full_shape[1:])
+
+    @cached_property
+    def full_numel(self) -> int:
+        """Elements of the parameter while it is unsharded, padding included."""
+        sharded = self.plan.placement is Placement.SHARD
+        return self.plan.world_size * math.prod(self.shard_shape) if sharded else math.prod(self.full_shape)
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """For each rank, where its shard without padding starts and stops in the flattened parameter."""
-        size, end = math.prod(self.shard_shape), math.prod(self.full_shape)
-        return tuple((min(r * size, end), min((r + 1) * size, end)) for r in range(self.plan.world_size))
+        """For each rank, where what it holds of the flattened parameter starts and stops; padding is not in it."""
+        end, ranks = math.prod(self.full_shape), range(self.plan.world_size)
+        if self.plan.placement is Placement.OWNER:
+            return tuple((0, end if r == self.owner else 0) for r in ranks)
+        size = math.prod(self.shard_shape)
+        return tuple((min(r * size, end), min((r + 1) * size, end)) for r in ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +156,8 @@ class Member:
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
-    On the wire a bucket is ``world_size`` rows; row r holds rank r's shards, flattened, one after the other. Thunder
-    prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``.
+    Thunder prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``. How the members lie
+    on the wire: :mod:`passes.layout`; ``dtype`` is the one that they have there.
     """
 
     def __init__(self, label: str, name: str, plan: Plan, members: tuple[Member, ...], dtype: dtypes.dtype) -> None:
@@ -113,29 +166,59 @@ class Bucket(ContextObject):
         self.plan = plan
         self.members = members
         self.dtype = dtype
-        self.numel = sum(m.numel for m in members)  # of one row: elements that a rank contributes
+        self.numel = sum(m.numel for m in members)  # elements that this rank contributes
+        self.full_numel = sum(m.parameter.full_numel for m in members)  # and all ranks, padding included
+
+    @property
+    def rest_dtype(self) -> dtypes.dtype:
+        """The dtype of the members' shards."""
+        return self.members[0].parameter.dtype or self.dtype
 
     @cached_property
     def trainable(self) -> Bucket | None:
-        """The bucket of the members whose gradients are reduced; None if all are frozen."""
+        """The bucket of the members whose gradients are reduced, as they are reduced; None if all are frozen."""
         members = tuple(m for m in self.members if m.trainable)
-        if len(members) == len(self.members):
+        dtype = self.plan.reduced_dtype(self.rest_dtype)
+        if len(members) == len(self.members) and dtype == self.dtype:
             return self
-        return Bucket(self.label, f"{self.name}_trainable", self.plan, members, self.dtype) if members else None
+        return Bucket(self.label, f"{self.name}_trainable", self.plan, members, dtype) if members else None
+
+    @cached_property
+    def outer(self) -> Bucket | None:
+        """The members' shards as a bucket of the plan's outer plan; None if there is none."""
+        plan = self.plan.outer
+        if plan is None:
+            return None
+        members = tuple(
+            Member(replace(m.parameter, plan=plan, full_shape=m.parameter.shard_shape), m.trainable)
+            for m in self.members
+        )
+        return Bucket(self.label, f"{self.name}_replicas", plan, members, self.dtype)
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(self.members, self.plan.world_size, self.dtype.bytes)
+        return self._layout(self.members)
 
     @cached_property
     def packed(self) -> Layout:
         """Of the small members alone: they travel together where ranks exchange messages."""
-        return Layout([self.members[i] for i in self.layout.small], self.plan.world_size, self.dtype.bytes)
+        return self._layout([self.members[i] for i in self.layout.small])
+
+    def _layout(self, members: Sequence[Member]) -> Layout:
+        plan = self.plan
+        if plan.placement is Placement.OWNER:
+            return OwnedLayout(members, plan.world_size, self.dtype)
+        return Layout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
+
+    @property
+    def trips(self) -> int:
+        """How often each byte goes through the link: an all_reduce is a reduce_scatter and an all_gather."""
+        return 2 if self.plan.placement is Placement.REPLICATE else 1
 
     @property
     def bytes(self) -> int:
         """Bytes of the unsharded bucket, padding included: what a collective moves for the whole group."""
-        return self.numel * self.plan.world_size * self.dtype.bytes
+        return self.full_numel * self.dtype.bytes
 
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from passes.collectives import all_gather, reduce_scatter, synchronize, wait_all_gather, wait_reduce_scatter
+from passes.collectives import GATHERS, REDUCTIONS, synchronize
 from passes.plan import Bucket
 
 from thunder.core import prims
@@ -17,11 +17,11 @@ from thunder.executors.pythonex import clear_mutable_collection
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in (all_gather.id, reduce_scatter.id)
+    return bsym.sym.id in GATHERS or bsym.sym.id in REDUCTIONS
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in (wait_all_gather.id, wait_reduce_scatter.id)
+    return bsym.sym.id in GATHERS.values() or bsym.sym.id in REDUCTIONS.values()
 
 
 def is_collective(bsym: BoundSymbol) -> bool:
@@ -30,7 +30,7 @@ def is_collective(bsym: BoundSymbol) -> bool:
 
 def is_gather(bsym: BoundSymbol) -> bool:
     """True for both halves of a gather."""
-    return bsym.sym.id in (all_gather.id, wait_all_gather.id)
+    return bsym.sym.id in GATHERS or bsym.sym.id in GATHERS.values()
 
 
 def is_return(bsym: BoundSymbol) -> bool:
@@ -85,7 +85,9 @@ def constant_inputs(trace: TraceCtx) -> set[str]:
 
     Left out are those that a line updates in place, as batch normalisation does.
     """
-    shards = {a.name for b in trace.bound_symbols if b.sym.id in (synchronize.id, all_gather.id) for a in b.args[0]}
+    shards = {
+        a.name for b in trace.bound_symbols if b.sym.id == synchronize.id or b.sym.id in GATHERS for a in b.args[0]
+    }
     held = {p.name for p in trace.args if isinstance(p, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in p.tags}
     return held - shards - {name for b in trace.bound_symbols for name in _updated(b)}
 
@@ -141,7 +143,7 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
                 mark(part)
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         is_alias = bsym.sym.name in ALIASES and sources and all(name in found for name in sources)
-        if is_alias or bsym.sym.id == wait_all_gather.id:
+        if is_alias or bsym.sym.id in GATHERS.values():
             found.update(o.name for o in bsym.flat_proxy_outs)
 
     for bsym in trace.bound_symbols:
@@ -151,7 +153,7 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
 
 def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:
     """Constants are marked with no bucket."""
-    if bsym.sym.id == wait_all_gather.id:
+    if bsym.sym.id in GATHERS.values():
         buckets = frozenset([bucket_of(bsym)])
     elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
         return

@@ -1,7 +1,7 @@
 """Pass 1: parameters enter the trace as shards.
 
-The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape, in the
-prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of the
+The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape and dtype, in
+the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of the
 computation is left as it was: :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
@@ -12,6 +12,7 @@ from passes.plan import Enlisted
 
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -47,19 +48,19 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
     assert parameter is not None
     trace.names.discard(proxy.name)
     with tracectx(trace):
-        return proxy.replace(shape=parameter.shard_shape)
+        return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype)
 
 
 def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
-    """A check of a parameter's metadata, against the shard's shape."""
+    """A check of a parameter's metadata, against the shard's shape and dtype."""
     if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
         return bsym
-    proxy, _, *rest = bsym.args
-    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), *rest))
+    proxy, _, device, _, requires_grad = bsym.args
+    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), device, to_torch_dtype(proxy.dtype), requires_grad))
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
-    guards = [plan.guard for plan in enlisted.plans if plan.guard is not None]
+    guards = dict.fromkeys(plan.guard for plan in enlisted.plans if plan.guard is not None)  # one for each model
     last = prologue.bound_symbols.pop()  # the return
     for i, guard in enumerate(guards):
         prologue.bound_symbols.append(check_parameters.bind(ContextObject(f"guard_{i}", guard), output=None))

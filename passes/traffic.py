@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from passes.collectives import all_gather
 from passes.recognise import bucket_of, is_backward, is_issue
 
 from thunder.core.trace import TraceCtx
@@ -14,8 +13,8 @@ class Collective(NamedTuple):
     """One collective of a trace, in the order in which it is issued.
 
     ``bytes`` counts the whole unsharded bucket, padding included; of it each rank sends and receives
-    ``bytes * (N - 1) / N`` where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather"
-    or "reduce_scatter", ``parameters`` the names of the bucket's members.
+    ``bytes * (N - 1) / N`` where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather",
+    "reduce_scatter", "broadcast", "reduce" or "all_reduce", ``parameters`` the names of the bucket's members.
     """
 
     kind: str
@@ -36,7 +35,8 @@ def collectives(trace: TraceCtx) -> list[Collective]:
     for bsym in trace.bound_symbols:
         if is_issue(bsym):
             bucket = bucket_of(bsym)
-            kind = "all_gather" if bsym.sym.id == all_gather.id else "reduce_scatter"
             parameters = tuple(m.parameter.name for m in bucket.members)
-            rows.append(Collective(kind, phase, bucket.label, bucket.dtype.shortname(), bucket.bytes, parameters))
+            rows.append(
+                Collective(bsym.sym.name, phase, bucket.label, bucket.dtype.shortname(), bucket.bytes, parameters)
+            )
     return rows

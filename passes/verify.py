@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
-from passes.collectives import all_gather
 from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
 from passes.recognise import (
     bucket_of,
@@ -115,14 +114,16 @@ def _verify_traffic(trace: TraceCtx) -> None:
             continue
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
-            _fail(lines, i, f"ZeRO-2 gathers bucket {bucket.label} again in backward")
+            _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):
             expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see collectives._reduced
-            if not fits or value.dtype != bucket.dtype:
-                wanted = f"shape {expected} and dtype {bucket.dtype} as {m.parameter.name}"
+            rest = bucket.rest_dtype
+            dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
+            if not fits or value.dtype != dtype:
+                wanted = f"shape {expected} and dtype {dtype} as {m.parameter.name}"
                 _fail(lines, i, f"{value.name} should have {wanted}")
             if (bsym.sym.id, m.parameter) in seen:
                 verb = "gathered" if gathers else "reduced"
@@ -204,7 +205,7 @@ def _live_buckets(
             continue
         added = False
         for o in bsym.flat_proxy_outs:
-            buckets = frozenset([bucket_of(bsym)]) if bsym.sym.id == all_gather.id else values.get(o.name)
+            buckets = frozenset([bucket_of(bsym)]) if is_issue(bsym) and is_gather(bsym) else values.get(o.name)
             if buckets and o.name not in alive:
                 alive[o.name] = buckets
                 added = True

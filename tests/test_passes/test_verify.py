@@ -135,5 +135,5 @@ def test_zero2_gathers_in_backward(cmodel):
                 lines[i] = b.from_bsym(args=(b.args[0], buckets.setdefault(old, new)))
         return lines
 
-    with pytest.raises(VerificationError, match="ZeRO-2 gathers bucket 3 again in backward"):
+    with pytest.raises(VerificationError, match="bucket 3 is gathered again in backward, where it is to be kept"):
         verify(edited(backward, as_zero2))
