@@ -12,7 +12,7 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
-from shardtrace.api import fsdp
+from shardtrace.api import ddp, fsdp
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.report import collectives, memory
@@ -26,6 +26,7 @@ __all__ = [
     "ShardingStrategy",
     "VerificationError",
     "collectives",
+    "ddp",
     "fsdp",
     "full_params",
     "full_state_dict",

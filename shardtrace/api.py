@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from passes.cost import CostModel
+from passes.plan import Placement
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.costs import load_cost_model
 from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
-from shardtrace.mesh import Mesh, resolve_device, resolve_group
-from shardtrace.names import Place, places
-from shardtrace.sharding import shard, unshard
+from shardtrace.mesh import Groups, Mesh, resolve_device, resolve_groups
+from shardtrace.names import Place, Wrap, chosen_blocks, is_wrap, places, repeated_blocks
+from shardtrace.owners import Owned, assign_owners
+from shardtrace.precision import parse_precision
+from shardtrace.sharding import Home, shard, unshard
+from shardtrace.spellings import canonical
 from shardtrace.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
-from shardtrace.strategy import ShardingStrategy, parse_bucketing_strategy, parse_sharding_strategy
+from shardtrace.strategy import ShardingStrategy, assign, parse_bucketing_strategy, parse_rules
 from shardtrace.tracing import attach
 
 import thunder
@@ -20,6 +25,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -29,23 +35,26 @@ M = TypeVar("M", bound=nn.Module)
 def fsdp(
     model: M,
     *,
-    sharding_strategy: ShardingStrategy | str | Any = "zero3",
-    bucketing_strategy: str | float = "block",
+    sharding_strategy: ShardingStrategy | str | Mapping[str, Any] | Any = "zero3",
+    bucketing_strategy: str | float | Wrap = "block",
     mesh: Mesh | None = None,
+    mp_policy: MixedPrecisionPolicy | str | None = None,
     device: torch.device | str | None = None,
     broadcast_from: int | None = None,
     param_init_fn: InitFn | None = None,
-    prefetch: int = 1,
+    evenness: float = 1.0,
+    prefetch: int | None = None,
     max_inflight_bytes: int | None = None,
     cost_model: CostModel | None = None,
     timeout: float = 300.0,
+    **spelling: Any,
 ) -> M:
     """Shards the parameters of ``model`` over the ranks of ``mesh``, in place, and returns it.
 
-    Afterwards each rank holds ``ceil(rows / N)`` rows of dim 0 of each parameter, padded with zeros, as the same
-    ``nn.Parameter`` objects as before: an optimizer may be built before or after, and names in ``state_dict()`` stay.
-    ``thunder.jit(model)`` then runs the model with its full parameters, gathered and freed by lines of the trace.
-    The gradient that reaches a shard is the mean over ranks.
+    Afterwards, unless the strategy is another, each rank holds ``ceil(rows / N)`` rows of dim 0 of each parameter,
+    padded with zeros, as the same ``nn.Parameter`` objects as before: an optimizer may be built before or after, and
+    names in ``state_dict()`` stay. ``thunder.jit(model)`` then runs the model with its full parameters, gathered and
+    freed by lines of the trace. The gradient that reaches a shard is the mean over ranks.
 
     Tied weights stay one parameter and are gathered once. Frozen parameters are sharded and not reduced. A 0-dim
     parameter becomes a shard of shape ``(1,)`` whose value is on rank 0; a parameter without elements, and every
@@ -55,23 +64,34 @@ def fsdp(
     Args:
         model: a module, or what ``thunder.jit`` made of one; for the latter a new jitted module is returned.
         sharding_strategy: :class:`ShardingStrategy` or its name: "zero3" / "full_shard" frees gathered parameters
-            after forward and gathers them again for backward, "zero2" / "shard_grad_op" keeps them.
+            after forward and gathers them again for backward, "zero2" / "shard_grad_op" keeps them, "ddp" /
+            "no_shard" replicates all, "hybrid_zero3", "hybrid_zero2", "zero1", "owner"; or a mapping of patterns of
+            parameter names to strategies, ``{"embed.*": "ddp", "*": "zero3"}``, of which the first that matches counts.
         bucketing_strategy: what one collective carries: "none" (one parameter), "layer" (a module's own parameters),
-            "block" (a repeated block), or a size in MB of unsharded parameters.
-        mesh: a 1-D DeviceMesh or a ProcessGroup; default: the default group, made from torchrun's environment if
-            there is none (nccl for CUDA, else gloo).
+            "block" (a repeated block), "model", a size in MB of unsharded parameters, the class of a block (or several
+            classes), or one of torch's auto_wrap policies, of which each module that it would wrap is a bucket.
+        mesh: a 1-D DeviceMesh or a ProcessGroup, for a hybrid strategy a 2-D DeviceMesh (replicate, shard); default:
+            the default group, made from torchrun's environment if there is none (nccl for CUDA, else gloo).
+        mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32", which stand for one with that
+            ``param_dtype``. Shards keep their dtype; they are cast before they are gathered, gradients are averaged
+            in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the shard's. Buffers keep theirs.
         device: where shards and buffers go; default: where the model is, for a meta-device model CUDA or the CPU.
-        broadcast_from: the global rank whose parameters and buffers all ranks take over; default: each its own.
+        broadcast_from: the global rank whose parameters and buffers all ranks take over; default: each its own, where
+            a strategy replicates parameters the group's first rank.
         param_init_fn: for meta-device models, called with each module that owns meta parameters or buffers once they
             have memory; default: the module's ``reset_parameters``. At most one module is whole at a time.
+        evenness: of "owner": 1 gives each tensor to the rank that has least, 0 keeps those of a module together.
         prefetch: buckets whose gather is issued ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
-            unless the model uses more than one at once.
+            unless the model uses more than one at once. Default: 1; where parameters are kept until backward has used
+            them, so that those gathered ahead take no more memory in the end, 3.
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction is under way at once (one bucket alone
             may be larger); default: as many as ``prefetch + 1`` of the largest bucket.
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else pessimistic figures.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
+        spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
+            ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
     Raises:
         ValueError, RuntimeError: what is wrong and with which parameter or module; then nothing has been sharded.
@@ -83,30 +103,54 @@ def fsdp(
     model = jitted._model if jitted is not None else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(model).__name__}")
+    sharding_strategy, bucketing_strategy, mp_policy = canonical(
+        sharding_strategy, bucketing_strategy, mp_policy, spelling
+    )
+    wrap = bucketing_strategy if is_wrap(bucketing_strategy) else None
     options = Options(
-        parse_sharding_strategy(sharding_strategy),
-        parse_bucketing_strategy(bucketing_strategy),
-        _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
+        parse_rules(sharding_strategy),
+        "block" if wrap is not None else parse_bucketing_strategy(bucketing_strategy),
+        parse_precision(mp_policy),
+        _parse_evenness(evenness),
+        prefetch if prefetch is None else _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
         max_inflight_bytes
         if max_inflight_bytes is None
         else _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout,
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
-    found = places(model, exclude)
+    blocks = repeated_blocks(model) if wrap is None else chosen_blocks(model, wrap)
+    found = places(model, exclude, blocks)
+    strategies = assign(options.rules, [p.name for p in found])
     target = resolve_device(device, found[0].parameter.device if found else None)
-    group = resolve_group(mesh, target)
+    groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
+    if broadcast_from is None and any(s.replicates for s in strategies.values()):
+        broadcast_from = dist.get_process_group_ranks(groups.everyone)[0]
 
-    _agree(model, found, options, broadcast_from, param_init_fn, cost_model, group)
-    cost = cost_model or load_cost_model(target, group)
-    stand_ins = [_stand_in(p.parameter, target) for p in found]
-    _shard_parameters(model, found, group, target, broadcast_from, param_init_fn)
+    _agree(model, found, options, broadcast_from, param_init_fn, cost_model, groups.everyone)
+    cost = cost_model or load_cost_model(target, groups.everyone)
+    homes = _homes(found, strategies, groups, options.evenness)
+    dtypes = [p.parameter.dtype for p in found]
+    stand_ins = [_stand_in(p.parameter, target, options.precision) for p in found]
+    _shard_parameters(model, found, homes, groups.everyone, target, broadcast_from, param_init_fn)
     entries = tuple(
-        Entry(p.name, tuple(s.shape), p.layer, p.block, p.parameter, tuple(p.parameter.shape), s, tuple(p.owners))
-        for p, s in zip(found, stand_ins, strict=True)
-        if s.numel() and group.size() > 1
+        Entry(
+            p.name,
+            tuple(s.shape),
+            p.layer,
+            p.block,
+            p.parameter,
+            tuple(p.parameter.shape),
+            dtype,
+            strategies[p.name],
+            homes[p.name],
+            s,
+            tuple(p.owners),
+        )
+        for p, s, dtype in zip(found, stand_ins, dtypes, strict=True)
+        if s.numel() and (groups.everyone.size() > 1 or options.precision is not None)
     )
-    attach(model, ShardedState(type(model).__name__, group, options, entries, cost))
+    attach(model, ShardedState(type(model).__name__, groups, options, entries, cost))
     return _jit_again(jitted) if jitted is not None else model
 
 
@@ -114,6 +158,40 @@ def _parse_count(name: str, value: Any, expected: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be {expected}, not {value!r}")
     return value
+
+
+def ddp(model: M, **options: Any) -> M:
+    """``fsdp(model, sharding_strategy="ddp", ...)``: whole parameters on every rank, gradients averaged in buckets."""
+    if "sharding_strategy" in options:
+        raise TypeError("ddp() takes no sharding_strategy: call fsdp() to choose one")
+    return fsdp(model, sharding_strategy="ddp", **options)
+
+
+def _homes(
+    found: list[Place], strategies: dict[str, ShardingStrategy], groups: Groups, evenness: float
+) -> dict[str, Home]:
+    """Where each parameter is at rest. Where there is one rank to shard over, that is DDP."""
+    owned = [
+        Owned(p.name, p.layer, p.parameter.numel() * p.parameter.element_size())
+        for p in found
+        if strategies[p.name].placement is Placement.OWNER
+    ]
+    owners = assign_owners(owned, groups.everyone.size(), evenness)
+    homes = {}
+    for p in found:
+        strategy, group = strategies[p.name], groups.everyone
+        if strategy.is_hybrid and groups.inner.size() > 1:
+            group = groups.inner
+        alone = group.size() == 1 or (strategy.is_hybrid and groups.inner.size() == 1)
+        placement = Placement.REPLICATE if alone else strategy.placement
+        homes[p.name] = Home(placement, group, owners.get(p.name, 0))
+    return homes
+
+
+def _parse_evenness(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"evenness must be a number from 0 to 1, not {value!r}")
+    return float(value)
 
 
 def _agree(
@@ -181,9 +259,14 @@ def _refusal(
     return None
 
 
-def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A meta tensor of the full shape; Thunder takes the device of its proxy from ``_thunder_device``."""
-    stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+def _stand_in(parameter: nn.Parameter, device: torch.device, precision: MixedPrecisionPolicy | None) -> nn.Parameter:
+    """A meta tensor of the full shape and of the dtype of its use.
+
+    Thunder takes the device of its proxy from ``_thunder_device``.
+    """
+    used = precision.param_dtype if precision is not None and parameter.is_floating_point() else None
+    meta = torch.empty_like(parameter, device="meta", dtype=used or parameter.dtype)
+    stand_in = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     stand_in._thunder_device = device  # type: ignore[attr-defined]
     return stand_in
 
@@ -191,6 +274,7 @@ def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _shard_parameters(
     model: nn.Module,
     found: list[Place],
+    homes: dict[str, Home],
     group: dist.ProcessGroup,
     device: torch.device,
     broadcast_from: int | None,
@@ -202,13 +286,13 @@ def _shard_parameters(
     sharded: set[int] = set()
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
-        whole = broadcast(values.to(device), broadcast_from, group)
-        set_data(parameter, shard(whole, group), names[id(parameter)])
+        whole, name = broadcast(values.to(device), broadcast_from, group), names[id(parameter)]
+        set_data(parameter, shard(whole, homes[name]), name)
         sharded.add(id(parameter))
 
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:
         if id(parameter) in sharded:
-            return unshard(parameter, full_shapes[id(parameter)], group)
+            return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
         return parameter.detach().to(device)
 
     meta_modules = {m for m in model.modules() if has_meta(m)}  # before the first of a tied parameter has memory

@@ -158,7 +158,7 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort
 def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
     """One fp32 parameter of about ``size`` bytes, sharded over ``group``."""
     ranks = group.size()
-    plan = Plan("calibration", group, ranks, **transport(group, {device.type})._asdict())
+    plan = Plan("calibration", group, ranks, group.rank(), **transport(group, {device.type})._asdict())
     parameter = ShardedParameter(plan, "message", (max(1, size // 4 // ranks) * ranks,), "calibration")
     return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
 

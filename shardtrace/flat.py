@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from passes.bucketing import Use, group_uses
-from passes.plan import Member, ShardedParameter
+from passes.plan import Member, Placement, ShardedParameter
 from shardtrace.materialize import replace_data
 
 import torch
@@ -19,7 +19,7 @@ def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> Non
     The buckets are those of a model that uses its parameters in the order in which it holds them. Where a trace's are
     others, or a parameter got other memory since, the gather packs them.
     """
-    shards = list(shards)
+    shards = [(shard, parameter) for shard, parameter in shards if parameter.plan.placement is Placement.SHARD]
     uses = [
         Use(Member(parameter, shard.requires_grad), dtypes.to_dtype(shard.dtype), str(shard.device))
         for shard, parameter in shards

@@ -47,8 +47,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             if id(value) not in whole:
-                state, entry = entries.get(id(value), (None, None))
-                full = unshard(value, entry.full_shape, state.group) if state and entry else value.detach()
+                _, entry = entries.get(id(value), (None, None))
+                full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
                 whole[id(value)] = (full.cpu() if cpu else full) if keep else torch.empty(0)
             value = whole[id(value)]
         if keep:
@@ -119,7 +119,7 @@ def load_full_state_dict(
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)
-            target.copy_(shard(values, entries[id(target)][0].group) if id(target) in entries else values)
+            target.copy_(shard(values, entries[id(target)][1].home) if id(target) in entries else values)
     return keys
 
 
@@ -140,9 +140,9 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     shards = {key: (entry.shard.data, entry.shard.grad) for key, (_, entry) in entries.items()}
     whole: dict[int, torch.Tensor] = {}
     try:
-        for state, entry in entries.values():
+        for _, entry in entries.values():
             entry.shard.grad = None
-            replace_data(entry.shard, unshard(entry.shard, entry.full_shape, state.group))
+            replace_data(entry.shard, unshard(entry.shard, entry.full_shape, entry.home))
         for state in states:
             state.unsharded = True
         yield
@@ -161,10 +161,10 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
 
 def _write_back(entries: dict[int, tuple[ShardedState, Entry]], whole: dict[int, torch.Tensor]) -> None:
     for key, values in whole.items():
-        state, entry = entries[key]
+        _, entry = entries[key]
         if tuple(values.shape) != entry.full_shape:
             raise RuntimeError(
                 f"parameter {entry.name!r} was given shape {tuple(values.shape)} inside full_params, its shape is "
                 f"{entry.full_shape}: nothing after it was written back"
             )
-        entry.shard.data.copy_(shard(values, state.group))
+        entry.shard.data.copy_(shard(values, entry.home))

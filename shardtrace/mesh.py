@@ -12,6 +12,37 @@ from torch.distributed.device_mesh import DeviceMesh
 Mesh = DeviceMesh | dist.ProcessGroup
 
 
+class Groups(NamedTuple):
+    """The process groups of a model: all of its ranks; those that share one copy of its shards; those that hold the
+    same shard (None unless a strategy is hybrid)."""
+
+    everyone: dist.ProcessGroup
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup | None = None
+
+
+def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> Groups:
+    """The groups of a mesh: with a hybrid strategy a DeviceMesh of two dimensions, (replicate, shard).
+
+    Raises ValueError for a mesh of another number of dimensions; else as :func:`resolve_group`.
+    """
+    if not hybrid:
+        group = resolve_group(mesh, device)
+        return Groups(group, group)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        raise ValueError(
+            f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}: pass "
+            "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...))"
+        )
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        everyone = dist.group.WORLD
+    else:
+        everyone = mesh._flatten().get_group()
+    return Groups(everyone, mesh.get_group(1), mesh.get_group(0))
+
+
 def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
     """The group of a 1-D DeviceMesh, a ProcessGroup itself, or the default group.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
@@ -21,16 +22,19 @@ class Place(NamedTuple):
     owners: list[tuple[nn.Module, str]]
 
 
-def places(model: nn.Module, exclude: set[int]) -> list[Place]:
-    """Each distinct parameter of ``model`` in the order of ``named_parameters``, without those whose id is excluded."""
-    blocks = repeated_blocks(model)
+def places(model: nn.Module, exclude: set[int], blocks: list[str]) -> list[Place]:
+    """Each distinct parameter of ``model`` in the order of ``named_parameters``, without those whose id is excluded.
+
+    Its block is the innermost of ``blocks`` (qualified names) that holds it.
+    """
+    inner_first = sorted(blocks, key=len, reverse=True)
     found: dict[int, Place] = {}
     for layer, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is None or id(parameter) in exclude:
                 continue
             if id(parameter) not in found:
-                block = next((b for b in blocks if layer == b or layer.startswith(b + ".")), None)
+                block = next((b for b in inner_first if layer == b or layer.startswith(b + ".")), None)
                 name = f"{layer}.{attribute}" if layer else attribute
                 found[id(parameter)] = Place(name, parameter, layer, block, [])
             found[id(parameter)].owners.append((module, attribute))
@@ -66,3 +70,52 @@ def _holds_blocks(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleDict):  # two embeddings are not blocks
         entries = [child for child in entries if any(True for _ in child.children())]
     return any(count > 1 for count in Counter(map(type, entries)).values())
+
+
+Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
+
+
+def is_wrap(value: Any) -> TypeGuard[Wrap]:
+    """True for what :func:`chosen_blocks` takes."""
+    classes = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    modules = all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
+    return bool(classes) and (modules or (callable(value) and not isinstance(value, type)))
+
+
+def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
+    """Qualified names of the modules that ``wrap`` makes blocks: those of a class or of several, or those that one of
+    torch's auto_wrap policies would wrap.
+
+    Raises ValueError if there is none.
+    """
+    if callable(wrap) and not isinstance(wrap, type):
+        if hasattr(wrap, "_run_policy"):  # torch's policies that are objects
+            wrapped = wrap._run_policy(model, ignored_modules=set(), root_kwargs={})
+            blocks = [name for name, module in model.named_modules() if name and module in wrapped]
+        else:
+            blocks = []
+            _apply_policy(wrap, model, "", blocks)
+    else:
+        classes = (wrap,) if isinstance(wrap, type) else tuple(wrap)
+        blocks = [name for name, module in model.named_modules() if name and isinstance(module, classes)]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no module that {wrap!r} makes a bucket")
+    return blocks
+
+
+def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, blocks: list[str]) -> int:
+    """Asks a policy as torch's FSDP does: children first, each module with what they have left of it.
+
+    Returns the elements of the module's parameters that are in a block.
+    """
+    numel = sum(p.numel() for p in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    inside = sum(
+        _apply_policy(policy, child, f"{name}.{child_name}" if name else child_name, blocks)
+        for child_name, child in module.named_children()
+    )
+    if name and policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
+        blocks.append(name)
+        return numel
+    return inside

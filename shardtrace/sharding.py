@@ -1,23 +1,38 @@
-"""Tensors and their shards. Layout: :mod:`passes.plan`."""
+"""Tensors and what each rank keeps of them at rest. Placements: :mod:`passes.plan`."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from passes.compat import all_gather_single
-from passes.plan import Shape, shard_shape
+from passes.plan import Placement, Shape, shard_shape
 
 import torch
 import torch.distributed as dist
 
 
-def shard(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's padded dim-0 shard of ``full``, in memory of its own.
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a parameter is at rest: how, over the ranks of which group, and with OWNER the group's rank that has it."""
 
-    ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape ``(1,)``. A tensor without
-    elements, or in a group of one, is returned as it is.
+    placement: Placement
+    group: dist.ProcessGroup
+    owner: int = 0
+
+
+def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
+    """What this rank keeps of ``full``, in memory of its own.
+
+    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``; a 0-dim tensor counts as shape
+    ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. What is kept whole by a rank, as is a tensor
+    without elements, is returned as it is.
     """
-    source = full.detach()
-    if source.numel() == 0 or group.size() == 1:
+    source, group = full.detach(), home.group
+    if source.numel() == 0 or group.size() == 1 or home.placement is Placement.REPLICATE:
         return source
+    if home.placement is Placement.OWNER:
+        return source if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
     source = source.reshape(1) if source.dim() == 0 else source
     shape = shard_shape(tuple(source.shape), group.size())
     mine = source[group.rank() * shape[0] :][: shape[0]]  # empty or short where padding begins
@@ -26,10 +41,15 @@ def shard(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return result
 
 
-def unshard(shard: torch.Tensor, full_shape: Shape, group: dist.ProcessGroup) -> torch.Tensor:
-    """The inverse of :func:`shard`: gathers from all ranks of ``group`` (a collective) and drops the padding."""
-    if shard.numel() == 0 or group.size() == 1:
+def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
+    """The inverse of :func:`shard`, as a new tensor: a collective of ``home.group``, unless that is replicated."""
+    group = home.group
+    if group.size() == 1 or home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
         return shard.detach().clone()
+    if home.placement is Placement.OWNER:
+        full = shard.detach().clone() if group.rank() == home.owner else shard.new_empty(full_shape)
+        dist.broadcast(full.detach(), group=group, group_src=home.owner)
+        return full
     mine = shard.detach().contiguous()
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
     all_gather_single(padded, mine, group=group)

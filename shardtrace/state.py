@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from passes.cost import CostModel
-from passes.plan import Plan, Shape, ShardedParameter
+from passes.plan import Placement, Plan, Shape, ShardedParameter
 from shardtrace.consensus import announce, compare
 from shardtrace.flat import lay_out_flat
-from shardtrace.mesh import transport
-from shardtrace.strategy import ShardingStrategy
+from shardtrace.mesh import Groups, transport
+from shardtrace.sharding import Home
+from shardtrace.strategy import Rules, ShardingStrategy
 
 import torch
 import torch.distributed as dist
+from thunder.core.dtypes import to_dtype
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
@@ -30,9 +33,11 @@ PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: t
 class Options:
     """The arguments of ``fsdp`` that the compiler needs, in their canonical form."""
 
-    strategy: ShardingStrategy
+    rules: Rules
     bucketing: str | float
-    prefetch: int
+    precision: MixedPrecisionPolicy | None
+    evenness: float
+    prefetch: int | None
     max_inflight_bytes: int | None
     timeout: float
 
@@ -42,7 +47,7 @@ class Entry:
     """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
 
     ``owners`` are all the places where the model holds it: (module, attribute), more than one if it is tied.
-    ``stand_in`` is a meta tensor of the full shape, which Thunder traces in its place.
+    ``stand_in`` is a meta tensor of the full shape, in the dtype of its use, which Thunder traces in its place.
     """
 
     name: str
@@ -51,6 +56,9 @@ class Entry:
     block: str | None
     shard: nn.Parameter
     shard_shape: Shape
+    dtype: torch.dtype
+    strategy: ShardingStrategy
+    home: Home
     stand_in: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
 
@@ -65,7 +73,7 @@ class Entry:
         expected = self.stand_in
         device: torch.device = expected._thunder_device  # type: ignore[attr-defined]
         for what, now, then in (
-            ("dtype", self.shard.dtype, expected.dtype),
+            ("dtype", self.shard.dtype, self.dtype),
             ("device", self.shard.device, device),
             ("shape of the shard", tuple(self.shard.shape), self.shard_shape),
         ):
@@ -82,39 +90,63 @@ class ShardedState:
     def __init__(
         self,
         model_name: str,
-        group: dist.ProcessGroup,
+        groups: Groups,
         options: Options,
         entries: tuple[Entry, ...],
         cost: CostModel,
     ) -> None:
         self.model_name = model_name
-        self.group = group
+        self.groups = groups
+        self.group = groups.everyone
         self.options = options
         self.entries = entries
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
         self._agreed: set[tuple[str, ...]] = set()
-        devices = {e.stand_in._thunder_device.type for e in entries}  # type: ignore[attr-defined]
-        self.plan = Plan(
-            model=model_name,
-            group=group,
-            world_size=group.size(),
-            regather=options.strategy is ShardingStrategy.ZERO3,
-            bucketing=options.bucketing,
-            prefetch=options.prefetch,
-            max_inflight_bytes=options.max_inflight_bytes,
-            cost=cost,
-            **transport(group, devices)._asdict(),
-            guard=self.check_owners,
-            agree=self.agree,
-            announce=self.announce,
-        )
+        self.cost = cost
+        plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
-            id(e.stand_in): ShardedParameter(self.plan, e.name, e.full_shape, e.layer, e.block, index)
+            id(e.stand_in): ShardedParameter(
+                plans[e.strategy], e.name, e.full_shape, e.layer, e.block, index, to_dtype(e.dtype), e.home.owner
+            )
             for index, e in enumerate(entries)
         }
         self.by_shard = {id(e.shard): e for e in entries}
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in entries)
+
+    def _plan(self, strategy: ShardingStrategy) -> Plan:
+        entries = [e for e in self.entries if e.strategy is strategy]
+        home = entries[0].home
+        devices = {e.stand_in._thunder_device.type for e in entries}  # type: ignore[attr-defined]
+        precision = self.options.precision
+        common: dict[str, Any] = {
+            "model": self.model_name,
+            "strategy": strategy.value,
+            "everyone": self.group,
+            "bucketing": self.options.bucketing,
+            "prefetch": self.options.prefetch if self.options.prefetch is not None else 1 if strategy.regathers else 3,
+            "max_inflight_bytes": self.options.max_inflight_bytes,
+            "cost": self.cost,
+            "guard": self.check_owners,
+            "agree": self.agree,
+            "announce": self.announce,
+        }
+
+        def over(group: dist.ProcessGroup, placement: Placement, **others: Any) -> Plan:
+            sent = transport(group, devices)._asdict()
+            return Plan(
+                group=group, world_size=group.size(), rank=group.rank(), placement=placement, **sent, **common, **others
+            )
+
+        outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
+        return over(
+            home.group,
+            home.placement,
+            regather=strategy.regathers and home.placement is not Placement.REPLICATE,
+            outer=over(outer, Placement.REPLICATE) if outer is not None and outer.size() > 1 else None,
+            param_dtype=to_dtype(precision.param_dtype) if precision and precision.param_dtype else None,
+            reduce_dtype=to_dtype(precision.reduce_dtype) if precision and precision.reduce_dtype else None,
+        )
 
     @cached_property
     def _places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
@@ -127,8 +159,8 @@ class ShardedState:
             stand_in = copy.deepcopy(e.stand_in, memo)
             stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
-            entries.append(Entry(e.name, e.full_shape, e.layer, e.block, shard, e.shard_shape, stand_in, owners))
-        new.__init__(self.model_name, self.group, self.options, tuple(entries), self.plan.cost)  # type: ignore[misc]
+            entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
+        new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]
         return new
 
     def check_owners(self) -> None:

@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
+
+from passes.plan import Placement
 
 
 class ShardingStrategy(Enum):
     """How parameters, gradients and optimizer state are laid out, in the terms of ZeRO (Rajbhandari et al., 2020).
 
-    ZERO2 (PyTorch's SHARD_GRAD_OP): sharded at rest; gathered once in forward and kept until backward has used them.
+    DDP (PyTorch's NO_SHARD): whole on every rank; gradients are all-reduced.
+    ZERO1, ZERO2 (PyTorch's SHARD_GRAD_OP): sharded at rest; gathered once in forward and kept until backward has used
+    them. They differ where gradients are accumulated over several steps: whole in ZERO1, in shards in ZERO2.
     ZERO3 (PyTorch's FULL_SHARD): sharded at rest; freed after use in forward and gathered again in backward.
+    HYBRID_ZERO2, HYBRID_ZERO3 (PyTorch's HYBRID_SHARD): the same over the inner dimension of a mesh; the shards are
+    replicated over the outer one, where their gradients are all-reduced.
+    OWNER: each tensor is whole on one rank, which broadcasts it for use, again in backward, and gets its gradient.
     """
 
+    DDP = "ddp"
+    ZERO1 = "zero1"
     ZERO2 = "zero2"
     ZERO3 = "zero3"
+    HYBRID_ZERO2 = "hybrid_zero2"
+    HYBRID_ZERO3 = "hybrid_zero3"
+    OWNER = "owner"
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self in (ShardingStrategy.HYBRID_ZERO2, ShardingStrategy.HYBRID_ZERO3)
+
+    @property
+    def replicates(self) -> bool:
+        """Several ranks have the same values at rest."""
+        return self.is_hybrid or self is ShardingStrategy.DDP
+
+    @property
+    def regathers(self) -> bool:
+        """Parameters are freed after forward and gathered again in backward."""
+        return self in (ShardingStrategy.ZERO3, ShardingStrategy.HYBRID_ZERO3, ShardingStrategy.OWNER)
+
+    @property
+    def placement(self) -> Placement:
+        special = {ShardingStrategy.DDP: Placement.REPLICATE, ShardingStrategy.OWNER: Placement.OWNER}
+        return special.get(self, Placement.SHARD)
+
+
+Rules = tuple[tuple[str, ShardingStrategy], ...]  # patterns of parameter names; the first that matches counts
 
 _ALIASES = {
-    "zero2": ShardingStrategy.ZERO2,
+    **{strategy.value: strategy for strategy in ShardingStrategy},
+    "no_shard": ShardingStrategy.DDP,
     "shard_grad_op": ShardingStrategy.ZERO2,
     "shard_grad": ShardingStrategy.ZERO2,
-    "zero3": ShardingStrategy.ZERO3,
     "full_shard": ShardingStrategy.ZERO3,
+    "hybrid_shard": ShardingStrategy.HYBRID_ZERO3,
+    "hybrid_shard_zero2": ShardingStrategy.HYBRID_ZERO2,
 }
 
-BUCKETING_STRATEGIES = ("none", "layer", "block")
+BUCKETING_STRATEGIES = ("none", "layer", "block", "model")
 
 
 def parse_sharding_strategy(value: Any) -> ShardingStrategy:
@@ -36,19 +73,55 @@ def parse_sharding_strategy(value: Any) -> ShardingStrategy:
     if isinstance(value, ShardingStrategy):
         return value
     name = value.name if isinstance(value, Enum) else value
-    found = _ALIASES.get(name.lower()) if isinstance(name, str) else None
+    found = _ALIASES.get(name.lower().strip("_")) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(repr(alias) for alias in _ALIASES)
         raise ValueError(f"unknown sharding_strategy {value!r}: choose one of {known}")
     return found
 
 
+def parse_rules(value: Any) -> Rules:
+    """One strategy for all parameters, or a mapping of patterns of their names to strategies."""
+    if not isinstance(value, Mapping):
+        return (("*", parse_sharding_strategy(value)),)
+    if not value or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(f"sharding_strategy={value!r}: a mapping is of patterns such as 'embed.*' to strategies")
+    return tuple((pattern, parse_sharding_strategy(strategy)) for pattern, strategy in value.items())
+
+
+def assign(rules: Rules, names: Iterable[str]) -> dict[str, ShardingStrategy]:
+    """For each parameter's name the strategy of the first pattern that matches it.
+
+    Raises ValueError that names the patterns that match nothing, or a parameter that none matches.
+    """
+    found: dict[str, ShardingStrategy] = {}
+    unused = [pattern for pattern, _ in rules]
+    for name in names:
+        matching = [(pattern, strategy) for pattern, strategy in rules if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"no pattern of sharding_strategy matches parameter {name!r}: add '*' as the last one")
+        unused = [pattern for pattern in unused if all(pattern != matched for matched, _ in matching)]
+        found[name] = matching[0][1]
+    if unused and (found or unused != ["*"]):
+        patterns = ", ".join(map(repr, unused))
+        raise ValueError(f"no parameter's name matches {patterns} of sharding_strategy; there are: {_some(found)}")
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
 def parse_bucketing_strategy(value: Any) -> str | float:
-    """ "none", "layer", "block" in any case (or an enum member of that name), or a positive size in MB."""
+    """ "none", "layer", "block", "model" in any case (or an enum member of that name), or a positive size in MB."""
     name = value.name if isinstance(value, Enum) else value
     if isinstance(name, str) and name.lower() in BUCKETING_STRATEGIES:
         return name.lower()
     if isinstance(name, (int, float)) and not isinstance(name, bool) and name > 0:
         return float(name)
     known = ", ".join(repr(s) for s in BUCKETING_STRATEGIES)
-    raise ValueError(f"unknown bucketing_strategy {value!r}: choose one of {known}, or a size in MB greater than 0")
+    raise ValueError(
+        f"unknown bucketing_strategy {value!r}: choose one of {known}, a size in MB greater than 0, "
+        "the class of a block (or several), or one of torch's auto_wrap policies"
+    )

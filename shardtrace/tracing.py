@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.pipeline import Compilation, Pass, pipeline
+from shardtrace.casts import with_casts
 from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
 
 from thunder.core.compile_data import get_compile_data
@@ -26,14 +27,15 @@ from torch import nn
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces the forward of a sharded module at full shapes. All arguments are wrapped by Thunder's interpreter."""
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
+    inner, original = original, with_casts(original, state.options.precision)
     if state.tracing:  # called within its own forward
-        return _interpret_call(original, module, *args, **kwargs)
+        return _interpret_call(inner, module, *args, **kwargs)
     try:
         state.check_traceable()
     except RuntimeError as error:
         state.announce(str(error))
         raise
-    if state.plan.world_size == 1:
+    if not state.entries:
         return _interpret_call(original, module, *args, **kwargs)
 
     compilation = _compilation()

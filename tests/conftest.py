@@ -25,6 +25,13 @@ def three_ranks():
     ranks.stop()
 
 
+@pytest.fixture(scope="session")
+def four_ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture
 def fake_ranks():
     """Makes this process rank 0 (or another) of a group of any size whose other ranks do not exist."""

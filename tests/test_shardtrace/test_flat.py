@@ -8,13 +8,14 @@ from passes.plan import Member, Plan, ShardedParameter
 
 import torch
 from models import Zoo
+from thunder.core import dtypes
 
 
 def flat_row(shards):
     plan = Plan("Model", group=None, world_size=2)
     shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
     members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
-    return Layout(members, 2, itemsize=4).flat_row(shards)
+    return Layout(members, 2, dtypes.float32).flat_row(shards)
 
 
 def buffers(model):

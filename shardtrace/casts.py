@@ -1,0 +1,39 @@
+"""Mixed precision at the edge of a model: what goes in and what comes out is cast. Thunder traces these functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | None) -> Callable[..., Any]:
+    """``forward`` with its floating-point inputs and outputs cast as ``precision`` says; itself if nothing is."""
+    if precision is None:
+        return forward
+    given = precision.param_dtype if precision.cast_forward_inputs else None
+    returned = precision.output_dtype
+    if given is None and returned is None:
+        return forward
+
+    def cast_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return cast(forward(module, *cast(args, given), **cast(kwargs, given)), returned)
+
+    return cast_forward
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """The floating-point tensors in nested tuples, lists and dicts, in ``dtype``; all else as it is."""
+    if dtype is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        items = {key: cast(entry, dtype) for key, entry in value.items()}
+        return items if type(value) is dict else type(value)(**items)  # such as a ModelOutput
+    if isinstance(value, (list, tuple)):
+        entries = [cast(entry, dtype) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value

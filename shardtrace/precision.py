@@ -1,0 +1,41 @@
+"""Mixed precision: what ``mp_policy`` may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def parse_precision(value: Any) -> MixedPrecisionPolicy | None:
+    """PyTorch's policy, or the name of the dtype in which parameters are gathered and used and gradients reduced.
+
+    Raises ValueError that lists the names, or that says which dtype of a policy is none of floating point.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value.lower() in _DTYPES:
+        return MixedPrecisionPolicy(param_dtype=_DTYPES[value.lower()])
+    if isinstance(value, torch.dtype) and value in _DTYPES.values():
+        return MixedPrecisionPolicy(param_dtype=value)
+    if not isinstance(value, MixedPrecisionPolicy):
+        known = ", ".join(map(repr, _DTYPES))
+        raise ValueError(
+            f"unknown mp_policy {value!r}: choose one of {known}, or pass a torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(value, name)
+        if dtype is not None and dtype not in _DTYPES.values():
+            known = ", ".join(sorted({str(d) for d in _DTYPES.values()}))
+            raise ValueError(f"{name} of mp_policy is {dtype}: choose one of {known}, or None")
+    return value

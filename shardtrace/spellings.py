@@ -1,0 +1,43 @@
+"""Arguments as other libraries spell them, for people who come from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OURS = {
+    "shard_strat": "sharding_strategy",
+    "mp": "mp_policy",
+    "auto_wrap_policy": "bucketing_strategy",
+    "TransformerBlock": "bucketing_strategy",
+    "auto_wrap": "bucketing_strategy",
+}
+_DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "block", "mp_policy": None}
+
+
+def canonical(
+    sharding_strategy: Any, bucketing_strategy: Any, mp_policy: Any, spelling: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """The three arguments, each from itself or from what else was written for it.
+
+    Raises:
+        TypeError: for a name that nobody uses.
+        ValueError: if two spellings of one argument are given.
+    """
+    values = {
+        "sharding_strategy": sharding_strategy,
+        "bucketing_strategy": bucketing_strategy,
+        "mp_policy": mp_policy,
+    }
+    said = {name: name for name, value in values.items() if value is not _DEFAULTS[name] and value != _DEFAULTS[name]}
+    if unknown := sorted(spelling.keys() - _OURS.keys()):
+        raise TypeError(f"fsdp() got an unexpected keyword argument {unknown[0]!r}")
+    spelling = {name: value for name, value in spelling.items() if value is not None}
+    if spelling.get("auto_wrap") is True:  # what it means is the default, or said by the class or policy beside it
+        del spelling["auto_wrap"]
+    for name, value in spelling.items():
+        ours = _OURS[name]
+        if ours in said:
+            raise ValueError(f"{said[ours]} and {name} both say what {ours} is to be: pass one of them")
+        said[ours] = name
+        values[ours] = "model" if name == "auto_wrap" else value
+    return values["sharding_strategy"], values["bucketing_strategy"], values["mp_policy"]
