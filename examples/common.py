@@ -52,7 +52,9 @@ def script() -> str:
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """The group of torchrun's ranks, or a group of one for a script that was started alone."""
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = (
+        {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **alone)
     else:
@@ -185,20 +187,22 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     """How to shard. The hybrid strategies are left out: they need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
     parser.add_argument("--sharding-strategy", choices=strategies, default="zero3", help="default: zero3")
-    what = "none, layer, block (default) or a size in MB"
+    what = "none, layer, block (default), model or a size in MB"
     parser.add_argument("--bucketing-strategy", type=bucketing, default="block", metavar="WHAT", help=what)
+    what = "compute and communicate in bf16; shards and optimizer state keep their dtype"
+    parser.add_argument("--mp-policy", choices=["bf16"], help=what)
 
 
 def bucketing(value: str) -> str | float:
     """An argparse type."""
-    if value in ("none", "layer", "block"):
+    if value in ("none", "layer", "block", "model"):
         return value
     try:
         megabytes = float(value)
     except ValueError:
         megabytes = 0
     if not 0 < megabytes < math.inf:
-        raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block or a size in MB")
+        raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block, model or a size in MB")
     return megabytes
 
 

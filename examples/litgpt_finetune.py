@@ -49,6 +49,7 @@ def main() -> None:
             model,
             sharding_strategy=args.sharding_strategy,
             bucketing_strategy=args.bucketing_strategy,
+            mp_policy=args.mp_policy,
             device=device,
         )
         cmodel = thunder.jit(model)
