@@ -1,0 +1,280 @@
+"""The timeline and the memory curve as HTML and SVG. Both share one axis: percent of the step, from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from passes.liveness import Kind
+from shardtrace.inspector.modules import Name
+from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.summary import peak
+from shardtrace.inspector.units import duration, size
+
+WIDTH = 100_000  # units of an SVG from left to right
+COLUMNS = 2_000  # of the memory curve
+# From bottom to top.
+STACK: tuple[tuple[Kind, str], ...] = (
+    ("inputs", "shards, batch"),
+    ("saved", "saved for backward"),
+    ("activations", "activations"),
+    ("gradients", "gradients"),
+    ("unsharded", "gathered parameters"),
+    ("in_flight", "in flight"),
+)
+
+
+class Bar(NamedTuple):
+    """From ``start`` to ``stop`` seconds. ``phase`` and ``line`` are where it is in the traces."""
+
+    start: float
+    stop: float
+    label: str
+    css: str
+    title: str
+    phase: str
+    line: int
+
+
+class Lane(NamedTuple):
+    """A strip of the drawing, with what stands to the left of it; ``css`` gives both the same height."""
+
+    name: str
+    css: str
+    body: str
+
+    def __str__(self) -> str:
+        return f'<div class="lane {self.css}">{self.body}</div>'
+
+
+def draw_timeline(record: Record) -> str:
+    """Lanes for compute, for each link and for gathered buckets, and the memory under them; empty if nothing runs."""
+    end = record.phases[-1].timeline.end if record.phases else 0.0
+    if not end:
+        return ""
+    lanes = [_phases(record, end), _axis(end), _bars("compute", "compute", [list(_compute(record))], end)]
+    for link in sorted({span.link for phase in record.phases for span in phase.timeline.spans}):
+        lanes.append(_bars("network", "network", [list(_collectives(record, link))], end))
+    held = _stacked(list(_held(record)))
+    if held:
+        lanes.append(_bars("gathered", "held", held, end))
+    lanes.append(_memory(record, end))
+    names = "".join(f'<div class="lane {lane.css}">{escape(lane.name)}</div>' for lane in lanes)
+    return (
+        f'<div class="gutter">{names}</div>'
+        f'<div class="scroller"><div class="track" data-end="{end!r}">{"".join(map(str, lanes))}</div></div>'
+    )
+
+
+def legend() -> str:
+    entries = [
+        ("compute", "compute"),
+        ("idle", "exposed: compute waits for communication"),
+        ("gather", "all_gather"),
+        ("reduce", "reduce_scatter"),
+        *((f"m-{kind}", label) for kind, label in STACK),
+        ("during", "needed while a line runs"),
+    ]
+    return "".join(f'<li><span class="key {css}"></span>{escape(label)}</li>' for css, label in entries)
+
+
+# ---- bars ----
+
+
+def block_of(module: Name | None) -> str:
+    """The repeated block of a module ("h.3" of "h.3.attn.qkv"), else the module itself."""
+    parts = (module or "").split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: at + 1])
+
+
+def _compute(record: Record) -> Iterator[Bar]:
+    """Compute by block, and where it is idle."""
+    for phase in record.phases:
+        starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
+        busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
+        block, pieces = "", list[tuple[int, str]]()
+        for i in busy:
+            block = block_of(phase.modules[i]) if phase.modules[i] is not None else block
+            pieces.append((i, "" if i in idle else block))
+        for name, run in groupby(pieces, key=lambda piece: piece[1]):
+            first, *rest = [i for i, _ in run]
+            for i in [first, *rest] if first in idle else []:
+                title = f"exposed: {duration(idle[i].exposed)} for {idle[i].kind} of {idle[i].bucket}"
+                yield Bar(starts[i], starts[i + 1], "", "idle", title, phase.name, i)
+            if first not in idle:
+                stop = starts[(rest or [first])[-1] + 1]
+                label = name or record.setup.model
+                title = f"{label}: {duration(stop - starts[first])}"
+                yield Bar(starts[first], stop, label, "compute", title, phase.name, first)
+
+
+def _collectives(record: Record, link: int) -> Iterator[Bar]:
+    for phase in record.phases:
+        for s in phase.timeline.spans:
+            if s.link == link:
+                exposed = f", {duration(s.exposed)} of it exposed" if s.exposed else ""
+                title = f"{s.kind} of {s.bucket}: {size(s.bytes)} in {duration(s.stop - s.start)}{exposed}"
+                yield Bar(s.start, s.stop, s.bucket, s.kind.partition("_")[2], title, phase.name, s.issue)
+
+
+def _held(record: Record) -> Iterator[Bar]:
+    """How long each bucket is unsharded: from the issue of its gather to the line that frees its last value."""
+    for phase in record.phases:
+        freed: dict[int, int] = {}
+        for b in phase.buffers:
+            if b.kind == "unsharded":
+                freed[b.born] = max(freed.get(b.born, 0), len(phase.lines) - 1 if b.freed is None else b.freed)
+        for s in phase.timeline.spans:
+            if s.kind == "all_gather":
+                starts = phase.timeline.starts
+                stop = starts[freed.get(s.wait, s.wait) + 1]
+                ready = starts[s.wait + 1]
+                title = f"{s.bucket}: issued, waited for after {duration(ready - starts[s.issue])}, "
+                title += f"freed after {duration(stop - starts[s.issue])}"
+                yield Bar(starts[s.issue], stop, s.bucket, "gather", title, phase.name, s.wait)
+
+
+def _stacked(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """Bars in as few rows as it takes that none overlap."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars):
+        row = next((row for row in rows if row[-1].stop <= bar.start), None)
+        if row is None:
+            rows.append([bar])
+        else:
+            row.append(bar)
+    return rows
+
+
+# ---- lanes ----
+
+
+def _bars(name: str, css: str, rows: Sequence[Sequence[Bar]], end: float) -> Lane:
+    height = 100 / max(1, len(rows))
+    shapes = "".join(
+        f'<rect class="{bar.css}" x="{_x(bar.start, end)}" y="{k * height:.4g}" '
+        f'width="{max(1, _x(bar.stop, end) - _x(bar.start, end))}" height="{height * 0.9:.4g}" '
+        f'data-at="{bar.phase}:{bar.line}"><title>{escape(bar.title)}</title></rect>'
+        for k, row in enumerate(rows)
+        for bar in row
+    )
+    labels = "".join(_labels(rows[0], end)) if len(rows) == 1 else ""
+    svg = f'<svg viewBox="0 0 {WIDTH} 100" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'
+    return Lane(name, css, svg + labels)
+
+
+def _labels(bars: Iterable[Bar], end: float) -> Iterator[str]:
+    for bar in bars:
+        if bar.label:
+            left, width = 100 * bar.start / end, 100 * (bar.stop - bar.start) / end
+            yield f'<span class="label" style="left:{left:.3f}%;width:{width:.3f}%">{escape(bar.label)}</span>'
+
+
+def _phases(record: Record, end: float) -> Lane:
+    spans = []
+    for p in record.phases:
+        start, seconds = p.timeline.starts[0], p.timeline.end - p.timeline.starts[0]
+        where = f"left:{100 * start / end:.3f}%;width:{100 * seconds / end:.3f}%"
+        spans.append(f'<span style="{where}">{p.name} <small>{duration(seconds)}</small></span>')
+    return Lane("", "phases", "".join(spans))
+
+
+def _axis(end: float) -> Lane:
+    """Some eight round times; the script draws more where it zooms in."""
+    return Lane("predicted time", "axis", "".join(_ticks(end)))
+
+
+def _ticks(end: float) -> Iterator[str]:
+    step = round_step(end / 8)
+    for k in range(int(end / step) + 1):
+        yield f'<span style="left:{100 * k * step / end:.3f}%">{duration(k * step)}</span>'
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... times a power of ten that is not less."""
+    power = 10.0 ** len(str(int(least))) if least >= 1 else 1.0
+    while power / 10 >= least:
+        power /= 10
+    return next(power * factor for factor in (0.2, 0.5, 1.0) if power * factor >= least)
+
+
+def _x(seconds: float, end: float) -> int:
+    return round(WIDTH * seconds / end)
+
+
+# ---- memory ----
+
+
+class Column(NamedTuple):
+    """Memory from ``x`` on: bytes by kind in the order of STACK, and the most that is needed."""
+
+    x: int
+    bytes: tuple[int, ...]
+    during: int
+
+
+def _memory(record: Record, end: float) -> Lane:
+    top = peak(record)
+    assert top is not None
+    columns = _thinned(list(_columns(record.phases, end)))
+    areas = []
+    for k in reversed(range(len(STACK))):
+        points = [(c.x, 1000 - 1000 * sum(c.bytes[: k + 1]) / top.bytes) for c in columns]
+        areas.append(f'<path class="m-{STACK[k][0]}" d="{_steps(points)}"/>')
+    line = _steps([(c.x, 1000 - 1000 * c.during / top.bytes) for c in columns], closed=False)
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} 1000" preserveAspectRatio="none" role="img" aria-label="memory of tensors, peak '
+        f'{size(top.bytes)}">{"".join(areas)}<path class="during" d="{line}"/></svg>'
+    )
+    phase = next(p for p in record.phases if p.name == top.phase)
+    left = 100 * phase.timeline.starts[top.line] / end
+    side = "right" if left > 70 else "left"
+    marker = (
+        f'<button class="peak {side}" style="left:{left:.3f}%" data-at="{top.phase}:{top.line}">'
+        f"peak {size(top.bytes)}</button>"
+    )
+    step = round_size(top.bytes / 4)
+    grid = "".join(
+        f'<span class="rule" style="bottom:{100 * k * step / top.bytes:.2f}%"><small>{size(k * step)}</small></span>'
+        for k in range(1, int(top.bytes / step) + 1)
+        if k * step < 0.97 * top.bytes
+    )
+    return Lane("memory", "memory", svg + grid + marker)
+
+
+def round_size(least: float) -> float:
+    """The smallest power of two times 1 or 2 or ... bytes that is not less: lines of a grid."""
+    step = 1.0
+    while step < least:
+        step *= 2
+    return step
+
+
+def _columns(phases: Sequence[Phase], end: float) -> Iterator[Column]:
+    for phase in phases:
+        for row, start in zip(phase.memory, phase.timeline.starts, strict=False):
+            yield Column(_x(start, end), tuple(getattr(row, kind) for kind, _ in STACK), row.during)
+
+
+def _thinned(columns: list[Column]) -> list[Column]:
+    """At most two for each of COLUMNS equal parts of the axis: the highest, and the last."""
+    kept: list[Column] = []
+    for _, group in groupby(columns, key=lambda c: c.x * COLUMNS // WIDTH):
+        part = list(group)
+        highest = max(part, key=lambda c: c.during)
+        kept += [highest] if highest is part[-1] else [highest, part[-1]]
+    return kept
+
+
+def _steps(points: Sequence[tuple[int, float]], *, closed: bool = True) -> str:
+    """A path that goes from one height to the next at each point, and stays to the right end."""
+    path, height = [f"M{points[0][0]},{points[0][1]:.0f}"], f"{points[0][1]:.0f}"
+    for x, y in points[1:]:
+        if f"{y:.0f}" != height:
+            height = f"{y:.0f}"
+            path.append(f"H{x}V{height}")
+    path.append(f"H{WIDTH}" + (f"V1000H{points[0][0]}Z" if closed else ""))
+    return "".join(path)

@@ -1,0 +1,1 @@
+def render(record): return ""
