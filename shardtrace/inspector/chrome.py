@@ -30,9 +30,9 @@ def _metadata(kind: str, name: str, thread: int = COMPUTE) -> Event:
     return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
 
 
-def _span(name: str, kind: str, thread: int, start: float, stop: float, **args: Any) -> Event:
+def _span(name: str, kind: str, thread: int, start: float, stop: float, about: Event) -> Event:
     times = {"ts": start * 1e6, "dur": (stop - start) * 1e6}
-    return {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": kind, **times, "args": args}
+    return {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": kind, **times, "args": about}
 
 
 def _lines(phase: Phase) -> Iterator[Event]:
@@ -40,17 +40,18 @@ def _lines(phase: Phase) -> Iterator[Event]:
     for i, line in enumerate(phase.lines):
         if starts[i + 1] > starts[i]:
             if phase.buckets[i]:
-                what = (f"wait for {phase.buckets[i]}", "exposed")
+                name, kind = f"wait for {phase.buckets[i]}", "exposed"
             else:
-                what = (line.code.partition(" = ")[2].partition("(")[0] or line.code, phase.name)
-            about = {"line": i, "code": line.code, "module": phase.modules[i] or "", "why": phase.why[i]}
-            yield _span(*what, COMPUTE, starts[i], starts[i + 1], **about)
+                name, kind = line.code.partition(" = ")[2].partition("(")[0] or line.code, phase.name
+            about: Event = {"line": i, "code": line.code, "module": phase.modules[i] or "", "why": phase.why[i]}
+            yield _span(name, kind, COMPUTE, starts[i], starts[i + 1], about)
 
 
 def _collectives(phase: Phase) -> Iterator[Event]:
     for s in phase.timeline.spans:
-        about = {"bytes": s.bytes, "exposed_us": s.exposed * 1e6, "why": phase.why[s.issue], "waited": phase.why[s.wait]}
-        yield _span(f"{s.kind} {s.bucket}", s.kind, s.link + 1, s.start, s.stop, **about)
+        why = {"why": phase.why[s.issue], "waited": phase.why[s.wait]}
+        about: Event = {"bytes": s.bytes, "exposed_us": s.exposed * 1e6, **why}
+        yield _span(f"{s.kind} {s.bucket}", s.kind, s.link + 1, s.start, s.stop, about)
 
 
 def _memory(phase: Phase) -> Iterator[Event]:

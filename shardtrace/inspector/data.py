@@ -57,7 +57,9 @@ class _Tables:
             "names": [escape(name) for name in self.names],
             "owners": owners,
             "modules": [escape(module) for module in modules],
-            "sources": [[escape(s.file), s.line, escape(linecache.getline(s.file, s.line).strip())] for s in self.sources],
+            "sources": [
+                [escape(s.file), s.line, escape(linecache.getline(s.file, s.line).strip())] for s in self.sources
+            ],
         }
 
     def _line(self, line: Line) -> list[int]:
@@ -73,8 +75,7 @@ def _stage(k: int, stages: tuple[Stage, ...], tables: _Tables) -> dict[str, Any]
     stage = stages[k]
     before = stages[k - 1].lines if k else ()
     rows = [
-        4 * tables.place((before if mark is Mark.REMOVED else stage.lines)[place]) + mark
-        for mark, place in stage.rows
+        4 * tables.place((before if mark is Mark.REMOVED else stage.lines)[place]) + mark for mark, place in stage.rows
     ]
     return {"phase": stage.phase, "name": escape(stage.name), "rows": rows}
 

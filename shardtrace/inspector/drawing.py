@@ -69,15 +69,18 @@ def draw_timeline(record: Record) -> str:
 
 
 def legend() -> str:
-    entries = [
+    """Of the lanes, then of the memory."""
+    lanes = (
         ("compute", "compute"),
         ("idle", "exposed: compute waits for communication"),
         ("gather", "all_gather"),
         ("reduce", "reduce_scatter"),
-        *((f"m-{kind}", label) for kind, label in STACK),
-        ("during", "needed while a line runs"),
-    ]
-    return "".join(f'<li><span class="key {css}"></span>{escape(label)}</li>' for css, label in entries)
+    )
+    memory = [*((f"m-{kind}", label) for kind, label in STACK), ("during", "needed while a line runs")]
+    return "".join(
+        "<ul>" + "".join(f'<li><span class="key {css}"></span>{escape(label)}</li>' for css, label in entries) + "</ul>"
+        for entries in (lanes, memory)
+    )
 
 
 # ---- bars ----
@@ -95,16 +98,16 @@ def _compute(record: Record) -> Iterator[Bar]:
     for phase in record.phases:
         starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
         busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
-        block, pieces = "", list[tuple[int, str]]()
+        block, pieces = "", list[tuple[int, str | None]]()  # None where compute is idle
         for i in busy:
             block = block_of(phase.modules[i]) if phase.modules[i] is not None else block
-            pieces.append((i, "" if i in idle else block))
+            pieces.append((i, None if i in idle else block))
         for name, run in groupby(pieces, key=lambda piece: piece[1]):
             first, *rest = [i for i, _ in run]
-            for i in [first, *rest] if first in idle else []:
+            for i in [first, *rest] if name is None else []:
                 title = f"exposed: {duration(idle[i].exposed)} for {idle[i].kind} of {idle[i].bucket}"
                 yield Bar(starts[i], starts[i + 1], "", "idle", title, phase.name, i)
-            if first not in idle:
+            if name is not None:
                 stop = starts[(rest or [first])[-1] + 1]
                 label = name or record.setup.model
                 title = f"{label}: {duration(stop - starts[first])}"
@@ -170,7 +173,8 @@ def _labels(bars: Iterable[Bar], end: float) -> Iterator[str]:
     for bar in bars:
         if bar.label:
             left, width = 100 * bar.start / end, 100 * (bar.stop - bar.start) / end
-            yield f'<span class="label" style="left:{left:.3f}%;width:{width:.3f}%">{escape(bar.label)}</span>'
+            where = f"left:{left:.3f}%;width:{width:.3f}%"
+            yield f'<span class="label" style="{where}"><span>{escape(bar.label)}</span></span>'
 
 
 def _phases(record: Record, end: float) -> Lane:
@@ -219,12 +223,13 @@ class Column(NamedTuple):
 def _memory(record: Record, end: float) -> Lane:
     top = peak(record)
     assert top is not None
+    full = 1.12 * top.bytes  # room for what is written at the peak
     columns = _thinned(list(_columns(record.phases, end)))
     areas = []
     for k in reversed(range(len(STACK))):
-        points = [(c.x, 1000 - 1000 * sum(c.bytes[: k + 1]) / top.bytes) for c in columns]
+        points = [(c.x, 1000 - 1000 * sum(c.bytes[: k + 1]) / full) for c in columns]
         areas.append(f'<path class="m-{STACK[k][0]}" d="{_steps(points)}"/>')
-    line = _steps([(c.x, 1000 - 1000 * c.during / top.bytes) for c in columns], closed=False)
+    line = _steps([(c.x, 1000 - 1000 * c.during / full) for c in columns], closed=False)
     svg = (
         f'<svg viewBox="0 0 {WIDTH} 1000" preserveAspectRatio="none" role="img" aria-label="memory of tensors, peak '
         f'{size(top.bytes)}">{"".join(areas)}<path class="during" d="{line}"/></svg>'
@@ -238,9 +243,8 @@ def _memory(record: Record, end: float) -> Lane:
     )
     step = round_size(top.bytes / 4)
     grid = "".join(
-        f'<span class="rule" style="bottom:{100 * k * step / top.bytes:.2f}%"><small>{size(k * step)}</small></span>'
-        for k in range(1, int(top.bytes / step) + 1)
-        if k * step < 0.97 * top.bytes
+        f'<span class="rule" style="bottom:{100 * k * step / full:.2f}%"><small>{size(k * step)}</small></span>'
+        for k in range(1, int(0.97 * top.bytes / step) + 1)
     )
     return Lane("memory", "memory", svg + grid + marker)
 

@@ -38,7 +38,8 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a script may have ended it already
+            dist.destroy_process_group()
 
 
 def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
@@ -52,7 +53,9 @@ def compile_sharded(model: nn.Module, arguments: Arguments, jit_options: Mapping
 
     The model stays as it is. Of its copy only shards have memory, and whatever values that memory holds.
     """
-    ours = thunder.jit(fsdp(_hollow(model), device=_device(model, arguments), param_init_fn=_leave, **options), **jit_options)
+    ours = thunder.jit(
+        fsdp(_hollow(model), device=_device(model, arguments), param_init_fn=_leave, **options), **jit_options
+    )
     compile_only(ours, arguments)
     return ours
 

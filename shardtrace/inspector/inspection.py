@@ -180,7 +180,9 @@ def _record(cmodel: Any, compilation: int | None) -> Record:
         notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
     shown = record(forward, backward, model=name, layout=layout(module), forms=forms, notes=notes)
     if forward and not shown.setup.strategy:
-        no_collectives = "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."
+        no_collectives = (
+            "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."
+        )
         shown = shown._replace(notes=(*shown.notes, no_collectives))
     return shown
 

@@ -1,16 +1,16 @@
 """Which module of the model each line of a trace belongs to.
 
-Thunder's lines know where in the source they come from, not for which module they were traced. But a line that reads a
-parameter belongs to the module that owns it; and a line that comes from the forward of some class belongs to the
-module of that class that is nearest to the last such line, or to the next. What is left, in backward nearly all, belongs
-to where its arguments were computed.
+Thunder's lines know where in the source they come from, not for which module they were traced. But a line that reads
+a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the module
+of that class that is nearest to the last such line, or to the next. What is left, in backward nearly all, belongs to
+where its arguments were computed.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
@@ -34,16 +34,18 @@ class Scope(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a model says about lines: ``owners`` of parameters by the names of trace inputs, and scopes by file."""
+    """What a model says about lines: ``owners`` of parameters by the names of trace inputs, scopes by file, and the
+    place of each module in the order of ``named_modules``."""
 
     owners: Mapping[str, Name]
     scopes: Mapping[str, list[Scope]]
+    order: Mapping[Name, int]
 
 
 def layout(model: nn.Module | None) -> Layout:
     """The layout of a model; an empty one where there is none to ask."""
     if model is None:
-        return Layout({}, {})
+        return Layout({}, {}, {})
     owners = {
         "t_" + name.replace(".", "_"): name.rpartition(".")[0]
         for name, _ in model.named_parameters(remove_duplicate=False)
@@ -57,7 +59,7 @@ def layout(model: nn.Module | None) -> Layout:
         for code in _functions(cls):
             scope = Scope(code.co_filename, code.co_firstlineno, _last_line(code), frozenset(members))
             scopes.setdefault(os.path.abspath(scope.file), []).append(scope)
-    return Layout(owners, scopes)
+    return Layout(owners, scopes, {name: i for i, (name, _) in enumerate(model.named_modules())})
 
 
 def _functions(cls: type) -> Iterator[CodeType]:
@@ -122,7 +124,8 @@ def _carry(owned: list[Name | None]) -> list[Name | None]:
     return carried
 
 
-def _by_source(bsym: BoundSymbol, model: Layout, near: Iterable[Name | None]) -> Name | None:
+def _by_source(bsym: BoundSymbol, model: Layout, near: Sequence[Name | None]) -> Name | None:
+    """One of the modules whose code the line comes from: one around the modules that are ``near``, else beside them."""
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
     if not bsym.source_filename or line is None:
         return None
@@ -130,8 +133,18 @@ def _by_source(bsym: BoundSymbol, model: Layout, near: Iterable[Name | None]) ->
     around = sorted((s for s in scopes if s.first <= line <= s.last), key=lambda s: s.last - s.first)
     if not around:
         return None
-    instances = around[0].instances
-    return next((m for n in near if n is not None for m in ancestors(n) if m in instances), None)
+    instances, known = around[0].instances, [n for n in near if n is not None]
+    outer = next((m for n in known for m in ancestors(n) if m in instances), None)
+    return outer if outer is not None else next((_beside(n, instances, model.order) for n in known), None)
+
+
+def _beside(near: Name, instances: frozenset[Name], order: Mapping[Name, int]) -> Name:
+    """Of those with most around them that is around ``near`` too, the next in order, else the last."""
+    for outer in ancestors(near):
+        inside = [m for m in instances if m.startswith(f"{outer}.") or not outer]
+        if inside:
+            return min(inside, key=lambda m: (order[m] < order[near], abs(order[m] - order[near])))
+    raise AssertionError("every module is inside the model")
 
 
 def ancestors(name: Name) -> Iterator[Name]:

@@ -91,11 +91,16 @@
 
   function arrange() {
     const stage = current();
-    state.entries = state.mode === "code" ? stage.listing : folded(stage.all);
+    state.entries = state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all);
     state.places = [];
     state.entries.forEach((entry, i) => { if (entry.at >= 0) state.places[entry.at] = i; });
     rows.style.height = `${state.entries.length * ROW}px`;
     draw();
+  }
+  function withoutInputs(listing) { // a hundred parameters first would hide what happens
+    const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
+    if (inputs < 6 || listing[0].shown) return listing;
+    return [{ fold: listing[0], what: "inputs", count: inputs }, ...listing.slice(inputs)];
   }
   function folded(all) {
     const entries = [];
@@ -104,7 +109,7 @@
       while (b < all.length && all[b].mark === KEPT) b++;
       const before = a ? CONTEXT : 0, after = b < all.length ? CONTEXT : 0;
       if (b - a > before + after + 1 && !all[a].shown) {
-        entries.push(...all.slice(a, a + before), { fold: [a, b], count: b - a - before - after }, ...all.slice(b - after, b));
+        entries.push(...all.slice(a, a + before), { fold: all[a], what: "lines as before", count: b - a - before - after }, ...all.slice(b - after, b));
       } else entries.push(...all.slice(a, b));
       if (b < all.length) entries.push(all[b++]);
       a = b;
@@ -125,7 +130,7 @@
   }
   function drawRow(entry, i, phase, css) {
     const top = `style="top:${i * ROW}px"`;
-    if (entry.fold) return `<div class="line fold" data-fold="${entry.fold[0]}" ${top}><span class="no">⋯</span>${entry.count.toLocaleString("en")} lines as before</div>`;
+    if (entry.fold) return `<div class="line fold" data-fold="${i}" ${top}><span class="no">⋯</span><span class="sign"></span>${entry.count.toLocaleString("en")} ${entry.what}</div>`;
     const plain = text(entry.line);
     const kind = /(wait_)?(all_gather|reduce_scatter|synchronize)\(/.exec(plain);
     const classes = ["line", css.get(entry.at) ?? ""];
@@ -185,7 +190,8 @@
     for (const e of $$(".stage")) {
       const selected = Number(e.dataset.stage) === k;
       e.setAttribute("aria-selected", selected);
-      if (selected) { e.closest("details")?.setAttribute("open", ""); if (changed) e.scrollIntoView({ block: "nearest" }); }
+      if (selected) e.closest("details")?.setAttribute("open", "");
+      if (selected && changed) nearest(e, $("#stages"));
     }
     for (const b of $$("[data-mode]")) b.setAttribute("aria-pressed", b.dataset.mode === mode);
     $("#stage").innerHTML = `${stage.name} <small>${stage.phase}</small>`;
@@ -194,11 +200,18 @@
     arrange();
     choose(at >= 0 ? at : state.chosen, at >= 0);
   }
+  function nearest(e, box) { // scrolls the box alone, not the page
+    const inside = e.getBoundingClientRect(), around = box.getBoundingClientRect();
+    box.scrollTop += Math.min(0, inside.top - around.top) + Math.max(0, inside.bottom - around.bottom);
+  }
   function choose(at, scroll = true) {
     state.chosen = at;
     if (at >= 0 && scroll) {
       const entry = state.places[at];
-      if (entry === undefined) { state.mode = "code"; return show(state.stage, { at }); }
+      if (entry === undefined) { // in a fold
+        current().listing[0].shown = true;
+        return show(state.stage, { mode: "code", at });
+      }
       const top = entry * ROW;
       if (top < view.scrollTop + ROW || top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
     }
@@ -328,7 +341,7 @@
     else if ((e = on("[data-stage]"))) show(Number(e.dataset.stage));
     else if ((e = on("[data-mode]"))) show(state.stage, { mode: e.dataset.mode });
     else if ((e = on("[data-zoom]"))) setZoom(Number(e.dataset.zoom) ? zoom * Number(e.dataset.zoom) : 1);
-    else if ((e = on("[data-fold]"))) { current().all[Number(e.dataset.fold)].shown = true; arrange(); }
+    else if ((e = on("[data-fold]"))) { state.entries[Number(e.dataset.fold)].fold.shown = true; arrange(); }
     else if ((e = on("[data-go]"))) choose(Number(e.dataset.go));
     else if ((e = on("[data-line]"))) choose(Number(e.dataset.line), false);
     else if ((e = on("#keys"))) $("#help").showModal();

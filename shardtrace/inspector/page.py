@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
 from shardtrace.inspector.data import page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
-from shardtrace.inspector.moduletree import draw_modules
+from shardtrace.inspector.module_tree import draw_modules
 from shardtrace.inspector.record import Record, Stage
-from shardtrace.inspector.summary import exposed, largest_saved, peak, seconds, sent_bytes, traffic
+from shardtrace.inspector.summary import describe, exposed, peak, seconds, sent_bytes
+from shardtrace.inspector.tables import draw_tables
 from shardtrace.inspector.units import count, duration, size
 
 
@@ -19,7 +19,8 @@ def render(record: Record) -> str:
     css, script = _resource("page.css"), _resource("page.js")
     title = escape(f"{record.setup.model} · shardtrace")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    panels = f"{_timeline(record)}{_tabs()}{_passes(record)}{_modules(record)}{_numbers(record)}"
+    more = _panel("modules", draw_modules(record)) + _panel("numbers", draw_tables(record))
+    panels = f"{_timeline(record)}{_tabs()}{_passes(record)}{more}"
     data = f'<script type="application/json" id="data">{page_data(record)}</script>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{css}</style></head>\n'
@@ -33,7 +34,7 @@ def embed(record: Record) -> str:
     return (
         f"<style>.shardtrace-plain{{display:none}}</style>"
         f'<iframe style="{frame}" srcdoc="{escape(render(record))}" title="shardtrace inspector"></iframe>'
-        f'<div class="shardtrace-plain">{_heading(record)}{_tables(record)}</div>'
+        f'<div class="shardtrace-plain">{_heading(record)}{draw_tables(record)}</div>'
     )
 
 
@@ -42,17 +43,6 @@ def _resource(name: str) -> str:
 
 
 # ---- the head of the page ----
-
-
-def describe(record: Record) -> str:
-    """The setup in one line."""
-    s = record.setup
-    if not s.strategy:
-        return "not sharded by shardtrace"
-    limit = f"prefetch {s.prefetch}"
-    if s.max_inflight_bytes is not None:
-        limit += f", at most {size(s.max_inflight_bytes)} in flight"
-    return f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
 
 
 def _heading(record: Record) -> str:
@@ -90,19 +80,22 @@ def _timeline(record: Record) -> str:
     if not drawn:
         return ""
     zoom = (
-        '<span class="zoom" role="group" aria-label="zoom"><button data-zoom="0.5" aria-label="zoom out">−</button>'
-        '<button data-zoom="0" aria-label="whole step">fit</button><button data-zoom="2" aria-label="zoom in">+</button>'
+        '<span class="zoom" role="group" aria-label="zoom">'
+        '<button data-zoom="0.5" aria-label="zoom out">&minus;</button>'
+        '<button data-zoom="0" aria-label="whole step">fit</button>'
+        '<button data-zoom="2" aria-label="zoom in">+</button>'
         "</span>"
     )
     return (
         f'<section id="timeline" tabindex="0" aria-label="timeline">{drawn}</section>'
-        f'<div class="legend"><ul>{legend()}</ul>{zoom}</div>'
+        f'<div class="legend"><div>{legend()}</div>{zoom}</div>'
     )
 
 
 def _tabs() -> str:
     tabs = "".join(
-        f'<button role="tab" id="tab-{name}" aria-controls="{name}" aria-selected="{selected}">{name.capitalize()}</button>'
+        f'<button role="tab" id="tab-{name}" aria-controls="{name}" aria-selected="{selected}">'
+        f"{name.capitalize()}</button>"
         for name, selected in (("passes", "true"), ("modules", "false"), ("numbers", "false"))
     )
     return f'<nav role="tablist">{tabs}</nav>'
@@ -115,7 +108,8 @@ def _passes(record: Record) -> str:
     phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward"))
     toolbar = (
         '<div class="toolbar"><h2 id="stage"></h2>'
-        '<span class="modes" role="group"><button data-mode="code">code</button><button data-mode="diff">diff</button></span>'
+        '<span class="modes" role="group">'
+        '<button data-mode="code">code</button><button data-mode="diff">diff</button></span>'
         '<input id="search" type="search" placeholder="search" aria-label="search the lines" spellcheck="false">'
         '<output id="hits"></output></div>'
     )
@@ -136,7 +130,8 @@ def _stage_list(record: Record, phase: str) -> str:
     idle = [(k, s) for k, s in stages if s.is_unchanged]
     if idle:
         inside = "".join(_stage_entry(k, s) for k, s in idle)
-        shown += f"<details><summary>{count(len(idle), 'pass').replace('passs', 'passes')} that changed nothing</summary>{inside}</details>"
+        number = f"{len(idle)} pass{'es' if len(idle) > 1 else ''}"
+        shown += f"<details><summary>{number} that changed nothing</summary>{inside}</details>"
     return f"<h3>{phase}</h3>{shown}"
 
 
@@ -145,7 +140,7 @@ def _stage_entry(k: int, stage: Stage) -> str:
     changes = stage.changes
     signs = "".join(
         f'<span class="{name}">{sign}{changes[name]:,}</span>'
-        for name, sign in (("added", "+"), ("removed", "−"), ("moved", "↕"))
+        for name, sign in (("added", "+"), ("removed", "&minus;"), ("moved", "↕"))
         if changes[name] and (name != "added" or len(stage.lines) != changes[name])
     )
     took = f"<span>{duration(stage.seconds)}</span>" if stage.seconds is not None else ""
@@ -156,77 +151,8 @@ def _stage_entry(k: int, stage: Stage) -> str:
     )
 
 
-# ---- modules, numbers ----
-
-
-def _modules(record: Record) -> str:
-    return (
-        '<section class="panel" id="modules" role="tabpanel" aria-labelledby="tab-modules">'
-        f"{draw_modules(record)}</section>"
-    )
-
-
-def _numbers(record: Record) -> str:
-    return f'<section class="panel" id="numbers" role="tabpanel" aria-labelledby="tab-numbers">{_tables(record)}</section>'
-
-
-def _tables(record: Record) -> str:
-    return "".join((_traffic(record), _buckets(record), _saved(record), _setup(record)))
-
-
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """A table of cells that are HTML already; the columns after the first are numbers if they begin with "#"."""
-    columns = [(name.removeprefix("#"), ' class="n"' if name.startswith("#") else "") for name in head]
-    top = "".join(f"<th{css}>{name}</th>" for name, css in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td{css}>{cell}</td>" for cell, (_, css) in zip(row, columns, strict=True)) + "</tr>"
-        for row in rows
-    )
-    note = f"<p>{note}</p>" if note else ""
-    return f"<figure><h3>{title}</h3>{note}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></figure>"
-
-
-def _traffic(record: Record) -> str:
-    rows = [
-        (t.phase, t.kind, f"{t.count}", size(t.bytes), f"{t.formula} = {size(t.expected)}", "✓" if t.agrees else "fewer")
-        for t in traffic(record)
-    ]
-    if not rows:
-        return ""
-    note = (
-        "Bytes of unsharded buckets, padding included; each rank sends and receives (N − 1) / N of them. "
-        "P: all parameters, G: those that are trained."
-    )
-    return table("Collectives of a step", ("phase", "kind", "#number", "#bytes", "#formula", ""), rows, note)
-
-
-def _buckets(record: Record) -> str:
-    held: dict[str, list[int]] = {}
-    for p in record.parameters:
-        held.setdefault(p.bucket, [0, 0, 0])
-        for k, n in enumerate((1, p.bytes, p.shard_bytes)):
-            held[p.bucket][k] += n
-    rows = [(escape(name), f"{n}", size(whole), size(shard)) for name, (n, whole, shard) in held.items()]
-    return table("Buckets", ("bucket", "#parameters", "#gathered", "#shards of a rank"), rows) if rows else ""
-
-
-def _saved(record: Record) -> str:
-    rows = [
-        (f"<code>{escape(s.name)}</code>", escape(s.type), size(s.bytes), escape(s.module)) for s in largest_saved(record)
-    ]
-    return table("Largest tensors saved for backward", ("name", "type", "#bytes", "module"), rows) if rows else ""
-
-
-def _setup(record: Record) -> str:
-    link, device = record.setup.cost.link, record.setup.cost.device
-    rows = [
-        ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} for each collective"),
-        ("matrix products", f"{device.flops / 1e12:g} TFLOP/s, {device.half_flops / 1e12:g} in 16 bits"),
-        ("memory", f"{device.bandwidth / 1e9:g} GB/s"),
-        ("each line", duration(device.overhead)),
-    ]
-    note = "What predicted times rest on; <code>python -m shardtrace.calibrate</code> measures them."
-    return table("Cost model", ("", ""), rows, note)
+def _panel(name: str, body: str) -> str:
+    return f'<section class="panel" id="{name}" role="tabpanel" aria-labelledby="tab-{name}">{body}</section>'
 
 
 # ---- help ----
@@ -237,7 +163,7 @@ KEYS = (
     ("d", "code or diff"),
     ("/", "search; Enter and Shift+Enter go through what is found"),
     ("p c", "from a line to the first that it is made from, or that uses it"),
-    ("+ − 0", "zoom the timeline, or show the whole step"),
+    ("+ - 0", "zoom the timeline, or show the whole step"),
     ("← →", "in the timeline: from one line to the next"),
     ("1 2 3", "passes, modules, numbers"),
     ("Esc", "let go of the selected line"),
@@ -246,4 +172,5 @@ KEYS = (
 
 def _help() -> str:
     rows = "".join(f"<tr><td><kbd>{escape(keys)}</kbd></td><td>{escape(what)}</td></tr>" for keys, what in KEYS)
-    return f'<dialog id="help"><h2>Keys</h2><table>{rows}</table><form method="dialog"><button>close</button></form></dialog>'
+    close = '<form method="dialog"><button>close</button></form>'
+    return f'<dialog id="help"><h2>Keys</h2><table>{rows}</table>{close}</dialog>'

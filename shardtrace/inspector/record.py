@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from passes.cost import CostModel, default_cost_model
-from passes.liveness import Buffer, Liveness, LineMemory, step_liveness
+from passes.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.plan import Bucket, Plan
 from passes.recognise import bucket_of, is_collective, is_issue
 from passes.traffic import Collective, collectives
@@ -188,7 +188,12 @@ def _phases(
     step = step_liveness(forward, backward)
     printed = {stage.phase: stage.lines for stage in stages}  # of the last stage of each phase
     first = _phase(
-        "forward", printed["forward"], forward, step.forward, timeline(forward, cost), assign_modules(forward.bound_symbols, layout, {})
+        "forward",
+        printed["forward"],
+        forward,
+        step.forward,
+        timeline(forward, cost),
+        assign_modules(forward.bound_symbols, layout, {}),
     )
     if backward is None or step.backward is None:
         return (first,)

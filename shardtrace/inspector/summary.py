@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.units import count, size
 
 
 class Traffic(NamedTuple):
@@ -15,7 +16,7 @@ class Traffic(NamedTuple):
 
     phase: str
     kind: str
-    count: int
+    number: int
     bytes: int
     expected: int
     formula: str
@@ -41,6 +42,19 @@ class Saved(NamedTuple):
     bytes: int
     type: str
     module: str
+
+
+def describe(record: Record) -> str:
+    """The setup in one line."""
+    s = record.setup
+    if not s.strategy:
+        return "not sharded by shardtrace"
+    limit = f"prefetch {s.prefetch}"
+    if s.max_inflight_bytes is not None:
+        limit += f", at most {size(s.max_inflight_bytes)} in flight"
+    return (
+        f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
+    )
 
 
 def traffic(record: Record) -> list[Traffic]:
@@ -75,15 +89,15 @@ def peak(record: Record) -> Peak | None:
     return Peak(phase.name, row.line, phase.lines[row.line].code, row.during)
 
 
-def largest_saved(record: Record, count: int = 8) -> list[Saved]:
-    """The largest pieces of memory that forward keeps for backward, and shards and inputs not counted."""
+def largest_saved(record: Record, most: int = 8) -> list[Saved]:
+    """The largest pieces of memory that forward keeps for backward, shards and inputs not counted."""
     if not record.phases:
         return []
     forward = record.phases[0]
     made = {name: i for i, line in enumerate(forward.lines) for name in line.results}
     kept = sorted((b for b in forward.buffers if b.kind == "saved"), key=lambda b: -b.bytes)
     rows = []
-    for b in kept[:count]:
+    for b in kept[:most]:
         line = made.get(b.name)
         kind = module = ""
         if line is not None:

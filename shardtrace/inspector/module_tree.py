@@ -54,7 +54,7 @@ def first_lines(record: Record) -> dict[Name, str]:
 
 
 def label(names: Sequence[Name], root: str) -> str:
-    """"h.0 … h.11"."""
+    """ "h.0 … h.11"."""
     last = names[0].rpartition(".")[2] or root
     return last if len(names) == 1 else f"{last} … {names[-1].rpartition('.')[2]}"
 
@@ -70,7 +70,7 @@ def draw_modules(record: Record) -> str:
     def branch(b: Branch, names: Sequence[Name], opened: int) -> str:
         cost = _sum([costs[name] for name in names if name in costs])
         text = escape(label(names, record.setup.model))
-        times = f' <span class="times">×{len(names)}</span>' if len(names) > 1 else ""
+        times = f' <span class="times">&times;{len(names)}</span>' if len(names) > 1 else ""
         link = f'<a data-at="{at[names[0]]}" href="#">{text}</a>' if names[0] in at else text
         cells = "".join(f"<span>{cell}</span>" for cell in _cells(cost))
         bar = "".join(
