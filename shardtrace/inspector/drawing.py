@@ -59,7 +59,7 @@ def draw_timeline(record: Record) -> str:
         lanes.append(_bars("network", "network", [list(_collectives(record, link))], end))
     held = _stacked(list(_held(record)))
     if held:
-        lanes.append(_bars("gathered", "held", held, end))
+        lanes.append(_bars("gathered", "held", held + [[]] * (3 - len(held)), end))
     lanes.append(_memory(record, end))
     names = "".join(f'<div class="lane {lane.css}">{escape(lane.name)}</div>' for lane in lanes)
     return (

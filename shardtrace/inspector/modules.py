@@ -87,8 +87,9 @@ def assign_modules(lines: list[BoundSymbol], model: Layout, known: Mapping[str, 
         module = owner
         if module is None and _computes(bsym):
             module = _by_source(bsym, model, (before, after))
-            if module is None:
-                module = _deepest(modules.get(a.name) for a in bsym.flat_proxy_args)
+            for origin in (known, modules):  # what forward saved tells more than where gradients come from
+                if module is None:
+                    module = _deepest(origin.get(a.name) for a in bsym.flat_proxy_args)
         found.append(module)
         if module is not None:
             modules.update((o.name, module) for o in bsym.flat_proxy_outs)

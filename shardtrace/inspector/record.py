@@ -121,16 +121,17 @@ def record(
     model: str,
     layout: Layout,
     forms: Mapping[Name, str],
+    plan: Plan | None = None,
     notes: Sequence[str] = (),
 ) -> Record:
     """Of one compilation: the stages of its forward and of its backward, in order; either may be empty.
 
-    ``forms`` are the classes of the model's modules by name.
+    ``forms`` are the classes of the model's modules by name; ``plan`` is that of the model, for where no trace tells.
     """
     stages = _stages("forward", forward) + _stages("backward", backward)
     last = [next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward)]
     buckets = list(dict.fromkeys(b for t in last if t is not None for b in _gathered(t)))
-    plan = buckets[0].plan if buckets else None
+    plan = buckets[0].plan if buckets else plan
     cost = plan.cost if plan is not None else default_cost_model(_device(last[0]), "none")
     phases = _phases(last, stages, cost, layout) if last[0] is not None else ()
     parameters = _parameters(buckets)
