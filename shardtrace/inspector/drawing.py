@@ -125,19 +125,27 @@ def _collectives(record: Record, link: int) -> Iterator[Bar]:
 
 def _held(record: Record) -> Iterator[Bar]:
     """How long each bucket is unsharded: from the issue of its gather to the line that frees its last value."""
-    for phase in record.phases:
-        freed: dict[int, int] = {}
+    freed = [_freed(phase) for phase in record.phases]
+    for k, phase in enumerate(record.phases):
+        last: dict[int, float] = {}  # by the line that waits
         for b in phase.buffers:
             if b.kind == "unsharded":
-                freed[b.born] = max(freed.get(b.born, 0), len(phase.lines) - 1 if b.freed is None else b.freed)
+                # a value that is saved for the next phase is freed there
+                stop = max(times[b.name] for times in freed[k:] if b.name in times)
+                last[b.born] = max(last.get(b.born, 0.0), stop)
+        starts = phase.timeline.starts
         for s in phase.timeline.spans:
             if s.kind == "all_gather":
-                starts = phase.timeline.starts
-                stop = starts[freed.get(s.wait, s.wait) + 1]
-                ready = starts[s.wait + 1]
-                title = f"{s.bucket}: issued, waited for after {duration(ready - starts[s.issue])}, "
+                stop = last.get(s.wait, starts[s.wait + 1])
+                title = f"{s.bucket}: issued, waited for after {duration(starts[s.wait + 1] - starts[s.issue])}, "
                 title += f"freed after {duration(stop - starts[s.issue])}"
-                yield Bar(starts[s.issue], stop, s.bucket, "gather", title, phase.name, s.wait)
+                yield Bar(starts[s.issue], stop, "", "gather", title, phase.name, s.wait)
+
+
+def _freed(phase: Phase) -> dict[str, float]:
+    """When the memory of each value is freed, at the latest when the phase ends."""
+    clock = phase.timeline
+    return {b.name: clock.end if b.freed is None else clock.starts[b.freed + 1] for b in phase.buffers}
 
 
 def _stacked(bars: Sequence[Bar]) -> list[list[Bar]]:
@@ -182,7 +190,7 @@ def _phases(record: Record, end: float) -> Lane:
     for p in record.phases:
         start, seconds = p.timeline.starts[0], p.timeline.end - p.timeline.starts[0]
         where = f"left:{100 * start / end:.3f}%;width:{100 * seconds / end:.3f}%"
-        spans.append(f'<span style="{where}">{p.name} <small>{duration(seconds)}</small></span>')
+        spans.append(f'<span style="{where}"><b>{p.name} <small>{duration(seconds)}</small></b></span>')
     return Lane("", "phases", "".join(spans))
 
 

@@ -84,7 +84,7 @@ TYPE_COMMENT = re.compile(r'(?:  # \w+|(?<=^)(# \w+)): "[^"\n]*" *$', re.MULTILI
 
 
 def read_line(bsym: BoundSymbol) -> Line:
-    """A line as Thunder prints it, without its header and without the comments that tell types."""
+    """A line as Thunder prints it, but on one line, without its header and without the comments that tell types."""
     code = _code(bsym)
     known = names(bsym.args) | names(bsym.kwargs) | {o.name for o in bsym.flat_proxy_outs}
     known |= {a.name for a in bsym.args if isinstance(a, Bucket)}
@@ -98,8 +98,9 @@ def read_line(bsym: BoundSymbol) -> Line:
 
 def _code(bsym: BoundSymbol) -> str:
     header = bsym.header.splitlines() if isinstance(bsym.header, str) else bsym.header
-    lines = bsym.python(indent=0, print_depth=1)[len(header) :]
-    return TYPE_COMMENT.sub(r"\1", "\n".join(lines))
+    first, *more = "\n".join(bsym.python(indent=0, print_depth=1)[len(header) :]).splitlines() or [""]
+    parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # comments below it tell types too
+    return TYPE_COMMENT.sub(r"\1", " ".join(part.removesuffix("\\").strip() for part in parts))
 
 
 def _count_results(bsym: BoundSymbol, code: str, found: list[re.Match[str]]) -> int:

@@ -139,8 +139,8 @@
     if (entry.at >= 0 && entry.at === state.chosen) classes.push("chosen");
     if (state.hits.has(entry.at)) classes.push("hit");
     const sign = state.mode === "diff" ? ["", "+", "↕", "−"][entry.mark] : "";
-    const why = phase?.why[entry.at] && entry.at >= 0 ? `<span class="why">${phase.why[entry.at]}</span>` : "";
-    return `<div class="${classes.join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${html(entry.line)}${why}</div>`;
+    const why = phase?.why[entry.at] && entry.at >= 0 ? `<span class="why">${phase.why[entry.at].replace(/^.*? here: /, "")}</span>` : "";
+    return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${html(entry.line)}${why}</div>`;
   }
 
   // ---- what is known of a line ----

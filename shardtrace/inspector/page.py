@@ -62,10 +62,11 @@ def _cards(record: Record) -> str:
     total, idle = seconds(record), exposed(record)
     number = sum(len(p.collectives) for p in record.phases)
     share = f"{100 * idle / total:.0f} % of the step" if total else ""
+    where = f'<a href="#" data-at="{top.phase}:{top.line}">line {top.line} of {top.phase}</a>'
     cards = [
         ("step, predicted", duration(total), f"{count(sum(len(p.lines) for p in record.phases), 'line')}", ""),
         ("exposed communication", duration(idle), share, "idle" if idle else ""),
-        ("peak memory", size(top.bytes), f"line {top.line} of {top.phase}", ""),
+        ("peak memory", size(top.bytes), where, ""),
         ("sent by each rank", size(sent_bytes(record)), count(number, "collective"), ""),
     ]
     drawn = "".join(
@@ -144,9 +145,9 @@ def _stage_entry(k: int, stage: Stage) -> str:
         if changes[name] and (name != "added" or len(stage.lines) != changes[name])
     )
     took = f"<span>{duration(stage.seconds)}</span>" if stage.seconds is not None else ""
-    css = "ours" if stage.is_ours else ""
+    css = "stage ours" if stage.is_ours else "stage"
     return (
-        f'<div role="option" class="stage {css}" data-stage="{k}"><b>{escape(ours)}</b>'
+        f'<div role="option" class="{css}" data-stage="{k}"><b>{escape(ours)}</b>'
         f"<small><span>{count(len(stage.lines), 'line')}</span>{signs}{took}</small></div>"
     )
 

@@ -29,7 +29,9 @@ def html(shown, tmp_path_factory):
 def fragment(html, start, stop):
     """What is between two texts, an element to a line, without times (they differ from run to run)."""
     inside = html.partition(start)[2].partition(stop)[0]
-    return re.sub(r"<span>[\d.]+ (?:s|ms|µs)</span>", "", inside).replace("><", ">\n<").replace("µ", "u").replace("✓", "=")
+    return (
+        re.sub(r"<span>[\d.]+ (?:s|ms|µs)</span>", "", inside).replace("><", ">\n<").replace("µ", "u").replace("✓", "=")
+    )
 
 
 def test_passes(html):
@@ -39,13 +41,13 @@ def test_passes(html):
             "|" + html.partition("<h3>forward</h3>")[2], "|", '<div role="option" class="stage ours" data-stage="5"'
         ),
         """\
-<div role="option" class="stage " data-stage="0">
+<div role="option" class="stage" data-stage="0">
 <b>traced</b>
 <small>
 <span>47 lines</span>
 </small>
 </div>
-<div role="option" class="stage " data-stage="1">
+<div role="option" class="stage" data-stage="1">
 <b>Return arguments to track copies onto them</b>
 <small>
 <span>47 lines</span>
@@ -74,18 +76,23 @@ def test_passes(html):
 
 
 def test_modules(html):
-    assert_expected_inline(fragment(html, '<details open><summary class="row">', '<span class="share"'), """\
+    assert_expected_inline(
+        fragment(html, '<details open><summary class="row">', '<span class="share"'),
+        """\
 <span class="module">
 <a data-at="forward:14" href="#">Sequential</a>
 </span>
 <span>1.29 KiB</span>
 <span>660 B</span>
-<span>162</span>""")
+<span>162</span>""",
+    )
     assert '0 … 2</a> <span class="times">&times;3</span>' in html
 
 
 def test_numbers(html):
-    assert_expected_inline(fragment(html, "<h3>Collectives of a step</h3>", "</figure>"), """\
+    assert_expected_inline(
+        fragment(html, "<h3>Collectives of a step</h3>", "</figure>"),
+        """\
 <p>Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. P: all parameters, G: those that are trained.</p>
 <table>
 <thead>
@@ -125,7 +132,8 @@ def test_numbers(html):
 <td>=</td>
 </tr>
 </tbody>
-</table>""")
+</table>""",
+    )
 
 
 def test_lanes_share_an_axis(html):
