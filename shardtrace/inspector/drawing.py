@@ -1,4 +1,4 @@
-"""The timeline and the memory curve as HTML and SVG. Both share one axis: percent of the step, from left to right."""
+"""The timeline as HTML and SVG: lanes on one axis, that of the predicted time."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from passes.liveness import Kind
+from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
 from shardtrace.inspector.modules import Name
 from shardtrace.inspector.record import Phase, Record
-from shardtrace.inspector.summary import peak
 from shardtrace.inspector.units import duration, size
-
-WIDTH = 100_000  # units of an SVG from left to right
-COLUMNS = 2_000  # of the memory curve
-# From bottom to top.
-STACK: tuple[tuple[Kind, str], ...] = (
-    ("inputs", "shards, batch"),
-    ("saved", "saved for backward"),
-    ("activations", "activations"),
-    ("gradients", "gradients"),
-    ("unsharded", "gathered parameters"),
-    ("in_flight", "in flight"),
-)
 
 
 class Bar(NamedTuple):
@@ -38,17 +25,6 @@ class Bar(NamedTuple):
     line: int
 
 
-class Lane(NamedTuple):
-    """A strip of the drawing, with what stands to the left of it; ``css`` gives both the same height."""
-
-    name: str
-    css: str
-    body: str
-
-    def __str__(self) -> str:
-        return f'<div class="lane {self.css}">{self.body}</div>'
-
-
 def draw_timeline(record: Record) -> str:
     """Lanes for compute, for each link and for gathered buckets, and the memory under them; empty if nothing runs."""
     end = record.phases[-1].timeline.end if record.phases else 0.0
@@ -60,7 +36,7 @@ def draw_timeline(record: Record) -> str:
     held = _stacked(list(_held(record)))
     if held:
         lanes.append(_bars("gathered", "held", held + [[]] * (3 - len(held)), end))
-    lanes.append(_memory(record, end))
+    lanes.append(draw_memory(record, end))
     names = "".join(f'<div class="lane {lane.css}">{escape(lane.name)}</div>' for lane in lanes)
     return (
         f'<div class="gutter">{names}</div>'
@@ -166,8 +142,8 @@ def _stacked(bars: Sequence[Bar]) -> list[list[Bar]]:
 def _bars(name: str, css: str, rows: Sequence[Sequence[Bar]], end: float) -> Lane:
     height = 100 / max(1, len(rows))
     shapes = "".join(
-        f'<rect class="{bar.css}" x="{_x(bar.start, end)}" y="{k * height:.4g}" '
-        f'width="{max(1, _x(bar.stop, end) - _x(bar.start, end))}" height="{height * 0.9:.4g}" '
+        f'<rect class="{bar.css}" x="{place(bar.start, end)}" y="{k * height:.4g}" '
+        f'width="{max(1, place(bar.stop, end) - place(bar.start, end))}" height="{height * 0.9:.4g}" '
         f'data-at="{bar.phase}:{bar.line}"><title>{escape(bar.title)}</title></rect>'
         for k, row in enumerate(rows)
         for bar in row
@@ -211,82 +187,3 @@ def round_step(least: float) -> float:
     while power / 10 >= least:
         power /= 10
     return next(power * factor for factor in (0.2, 0.5, 1.0) if power * factor >= least)
-
-
-def _x(seconds: float, end: float) -> int:
-    return round(WIDTH * seconds / end)
-
-
-# ---- memory ----
-
-
-class Column(NamedTuple):
-    """Memory from ``x`` on: bytes by kind in the order of STACK, and the most that is needed."""
-
-    x: int
-    bytes: tuple[int, ...]
-    during: int
-
-
-def _memory(record: Record, end: float) -> Lane:
-    top = peak(record)
-    assert top is not None
-    full = 1.12 * top.bytes  # room for what is written at the peak
-    columns = _thinned(list(_columns(record.phases, end)))
-    areas = []
-    for k in reversed(range(len(STACK))):
-        points = [(c.x, 1000 - 1000 * sum(c.bytes[: k + 1]) / full) for c in columns]
-        areas.append(f'<path class="m-{STACK[k][0]}" d="{_steps(points)}"/>')
-    line = _steps([(c.x, 1000 - 1000 * c.during / full) for c in columns], closed=False)
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} 1000" preserveAspectRatio="none" role="img" aria-label="memory of tensors, peak '
-        f'{size(top.bytes)}">{"".join(areas)}<path class="during" d="{line}"/></svg>'
-    )
-    phase = next(p for p in record.phases if p.name == top.phase)
-    left = 100 * phase.timeline.starts[top.line] / end
-    side = "right" if left > 70 else "left"
-    marker = (
-        f'<button class="peak {side}" style="left:{left:.3f}%" data-at="{top.phase}:{top.line}">'
-        f"peak {size(top.bytes)}</button>"
-    )
-    step = round_size(top.bytes / 4)
-    grid = "".join(
-        f'<span class="rule" style="bottom:{100 * k * step / full:.2f}%"><small>{size(k * step)}</small></span>'
-        for k in range(1, int(0.97 * top.bytes / step) + 1)
-    )
-    return Lane("memory", "memory", svg + grid + marker)
-
-
-def round_size(least: float) -> float:
-    """The smallest power of two times 1 or 2 or ... bytes that is not less: lines of a grid."""
-    step = 1.0
-    while step < least:
-        step *= 2
-    return step
-
-
-def _columns(phases: Sequence[Phase], end: float) -> Iterator[Column]:
-    for phase in phases:
-        for row, start in zip(phase.memory, phase.timeline.starts, strict=False):
-            yield Column(_x(start, end), tuple(getattr(row, kind) for kind, _ in STACK), row.during)
-
-
-def _thinned(columns: list[Column]) -> list[Column]:
-    """At most two for each of COLUMNS equal parts of the axis: the highest, and the last."""
-    kept: list[Column] = []
-    for _, group in groupby(columns, key=lambda c: c.x * COLUMNS // WIDTH):
-        part = list(group)
-        highest = max(part, key=lambda c: c.during)
-        kept += [highest] if highest is part[-1] else [highest, part[-1]]
-    return kept
-
-
-def _steps(points: Sequence[tuple[int, float]], *, closed: bool = True) -> str:
-    """A path that goes from one height to the next at each point, and stays to the right end."""
-    path, height = [f"M{points[0][0]},{points[0][1]:.0f}"], f"{points[0][1]:.0f}"
-    for x, y in points[1:]:
-        if f"{y:.0f}" != height:
-            height = f"{y:.0f}"
-            path.append(f"H{x}V{height}")
-    path.append(f"H{WIDTH}" + (f"V1000H{points[0][0]}Z" if closed else ""))
-    return "".join(path)

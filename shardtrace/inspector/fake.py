@@ -48,14 +48,15 @@ def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
     thunder.compile_data(function).get_computation_and_inputs(*args, **kwargs)
 
 
-def compile_sharded(model: nn.Module, arguments: Arguments, jit_options: Mapping[str, Any], **options: Any) -> Any:
+def compile_sharded(
+    model: nn.Module, arguments: Arguments, *, fsdp_options: Mapping[str, Any], jit_options: Mapping[str, Any]
+) -> Any:
     """A jitted and sharded copy of ``model``, compiled for one call in the process group that is there.
 
     The model stays as it is. Of its copy only shards have memory, and whatever values that memory holds.
     """
-    ours = thunder.jit(
-        fsdp(_hollow(model), device=_device(model, arguments), param_init_fn=_leave, **options), **jit_options
-    )
+    options = {"device": _device(model, arguments), **fsdp_options, "param_init_fn": _leave}
+    ours = thunder.jit(fsdp(_hollow(model), **options), **jit_options)
     compile_only(ours, arguments)
     return ours
 

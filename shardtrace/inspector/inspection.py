@@ -143,7 +143,8 @@ def inspect(
         compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
             the order of compilation; default: that of the last call.
         jit_options: for ``thunder.jit``, with fake ranks.
-        fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ...
+        fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ... Without
+            ``cost_model``, times are those of its pessimistic figures, the same on every machine.
 
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not go with it.
@@ -168,7 +169,8 @@ def inspect(
         )
     with fake_ranks(world_size, rank):
         arguments = parse_arguments(example_inputs)
-        return Inspection(_record(compile_sharded(model, arguments, jit_options or {}, **fsdp_options), None))
+        ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
+        return Inspection(_record(ours, None))
 
 
 def _record(cmodel: Any, compilation: int | None) -> Record:

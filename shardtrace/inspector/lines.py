@@ -31,9 +31,6 @@ class Table(Generic[T]):
     def __iter__(self) -> Any:
         return iter(self._places)
 
-    def __len__(self) -> int:
-        return len(self._places)
-
 
 class Type(NamedTuple):
     """Of a value: as Thunder prints it (device, dtype, shape), and its size in bytes."""

@@ -54,7 +54,7 @@ def first_lines(record: Record) -> dict[Name, str]:
 
 
 def label(names: Sequence[Name], root: str) -> str:
-    """ "h.0 … h.11"."""
+    """What a branch is called: its module's own name, of several the first and the last."""
     last = names[0].rpartition(".")[2] or root
     return last if len(names) == 1 else f"{last} … {names[-1].rpartition('.')[2]}"
 

@@ -246,6 +246,7 @@
   // ---- search ----
   const box = $("#search"), output = $("#hits");
   function search(jump) {
+    if (!current()) return;
     const wanted = box.value.trim().toLowerCase();
     state.order = wanted ? current().listing.filter((row) => text(row.line).toLowerCase().includes(wanted)).map((row) => row.at) : [];
     state.hits = new Set(state.order);
@@ -275,6 +276,9 @@
     zoom = Math.max(1, Math.min(400, to));
     track.style.width = `${100 * zoom}%`;
     scroller.scrollLeft = before * track.clientWidth - at * scroller.clientWidth;
+    drawTicks();
+  }
+  function drawTicks() {
     const least = end / zoom / 8, power = 10 ** Math.floor(Math.log10(least));
     const tick = power * [1, 2, 5, 10].find((f) => f * power >= least);
     const from = zoom > 40 ? (end * scroller.scrollLeft) / track.clientWidth : 0; // far in: only what is near
@@ -320,7 +324,7 @@
       const box = scroller.getBoundingClientRect();
       setZoom(zoom * (event.deltaY < 0 ? 1.25 : 0.8), (event.clientX - box.left) / box.width);
     }, { passive: false });
-    scroller.addEventListener("scroll", () => { if (zoom > 40) setZoom(zoom); });
+    scroller.addEventListener("scroll", () => { if (zoom > 40) drawTicks(); });
   }
 
   // ---- events ----

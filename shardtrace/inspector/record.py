@@ -230,7 +230,7 @@ def modules_by_name(phases: Sequence[Phase]) -> dict[str, Name]:
 
 
 def _gathered(trace: TraceCtx) -> list[Bucket]:
-    """The buckets of a trace, largest set of members first where one is a part of another."""
+    """The buckets of a trace's collectives, in the order of issue."""
     return [bucket_of(b) for b in trace.bound_symbols if is_issue(b)]
 
 

@@ -4,10 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-import shardtrace
-
 import pytest
-from models import Zoo, tokens
 from test_inspector_page import hostile  # noqa: F401  a fixture
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -28,11 +25,6 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def zoo():
-    return shardtrace.inspect(Zoo(), tokens(2), world_size=4)
-
-
-@pytest.fixture(scope="module")
 def file(zoo, tmp_path_factory):
     return zoo.to_html(tmp_path_factory.mktemp("page") / "zoo.html")
 
@@ -46,7 +38,7 @@ def visit(browser):
         page = browser.new_page(viewport={"width": 1400, "height": 1000}, **options)
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.set_default_timeout(5000)
+        page.set_default_timeout(20_000)
         page.goto(file.as_uri())
         pages.append(page)
         return page

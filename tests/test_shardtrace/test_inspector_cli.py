@@ -1,7 +1,7 @@
 """The command ``shardtrace``."""
 
 import os
-import subprocess
+import runpy
 import sys
 
 from shardtrace.cli import main
@@ -98,7 +98,9 @@ def test_help(arguments, capsys):
     assert "file.py:function" in capsys.readouterr().out
 
 
-def test_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "shardtrace", "explain"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "shardtrace explain" in done.stderr
+def test_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["shardtrace", "explain"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("shardtrace", run_name="__main__")
+    assert stop.value.code == 2
+    assert "shardtrace explain" in capsys.readouterr().err

@@ -12,18 +12,12 @@ from shardtrace.inspector.diff import Mark
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from models import Block
 from torch import nn
 
 
 @pytest.fixture(scope="module")
-def shown():
-    return shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 6), world_size=2)
-
-
-@pytest.fixture(scope="module")
-def html(shown, tmp_path_factory):
-    return shown.to_html(tmp_path_factory.mktemp("page") / "page.html").read_text()
+def html(three_blocks, tmp_path_factory):
+    return three_blocks.to_html(tmp_path_factory.mktemp("page") / "page.html").read_text()
 
 
 def fragment(html, start, stop):
@@ -144,10 +138,10 @@ def test_lanes_share_an_axis(html):
     assert gutter == track == ["phases", "axis", "compute", "network", "held", "memory"]
 
 
-def test_data(shown):
+def test_data(three_blocks):
     """The script can put each stage together again."""
-    data = json.loads(page_data(shown.record))
-    for stage, drawn in zip(shown.stages, data["stages"], strict=True):
+    data = json.loads(page_data(three_blocks.record))
+    for stage, drawn in zip(three_blocks.stages, data["stages"], strict=True):
         lines = []
         for row in drawn["rows"]:
             line, mark = divmod(row, 4)
@@ -156,7 +150,7 @@ def test_data(shown):
             if mark != Mark.REMOVED:
                 lines.append(pieces[0] + "".join(data["names"][n] + p for n, p in zip(names, pieces[1:], strict=True)))
         assert lines == [line.code.replace('"', "&quot;").replace("'", "&#x27;") for line in stage.lines]
-    for phase, drawn in zip(shown.record.phases, data["phases"], strict=True):
+    for phase, drawn in zip(three_blocks.record.phases, data["phases"], strict=True):
         assert sum(drawn["starts"]) == round(phase.timeline.end * 1e9)
         assert data["stages"][drawn["stage"]]["phase"] == phase.name
 
@@ -221,9 +215,9 @@ def test_hostile_names_are_text(hostile, tmp_path):
     assert any("&lt;script&gt;" in module for module in data["modules"])
 
 
-def test_notebook(hostile, shown):
-    bundle = shown._repr_mimebundle_()
-    assert bundle["text/plain"] == str(shown)
+def test_notebook(hostile, three_blocks):
+    bundle = three_blocks._repr_mimebundle_()
+    assert bundle["text/plain"] == str(three_blocks)
     frame = Elements(hostile._repr_html_())
     assert frame.tags.count("iframe") == 1
     assert not {"script", "img"} & set(frame.tags)

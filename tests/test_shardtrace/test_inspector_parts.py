@@ -2,8 +2,9 @@
 
 import shardtrace
 from passes.cost import CostModel, Device, Link
+from shardtrace.inspector.curve import round_size
 from shardtrace.inspector.diff import Mark, diff
-from shardtrace.inspector.drawing import round_size, round_step
+from shardtrace.inspector.drawing import round_step
 from shardtrace.inspector.highlight import highlight
 from shardtrace.inspector.lines import Template
 from shardtrace.inspector.modules import fold
@@ -13,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Block
 from torch import nn
 
 
@@ -40,9 +40,8 @@ def test_diff_tells_all(old, new):
     assert not set(gone) & set(came)
 
 
-def test_repeated_blocks_share_templates():
-    shown = shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 6), world_size=2)
-    lines = shown.stages[0].lines
+def test_repeated_blocks_share_templates(three_blocks):
+    lines = three_blocks.stages[0].lines
     assert len({line.template for line in lines}) < len(lines) / 2
     (linear, *_) = [line for line in lines if "linear(" in line.code]
     assert linear.template.pieces == ("", " = ltorch.linear(", ", ", ", ", ")")
