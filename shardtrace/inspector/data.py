@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 from html import escape
 from typing import Any
 
@@ -57,9 +56,7 @@ class _Tables:
             "names": [escape(name) for name in self.names],
             "owners": owners,
             "modules": [escape(module) for module in modules],
-            "sources": [
-                [escape(s.file), s.line, escape(linecache.getline(s.file, s.line).strip())] for s in self.sources
-            ],
+            "sources": [[escape(s.file), s.line, escape(s.text)] for s in self.sources],
         }
 
     def _line(self, line: Line) -> list[int]:

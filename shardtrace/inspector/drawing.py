@@ -31,8 +31,10 @@ def draw_timeline(record: Record) -> str:
     if not end:
         return ""
     lanes = [_phases(record, end), _axis(end), _bars("compute", "compute", [list(_compute(record))], end)]
-    for link in sorted({span.link for phase in record.phases for span in phase.timeline.spans}):
-        lanes.append(_bars("network", "network", [list(_collectives(record, link))], end))
+    links = sorted({span.link for phase in record.phases for span in phase.timeline.spans})
+    for link in links:
+        name = "network" if len(links) == 1 else f"network {link}"
+        lanes.append(_bars(name, "network", [list(_collectives(record, link))], end))
     held = _stacked(list(_held(record)))
     if held:
         lanes.append(_bars("gathered", "held", held + [[]] * (3 - len(held)), end))

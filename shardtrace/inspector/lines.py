@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,10 +54,11 @@ class Template(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a line comes from in the user's program."""
+    """Where a line comes from in the user's program; ``text`` is what is written there."""
 
     file: str
     line: int
+    text: str
 
 
 class Line(NamedTuple):
@@ -121,4 +123,6 @@ def _type(proxy: Any) -> Type | None:
 
 def _source(bsym: BoundSymbol) -> Source | None:
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
-    return Source(bsym.source_filename, line) if bsym.source_filename and line else None
+    if not bsym.source_filename or not line:
+        return None
+    return Source(bsym.source_filename, line, linecache.getline(bsym.source_filename, line).strip())
