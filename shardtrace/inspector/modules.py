@@ -101,7 +101,7 @@ def _computes(bsym: BoundSymbol) -> bool:
 
 
 def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
-    """For each line that reads parameters, the module that owns them."""
+    """For each line that reads parameters, the module that owns them, or the one around all that do (of a fusion)."""
     owner = dict(model.owners)
     found: list[Name | None] = []
     for bsym in lines:
@@ -110,7 +110,7 @@ def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
             owner.update((o.name, m.parameter.layer) for o, m in zip(bsym.flat_proxy_outs, bucket.members, strict=True))
         tensors = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         read = [owner[name] for name in tensors if name in owner]
-        module = _deepest(read) if read and _computes(bsym) and bucket is None else None
+        module = _around(read) if read and _computes(bsym) and bucket is None else None
         if module is not None and len(read) == len(tensors):  # a view or a cast of a parameter
             owner.update((o.name, module) for o in bsym.flat_proxy_outs)
         found.append(module)
@@ -154,6 +154,12 @@ def ancestors(name: Name) -> Iterator[Name]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def _around(names: Sequence[Name]) -> Name:
+    """The innermost module that is each of them or around it."""
+    first, *others = ([*ancestors(name)] for name in names)
+    return next(a for a in first if all(a in other for other in others))
 
 
 def _deepest(names: Iterable[Name | None]) -> Name | None:

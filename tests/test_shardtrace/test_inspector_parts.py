@@ -83,6 +83,16 @@ def test_modules_are_found_by_parameters_and_by_source():
     assert [m.split(".")[1] for m in products] == sorted((m.split(".")[1] for m in products), reverse=True)
 
 
+def test_fusions_belong_to_the_module_around_their_parameters():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+    fused = {"executors": ["torchcompile"]}
+    shown = shardtrace.inspect(model, torch.ones(2, 4), world_size=2, bucketing_strategy=1, jit_options=fused)
+    forward = shown.record.phases[0]
+    fusions = [(len(line.parts), m) for line, m in zip(forward.lines, forward.modules, strict=True) if line.parts]
+    assert fusions == [(4, "")]
+    assert "linear(" in forward.lines[forward.modules.index("")].parts[0].code
+
+
 def test_repeated_modules_are_folded():
     names = ["wte", *(f"h.{k}.{part}" for k in range(3) for part in ("attn", "mlp")), "h.3.attn"]
     tree = fold(names, lambda name: name.rpartition(".")[2] if not name[-1:].isdigit() else "Block")
