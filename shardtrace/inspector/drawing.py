@@ -51,8 +51,8 @@ def legend() -> str:
     lanes = (
         ("compute", "compute"),
         ("idle", "exposed: compute waits for communication"),
-        ("gather", "all_gather"),
-        ("reduce", "reduce_scatter"),
+        ("gather", "parameters travel"),
+        ("reduce", "gradients travel"),
     )
     memory = [*((f"m-{kind}", label) for kind, label in STACK), ("during", "needed while a line runs")]
     return "".join(
@@ -98,7 +98,7 @@ def _collectives(record: Record, link: int) -> Iterator[Bar]:
             if s.link == link:
                 exposed = f", {duration(s.exposed)} of it exposed" if s.exposed else ""
                 title = f"{s.kind} of {s.bucket}: {size(s.bytes)} in {duration(s.stop - s.start)}{exposed}"
-                yield Bar(s.start, s.stop, s.bucket, s.kind.partition("_")[2], title, phase.name, s.issue)
+                yield Bar(s.start, s.stop, s.bucket, "gather" if s.gathers else "reduce", title, phase.name, s.issue)
 
 
 def _held(record: Record) -> Iterator[Bar]:
@@ -113,7 +113,7 @@ def _held(record: Record) -> Iterator[Bar]:
                 last[b.born] = max(last.get(b.born, 0.0), stop)
         starts = phase.timeline.starts
         for s in phase.timeline.spans:
-            if s.kind == "all_gather":
+            if s.gathers:
                 stop = last.get(s.wait, starts[s.wait + 1])
                 title = f"{s.bucket}: issued, waited for after {duration(starts[s.wait + 1] - starts[s.issue])}, "
                 title += f"freed after {duration(stop - starts[s.issue])}"

@@ -179,7 +179,7 @@ def _record(cmodel: Any, compilation: int | None) -> Record:
     name = type(module).__name__ if module is not None else getattr(cmodel, "__name__", type(cmodel).__name__)
     forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
     states = states_in(module) if module is not None else []
-    plan = states[0].plan if states else None
+    plan = next((plan for state in states for plan in state.plans.values()), None)
     if not forward:
         notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
     shown = record(forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes)

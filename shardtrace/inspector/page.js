@@ -132,10 +132,10 @@
     const top = `style="top:${i * ROW}px"`;
     if (entry.fold) return `<div class="line fold" data-fold="${i}" ${top}><span class="no">⋯</span><span class="sign"></span>${entry.count.toLocaleString("en")} ${entry.what}</div>`;
     const plain = text(entry.line);
-    const kind = /(wait_)?(all_gather|reduce_scatter|synchronize)\(/.exec(plain);
+    const kind = /\b(wait_)?(all_gather|broadcast|reduce_scatter|reduce|all_reduce|synchronize)\(/.exec(plain);
     const classes = ["line", css.get(entry.at) ?? ""];
     if (state.mode === "diff") classes.push(`m${entry.mark}`);
-    else if (kind) classes.push(kind[2] === "reduce_scatter" ? "reduce" : "gather", kind[1] ? "wait" : "");
+    else if (kind) classes.push(kind[2].includes("reduce") ? "reduce" : "gather", kind[1] ? "wait" : "");
     if (entry.at >= 0 && entry.at === state.chosen) classes.push("chosen");
     if (state.hits.has(entry.at)) classes.push("hit");
     const sign = state.mode === "diff" ? ["", "+", "↕", "−"][entry.mark] : "";

@@ -81,7 +81,10 @@ class Phase(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A sharded parameter: bytes of the whole, with padding, and of one rank's shard."""
+    """A sharded parameter: bytes of the whole on the wire, with padding, and of this rank's shard at rest.
+
+    Its gradient has ``reduced_bytes`` on the wire, of which ``outer_bytes`` are reduced again over replicas.
+    """
 
     name: str
     module: Name
@@ -90,6 +93,9 @@ class Parameter(NamedTuple):
     bytes: int
     shard_bytes: int
     trainable: bool
+    strategy: str
+    reduced_bytes: int
+    outer_bytes: int
 
 
 class Setup(NamedTuple):
@@ -140,7 +146,7 @@ def record(
     for p in parameters:
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
-    return Record(_setup(model, plan, cost), stages, phases, parameters, tree, tuple(notes))
+    return Record(_setup(model, plan, cost, parameters), stages, phases, parameters, tree, tuple(notes))
 
 
 # ---- stages ----
@@ -238,22 +244,45 @@ def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
     found: dict[str, Parameter] = {}
     for bucket in buckets:
         for m in bucket.members:
-            size = m.numel * bucket.dtype.bytes
-            p, ranks = m.parameter, bucket.plan.world_size
-            new = Parameter(p.name, p.layer, bucket.label, p.full_shape, size * ranks, size, m.trainable)
+            p, plan, rest = m.parameter, bucket.plan, bucket.rest_dtype
+            reduced = plan.reduced_dtype(rest).bytes
+            new = Parameter(
+                p.name,
+                p.layer,
+                bucket.label,
+                p.full_shape,
+                p.full_numel * plan.unsharded_dtype(rest).bytes,
+                m.numel * rest.bytes,
+                m.trainable,
+                plan.strategy,
+                p.full_numel * reduced,
+                m.numel * reduced if plan.outer is not None else 0,
+            )
             found.setdefault(p.name, new)
     return tuple(found.values())
 
 
-def _setup(model: str, plan: Plan | None, cost: CostModel) -> Setup:
+STRATEGIES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "hybrid_zero2": "hybrid ZeRO-2",
+    "hybrid_zero3": "hybrid ZeRO-3",
+    "owner": "ZeRO-3 by owners",
+}
+
+
+def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[Parameter]) -> Setup:
     if plan is None:
         return Setup(model, "", 1, 0, "", 0, None, cost)
+    strategies = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
     bucketing = f"{plan.bucketing:g} MB" if isinstance(plan.bucketing, int | float) else plan.bucketing
-    strategy = "ZeRO-3" if plan.regather else "ZeRO-2"
-    rank = plan.group.rank() if plan.group is not None else 0
-    return Setup(
-        plan.model, strategy, plan.world_size, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost
+    strategy = " and ".join(STRATEGIES.get(name, name) for name in strategies)
+    ranks, rank = (
+        (plan.everyone.size(), plan.everyone.rank()) if plan.everyone is not None else (plan.world_size, plan.rank)
     )
+    return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost)
 
 
 def _device(trace: TraceCtx | None) -> str:

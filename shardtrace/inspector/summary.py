@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.record import Parameter, Phase, Record
 from shardtrace.inspector.units import count, size
 
 
@@ -57,22 +58,70 @@ def describe(record: Record) -> str:
     )
 
 
+class _Rule(NamedTuple):
+    """What a strategy sends: a kind of collective in a phase, what theory calls its bytes, those of a parameter."""
+
+    phase: str
+    kind: str
+    formula: str
+    bytes: Callable[[Parameter], int]
+
+
+def _whole(p: Parameter) -> int:
+    return p.bytes
+
+
+def _nothing(p: Parameter) -> int:
+    return 0
+
+
+def _gradient(p: Parameter) -> int:
+    return p.reduced_bytes if p.trainable else 0
+
+
+def _shard_of_gradient(p: Parameter) -> int:
+    return p.outer_bytes if p.trainable else 0
+
+
+_GATHER = _Rule("forward", "all_gather", "P", _whole)
+_AGAIN, _KEPT = _Rule("backward", "all_gather", "P", _whole), _Rule("backward", "all_gather", "0", _nothing)
+_REDUCE = _Rule("backward", "reduce_scatter", "G", _gradient)
+_REPLICAS = _Rule("backward", "all_reduce", "G/N", _shard_of_gradient)
+_RULES = {
+    "ddp": [_Rule("backward", "all_reduce", "G", _gradient)],
+    "zero1": [_GATHER, _KEPT, _REDUCE],
+    "zero2": [_GATHER, _KEPT, _REDUCE],
+    "zero3": [_GATHER, _AGAIN, _REDUCE],
+    "hybrid_zero2": [_GATHER, _KEPT, _REDUCE, _REPLICAS],
+    "hybrid_zero3": [_GATHER, _AGAIN, _REDUCE, _REPLICAS],
+    "owner": [
+        _Rule("forward", "broadcast", "P", _whole),
+        _Rule("backward", "broadcast", "P", _whole),
+        _Rule("backward", "reduce", "G", _gradient),
+    ],
+}
+
+
 def traffic(record: Record) -> list[Traffic]:
     """Bytes that the collectives of a step move, against the closed formulas of ZeRO.
 
-    With P bytes of parameters and G bytes of those that are trained: P are gathered in forward, P again in backward
-    (ZeRO-3) or none (ZeRO-2), and G are reduced in backward.
+    With P bytes of parameters and G bytes of gradients of those that are trained, on N ranks that share a copy: ZeRO
+    gathers P in forward, and ZeRO-3 again in backward, where G are reduced, in hybrids G/N once more over replicas; DDP
+    all-reduces G. Where parts of a model have other strategies, bytes of a kind add up.
     """
-    if not record.parameters:
-        return []
-    params = sum(p.bytes for p in record.parameters)
-    trained = sum(p.bytes for p in record.parameters if p.trainable)
-    zero3 = record.setup.strategy == "ZeRO-3"
-    rows = [_traffic(record, "forward", "all_gather", params, "P")]
-    if any(p.name == "backward" for p in record.phases):
-        rows.append(_traffic(record, "backward", "all_gather", params if zero3 else 0, "P" if zero3 else "0"))
-        rows.append(_traffic(record, "backward", "reduce_scatter", trained, "G"))
-    return rows
+    phases = {p.name for p in record.phases}
+    expected: dict[tuple[str, str], int] = {}
+    formulas: dict[tuple[str, str], list[str]] = {}
+    for p in record.parameters:
+        for rule in _RULES[p.strategy]:
+            if rule.phase in phases:
+                at = rule.phase, rule.kind
+                expected[at] = expected.get(at, 0) + rule.bytes(p)
+                formulas.setdefault(at, []).append(rule.formula)
+    return [
+        _traffic(record, phase, kind, size, " + ".join(sorted(set(formulas[phase, kind]))))
+        for (phase, kind), size in sorted(expected.items(), key=lambda item: item[0][0] != "forward")
+    ]
 
 
 def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str) -> Traffic:
@@ -118,6 +167,5 @@ def exposed(record: Record) -> float:
 
 
 def sent_bytes(record: Record) -> int:
-    """What each rank sends in a step, and receives: (N - 1) / N of each unsharded bucket."""
-    ranks = record.setup.world_size
-    return sum(c.bytes for p in record.phases for c in p.collectives) * (ranks - 1) // ranks
+    """What each rank sends in a step, and receives: (N - 1) / N of each unsharded bucket, for an all_reduce twice."""
+    return sum(span.sent for p in record.phases for span in p.timeline.spans)

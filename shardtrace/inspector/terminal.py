@@ -99,12 +99,12 @@ def _drawing(record: Record) -> list[str]:
         return []
     split = round(WIDTH * record.phases[0].timeline.end / end)
     busy, idle = (_lane(record.phases, end, kind) for kind in (_computing, _waiting))
-    gathers = _lane(record.phases, end, lambda phase: _links(phase, "all_gather"))
-    reduces = _lane(record.phases, end, lambda phase: _links(phase, "reduce_scatter"))
+    gathers = _lane(record.phases, end, lambda phase: _links(phase, gathers=True))
+    reduces = _lane(record.phases, end, lambda phase: _links(phase, gathers=False))
     names = f"{'forward':<{split}}" + ("backward" if len(record.phases) > 1 else "")
     lanes = [("", names), ("compute", busy), ("exposed", idle)]
     if gathers.strip() or reduces.strip():
-        lanes += [("all_gather", gathers), ("reduce_scatter", reduces)]
+        lanes += [("parameters", gathers), ("gradients", reduces)]
     lanes.append(("memory", _memory(record, end)))
     return [f"{name:15}{lane}".rstrip() for name, lane in lanes]
 
@@ -122,8 +122,8 @@ def _waiting(phase: Phase) -> Spans:
     return ((starts[s.wait], starts[s.wait + 1]) for s in phase.timeline.spans)
 
 
-def _links(phase: Phase, kind: str) -> Spans:
-    return ((s.start, s.stop) for s in phase.timeline.spans if s.kind == kind)
+def _links(phase: Phase, *, gathers: bool) -> Spans:
+    return ((s.start, s.stop) for s in phase.timeline.spans if s.gathers == gathers)
 
 
 def _lane(phases: Sequence[Phase], end: float, spans: Callable[[Phase], Spans]) -> str:

@@ -16,7 +16,8 @@ class Span(NamedTuple):
     For ``exposed`` seconds before ``wait`` returns compute has nothing else to do.
     """
 
-    kind: str  # "all_gather" or "reduce_scatter"
+    kind: str  # "all_gather", "reduce_scatter", ...
+    gathers: bool  # parameters; else it reduces gradients
     bucket: str
     link: int
     start: float
@@ -24,7 +25,8 @@ class Span(NamedTuple):
     issue: int
     wait: int
     exposed: float
-    bytes: int
+    bytes: int  # of the unsharded bucket
+    sent: int  # of them by each rank, which receives as many
 
 
 class Timeline(NamedTuple):
@@ -57,10 +59,11 @@ def timeline(trace: TraceCtx, cost: CostModel, *, begin: float = 0.0) -> Timelin
             group = bucket.plan.group
             start = max(now, is_free.get(group, 0.0))
             is_free[group] = stop = start + bucket.plan.cost.collective_seconds(bucket)
-            kind = "all_gather" if is_gather(bsym) else "reduce_scatter"
-            link = link_of.setdefault(group, len(link_of))
-            span = Span(kind, bucket.label, link, start, stop, i, i, 0.0, bucket.bytes)
-            under_way[bsym.output.name] = span
+            link, ranks = link_of.setdefault(group, len(link_of)), bucket.plan.world_size
+            sent = bucket.trips * bucket.bytes * (ranks - 1) // ranks
+            under_way[bsym.output.name] = Span(
+                bsym.sym.name, is_gather(bsym), bucket.label, link, start, stop, i, i, 0.0, bucket.bytes, sent
+            )
         elif is_wait(bsym):
             span = under_way.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
