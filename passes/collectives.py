@@ -126,7 +126,8 @@ REDUCTIONS = {
 }
 
 
-def _unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    """The lines that bring a bucket's parameters to their use, in the trace that is being made."""
     match bucket.plan.placement:
         case Placement.REPLICATE:
             return replicated(shards, bucket)
@@ -150,11 +151,11 @@ def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProx
 
 # Has no function of its own: lowering takes its subsymbols. Thunder's autodiff treats a symbol whose arguments
 # all are frozen as a constant and leaves it whole, but never one that is called "synchronize".
-synchronize = _symbol("synchronize", _unshard, None)
+synchronize = _symbol("synchronize", unshard, None)
 
 
 def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    full = _unshard(shards, bucket)
+    full = unshard(shards, bucket)
     if bucket.trainable is not None:
         trainable = [i for i, m in enumerate(bucket.members) if m.trainable]
         grads = _average(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)

@@ -15,6 +15,7 @@ from passes.insert_synchronize import insert_synchronize
 from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
+from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.share_overflow import share_overflow
@@ -33,6 +34,7 @@ class Compilation:
     def __init__(self) -> None:
         self.enlisted = Enlisted()
         self.at_end_of_tracing: list[Callable[[], None]] = []
+        self.swapped: dict[str, Swapped] = {}  # what forward saves, for the backward that follows
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
@@ -132,6 +134,8 @@ def pipeline(compilation: Compilation) -> list[Pass]:
         PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
         # before autodiff, as that reads the tags; after the gathers are there
         PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
+        # after lowering, as it mends what fusions have done to what is saved
+        PassAfterLowering("save_shards", compilation, lambda t: save_shards(t, swapped=compilation.swapped)),
         # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
         # for gradients before it
         PassAfterLowering("share_overflow", compilation, share_overflow),

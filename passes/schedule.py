@@ -15,6 +15,8 @@ of the compute, one of each group's link, on which collectives follow each other
   issued and not waited for (one bucket alone may be larger).
 
 All of it is a function of the trace and of its plans, which are equal on all ranks: so is the order of collectives.
+
+Each collective's line says why it stands where it stands, in its header: Thunder prints that as a comment above it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from thunder.executors.passes import del_last_used
 
 # A collective may take so many times what the cost model says before compute has to wait for it.
 MARGIN = 2.0
+COMPLETE = "its gradients are complete"
 
 
 def schedule(trace: TraceCtx) -> TraceCtx:
@@ -102,6 +105,7 @@ class _Placement:
         self.ahead: Counter[Plan] = Counter()  # gathers that are issued and not waited for
         self.available: set[str] = set()
         self.held_back: int | None = None  # the first gather that was not issued although it could have been
+        self.obstacle: dict[str, str] = {}  # by future: why it could not be issued when that was last tried
         self.idles = False
         self.result: list[BoundSymbol] = []
         for bsym, seconds in timed:
@@ -113,7 +117,7 @@ class _Placement:
             self._wait_for_all()
         for a in bsym.flat_proxy_args:
             if a.name in self.wait_of and a.name not in self.available:
-                self._wait(self.wait_of[a.name])
+                self._wait(self.wait_of[a.name], "the next line uses it")
         if not is_unpack(bsym):  # the first gathers go ahead of compute, after the signature's lines
             self._wait_for_done()
             self._issue_reduces()
@@ -122,6 +126,8 @@ class _Placement:
         self.now += seconds
         while self.ready and self._make_room(bucket_of(self.ready[0])):
             self._issue_reduces()
+        for waiting in self.ready:
+            self.obstacle[waiting.output.name] = self._no_room(bucket_of(waiting).plan)
 
     # ---- what is known before the walk ----
 
@@ -163,41 +169,50 @@ class _Placement:
 
     def _issue_gathers(self, used_now: int = 0) -> None:
         while self.gathers:
-            gather = self.gathers[0]
-            bucket = bucket_of(gather)
-            if self.ahead[bucket.plan] >= bucket.plan.prefetch + used_now or not self._has_room(bucket):
-                return
-            if any(a.name not in self.available for a in gather.flat_proxy_args):
-                return
-            if self.now + self.coming < self.latest[gather.output.name]:  # there is time after the coming line too
-                self.held_back = self.order[gather.output.name] if self.held_back is None else self.held_back
+            obstacle = self._obstacle_to(self.gathers[0], used_now)
+            if obstacle:
+                self.obstacle[self.gathers[0].output.name] = obstacle
                 return
             self._issue_gather()
+
+    def _obstacle_to(self, gather: BoundSymbol, used_now: int) -> str:
+        """Why a gather is not to be issued now; empty if it is."""
+        bucket = bucket_of(gather)
+        if self.ahead[bucket.plan] >= bucket.plan.prefetch + used_now:
+            return f"more than prefetch={bucket.plan.prefetch} would be gathered ahead of use"
+        if not self._has_room(bucket):
+            return self._no_room(bucket.plan)
+        if any(a.name not in self.available for a in gather.flat_proxy_args):
+            return "its shards did not exist"
+        if self.now + self.coming < self.latest[gather.output.name]:  # there is time after the coming line too
+            self.held_back = self.order[gather.output.name] if self.held_back is None else self.held_back
+            return "from here it still arrives in time"
+        return ""
 
     def _issue_gather(self) -> None:
         gather = self.gathers.popleft()
         self.ahead[bucket_of(gather).plan] += 1
-        self.gathering[gather.output.name] = self._issue(gather)
+        self.gathering[gather.output.name] = self._issue(gather, "in order of first use, as early as the limits allow")
 
     # ---- reduces ----
 
     def _issue_reduces(self) -> None:
         while self.ready and self._has_room(bucket_of(self.ready[0])):
-            self.reducing.append(self._issue(self.ready.popleft()))
+            self.reducing.append(self._issue(self.ready.popleft(), COMPLETE))
 
     def _wait_for_done(self) -> None:
         while self.reducing:
             first = self.reducing[0]
             if self.now < first.start + MARGIN * (first.done - first.start):
                 return
-            self._wait(self.wait_for[first.issue.output.name])
+            self._wait(self.wait_for[first.issue.output.name], "it should be done by now")
 
     def _make_room(self, bucket: Bucket) -> bool:
         """Waits for reduces, the first first, until the bucket may be issued; False if gathers leave no room."""
         while not self._has_room(bucket):
             if not self.reducing:
                 return False
-            self._wait(self.wait_for[self.reducing[0].issue.output.name])
+            self._wait(self.wait_for[self.reducing[0].issue.output.name], f"it makes room for {bucket.name}")
         return True
 
     # ---- both ----
@@ -206,16 +221,20 @@ class _Placement:
         inflight = self.inflight[bucket.plan]
         return not inflight or inflight + bucket.bytes <= self.limits[bucket.plan]
 
-    def _issue(self, bsym: BoundSymbol) -> _Flight:
+    def _no_room(self, plan: Plan) -> str:
+        return f"more than {self.limits[plan]} bytes would be in flight"
+
+    def _issue(self, bsym: BoundSymbol, why: str) -> _Flight:
         bucket = bucket_of(bsym)
         group = bucket.plan.group
         start = max(self.now, self.link_is_free.get(group, 0.0))
         self.link_is_free[group] = done = start + _seconds(bsym)
         self.inflight[bucket.plan] += bucket.bytes
-        self._emit(bsym)
+        obstacle = self.obstacle.get(bsym.output.name)
+        self._emit(bsym, "issued here: " + (f"not earlier, as {obstacle}" if obstacle else why))
         return _Flight(bsym, start, done)
 
-    def _wait(self, wait: BoundSymbol) -> None:
+    def _wait(self, wait: BoundSymbol, why: str) -> None:
         """Waits for a collective, and before that for what must have been issued or waited for before it."""
         future, bucket = wait.args[0].name, bucket_of(wait)
         if is_gather(wait):
@@ -230,24 +249,24 @@ class _Placement:
         else:
             while future not in self.available:
                 self._make_room(bucket_of(self.ready[0]))
-                self.reducing.append(self._issue(self.ready.popleft()))
+                self.reducing.append(self._issue(self.ready.popleft(), COMPLETE))
             flight = next(f for f in self.reducing if f.issue.output.name == future)
             self.reducing.remove(flight)
-        self.now = max(self.now, flight.done)
+        idle, self.now = max(0.0, flight.done - self.now), max(self.now, flight.done)
         self.inflight[bucket.plan] -= bucket.bytes
-        self._emit(wait)
+        self._emit(wait, f"waited for here: {why}" + (f"; compute is idle for {idle * 1e3:.3g} ms" if idle else ""))
 
     def _wait_for_all(self) -> None:
         """What is still under way at the end: gathers whose values are returned, and reduces."""
         for future in self.order:
             if self.wait_for[future].flat_proxy_outs[0].name not in self.available:
-                self._wait(self.wait_for[future])
+                self._wait(self.wait_for[future], "it is returned")
         while self.ready or self.reducing:
             self._issue_reduces()
-            self._wait(self.wait_for[self.reducing[0].issue.output.name])
+            self._wait(self.wait_for[self.reducing[0].issue.output.name], "the trace ends")
 
-    def _emit(self, bsym: BoundSymbol) -> None:
-        self.result.append(bsym)
+    def _emit(self, bsym: BoundSymbol, why: str = "") -> None:
+        self.result.append(bsym.from_bsym(header=why) if why else bsym)
         for o in bsym.flat_proxy_outs:
             self.available.add(o.name)
             self.ready.extend(self.pending.ready(o.name))

@@ -62,7 +62,7 @@ def verify(trace: TraceCtx) -> None:
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
     shown = [
-        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i]).splitlines()[0]}"
+        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i].from_bsym(header='')).splitlines()[0]}"
         for i in range(max(0, at - 3), min(len(lines), at + 4))
     ]
     raise VerificationError("\n".join([f"{message} (line {at})", *shown]))

@@ -15,6 +15,7 @@ from passes import Collective, VerificationError
 from shardtrace.api import ddp, fsdp
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.inspector import Inspection, inspect
 from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
 
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Collective",
+    "Inspection",
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",
@@ -30,6 +32,7 @@ __all__ = [
     "fsdp",
     "full_params",
     "full_state_dict",
+    "inspect",
     "load_full_state_dict",
     "memory",
 ]

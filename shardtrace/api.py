@@ -88,7 +88,7 @@ def fsdp(
             may be larger); default: as many as ``prefetch + 1`` of the largest bucket.
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
-            group's first rank, else pessimistic figures.
+            group's first rank, else those of a slow link and a fast device.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).

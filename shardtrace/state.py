@@ -104,10 +104,10 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._agreed: set[tuple[str, ...]] = set()
         self.cost = cost
-        plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
+        self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
-                plans[e.strategy], e.name, e.full_shape, e.layer, e.block, index, to_dtype(e.dtype), e.home.owner
+                self.plans[e.strategy], e.name, e.full_shape, e.layer, e.block, index, to_dtype(e.dtype), e.home.owner
             )
             for index, e in enumerate(entries)
         }

@@ -39,6 +39,7 @@ def test_contents(wheel):
     packages = {name.split("/")[0] for name in files if ".dist-info" not in name}
     assert packages == {"shardtrace", "passes"}
     assert {"shardtrace/py.typed", "passes/py.typed"} <= set(files)
+    assert {"shardtrace/inspector/page.css", "shardtrace/inspector/page.js"} <= set(files)
     assert any(name.endswith("LICENSE") for name in files)
 
 

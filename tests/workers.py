@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import shardtrace  # isort: split
 
@@ -59,6 +60,7 @@ def train_zoo(
     steps: int = 3,
     mesh: tuple[int, int] | None = None,
     precision: str | None = None,
+    executors: list[str] | None = None,
 ) -> Any:
     """Trains the sharded Zoo on this rank's rows; returns its collectives.
 
@@ -75,7 +77,7 @@ def train_zoo(
         model.shift, model.nothing.data = model.shift.bfloat16(), model.nothing.data.bfloat16()
     assert shardtrace.fsdp(model, **options) is model
     exact = {"rtol": 1e-5, "atol": 2e-6} if precision is None else {"rtol": 5e-2, "atol": 5e-2}
-    cmodel = thunder.jit(model)
+    cmodel = thunder.jit(model, executors=executors)
     opt = make_optimizer(optimizer, cmodel.parameters())
     losses = []
     for step in range(steps):
@@ -102,6 +104,14 @@ def train_zoo(
     if isinstance(strategy, str):
         assert {c.kind for c in shardtrace.collectives(cmodel)} == GATHERS.get(strategy, {"all_gather"})
     return [tuple(row) for row in rows]
+
+
+def train_fused(strategy: str, bucketing: str) -> None:
+    """With an executor that fuses lines, and moves some from forward into backward; regions run as they are."""
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        rows = train_zoo(strategy, bucketing, steps=2, executors=["sdpa", "torchcompile"])
+    again = [names for kind, phase, _, _, _, names in rows if (kind, phase) == ("all_gather", "backward")]
+    assert sum("blocks.1.norm" in names for names in again) == (strategy == "zero3")
 
 
 def losses_of_ddp(steps: int = 20) -> None:

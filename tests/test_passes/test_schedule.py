@@ -106,6 +106,45 @@ return (None, t26, t25, t24, t23)""",
     )
 
 
+def test_reasons_stand_above_the_lines(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4))
+    reasons = [
+        f"{b.sym.name} {b.args[1].label}: {b.header}"
+        for traces in (thunder.last_traces, thunder.last_backward_traces)
+        for b in stage(cmodel, "schedule", traces).bound_symbols
+        if is_collective(b)
+    ]
+    assert_expected_inline(
+        "\n".join(reasons),
+        """\
+all_gather 0: issued here: in order of first use, as early as the limits allow
+all_gather 1: issued here: in order of first use, as early as the limits allow
+wait_all_gather 0: waited for here: the next line uses it; compute is idle for 0.2 ms
+all_gather 2: issued here: not earlier, as more than prefetch=1 would be gathered ahead of use
+wait_all_gather 1: waited for here: the next line uses it; compute is idle for 0.197 ms
+all_gather 3: issued here: not earlier, as more than prefetch=1 would be gathered ahead of use
+wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.197 ms
+wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
+all_gather 3: issued here: in order of first use, as early as the limits allow
+all_gather 2: issued here: not earlier, as more than prefetch=1 would be gathered ahead of use
+wait_all_gather 3: waited for here: the next line uses it; compute is idle for 0.197 ms
+reduce_scatter 3: issued here: its gradients are complete
+wait_all_gather 2: waited for here: the next line uses it; compute is idle for 0.179 ms
+all_gather 1: issued here: not earlier, as more than 128 bytes would be in flight
+wait_reduce_scatter 3: waited for here: it makes room for b_2; compute is idle for 0.182 ms
+reduce_scatter 2: issued here: its gradients are complete
+wait_all_gather 1: waited for here: the next line uses it; compute is idle for 0.197 ms
+reduce_scatter 1: issued here: its gradients are complete
+wait_reduce_scatter 2: waited for here: it makes room for b_0; compute is idle for 0.17 ms
+reduce_scatter 0: issued here: its gradients are complete
+wait_reduce_scatter 1: waited for here: the trace ends; compute is idle for 0.2 ms
+wait_reduce_scatter 0: waited for here: the trace ends; compute is idle for 0.2 ms""",
+    )
+    printed = str(thunder.last_traces(cmodel)[-1])
+    assert "# issued here: not earlier, as more than prefetch=1 would be gathered ahead of use\n" in printed
+
+
 def test_golden_backward_of_zero2(fake_ranks):
     fake_ranks(2)
     cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy="zero2")

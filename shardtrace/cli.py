@@ -1,0 +1,154 @@
+"""Shows what a training step does, compiled for ranks that need not exist: no GPU, no torchrun.
+
+TARGET is a factory, ``file.py:function`` or ``package.module:function``, that returns a module and what it is called
+with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a script, ``file.py``, that
+shards a model, jits it and calls it: it is run as one of the fake ranks (collectives do nothing there), with the
+arguments that follow ``--``, and the jitted model that it leaves in a global variable is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import passes  # noqa: F401  first, as it makes Thunder importable
+from shardtrace.inspector import Inspection, inspect
+from shardtrace.inspector.fake import fake_ranks
+
+import thunder
+
+
+class TargetError(Exception):
+    """What is wrong with the target, for a person to read."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command ``shardtrace``. Returns 0; 1 if the target cannot be loaded or compiled; 2 for a wrong usage."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:cut])
+    print(f"compiling {options.target} for rank {options.rank} of {options.world_size} ...", file=sys.stderr)
+    try:
+        shown = load(options, arguments[cut + 1 :])
+        if options.command == "explain":
+            print(shown)
+        else:
+            print(f"wrote {shown.to_html(options.out)}")
+            if options.chrome_trace:
+                print(f"wrote {shown.to_chrome_trace(options.chrome_trace)}")
+    except TargetError as error:
+        print(f"shardtrace: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if options.traceback:
+            raise
+        print(f"shardtrace: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardtrace", description=__doc__, formatter_class=_Format)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, what in (
+        ("inspect", "writes the inspector's page, a single HTML file"),
+        ("explain", "prints the summary"),
+    ):
+        command = commands.add_parser(name, help=what, description=f"{what}.\n\n{__doc__}", formatter_class=_Format)
+        command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+        command.add_argument("--world-size", type=int, default=8, metavar="N", help="number of ranks (8)")
+        command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is shown (0)")
+        command.add_argument("--sharding-strategy", metavar="S", help="for a factory, as in shardtrace.fsdp (zero3)")
+        command.add_argument("--bucketing-strategy", metavar="B", type=_number_or_name, help="for a factory (block)")
+        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory (1)")
+        command.add_argument("--name", help="the global variable of a script that holds the jitted model")
+        command.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        if name == "inspect":
+            command.add_argument("--out", type=Path, default=Path("trace.html"), help="the page (trace.html)")
+            command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also a trace for Perfetto")
+    return parser
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Help whose paragraphs stay as they are written."""
+
+
+def _number_or_name(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
+    """Compiles the target and inspects it. Raises TargetError if it is not one, and what the target raises."""
+    place, colon, function = options.target.rpartition(":")
+    if not colon:
+        return _run_script(Path(options.target), options, script_arguments)
+    made = _factory(place, function)()
+    if thunder.compile_data(made) is not None:
+        return inspect(made)
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise TargetError(
+            f"{options.target} must return a module and what it is called with, as in `return model, (x, y)`, "
+            f"not {type(made).__name__}"
+        )
+    names = ("sharding_strategy", "bucketing_strategy", "prefetch")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return inspect(*made, world_size=options.world_size, rank=options.rank, **given)
+
+
+def _factory(place: str, function: str) -> Callable[[], Any]:
+    if place.endswith(".py"):
+        _check_file(Path(place))
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        found = runpy.run_path(place, run_name=Path(place).stem).get(function)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = getattr(importlib.import_module(place), function, None)
+        except ModuleNotFoundError as error:
+            raise TargetError(f"there is no module {error.name}: is {place} a file? then write {place}.py") from error
+    if not callable(found):
+        raise TargetError(f"there is no function {function} in {place}")
+    return found
+
+
+def _run_script(path: Path, options: argparse.Namespace, arguments: Sequence[str]) -> Inspection:
+    _check_file(path)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.argv = [str(path), *arguments]
+    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": options.world_size}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    with fake_ranks(options.world_size, options.rank):
+        try:
+            left = runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as stop:
+            raise TargetError(f"{path} left by sys.exit({stop.code}), with its variables: let it end") from stop
+        jitted = {name: value for name, value in left.items() if thunder.compile_data(value) is not None}
+        called = {name: value for name, value in jitted.items() if thunder.compile_stats(value).last_traces}
+        if options.name is not None and options.name not in jitted:
+            raise TargetError(f"{path} leaves no jitted model called {options.name}; it leaves {_names(jitted)}")
+        chosen = options.name or next(reversed(called or jitted), None)
+        if chosen is None:
+            raise TargetError(
+                f"{path} leaves no jitted model in a global variable, as in `cmodel = thunder.jit(model)`"
+            )
+        if len(called) > 1 and options.name is None:
+            print(f"showing {chosen}; --name chooses among {_names(called)}", file=sys.stderr)
+        return inspect(jitted[chosen])
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}")
+
+
+def _names(found: dict[str, Any]) -> str:
+    return ", ".join(sorted(found)) or "none"

@@ -1,0 +1,97 @@
+"""What the page's script reads: tables that refer to each other by place, each string escaped for HTML."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from passes.liveness import KINDS
+from shardtrace.inspector.diff import Mark
+from shardtrace.inspector.highlight import highlight
+from shardtrace.inspector.lines import Line, Source, Table, Template, Type
+from shardtrace.inspector.record import Phase, Record, Stage, modules_by_name
+
+
+def page_data(record: Record) -> str:
+    """JSON that may stand in a script element."""
+    tables = _Tables()
+    stages = [_stage(k, record.stages, tables) for k in range(len(record.stages))]
+    data = {
+        "stages": stages,
+        "phases": [_phase(phase, record.stages) for phase in record.phases],
+        **tables.data(modules_by_name(record.phases)),
+        "kinds": KINDS,
+    }
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+class _Tables:
+    """Lines, and what they are made of, each once."""
+
+    def __init__(self) -> None:
+        self.lines = Table[Line]()
+        self.templates = Table[Template]()
+        self.types = Table[Type]()
+        self.names = Table[str]()
+        self.sources = Table[Source]()
+
+    def place(self, line: Line) -> int:
+        """Where a line is; the parts of a fusion are added too."""
+        for part in line.parts:
+            self.place(part)
+        return self.lines.place(line)
+
+    def data(self, module_of: dict[str, str]) -> dict[str, Any]:
+        modules = Table[str]()
+        lines = [self._line(line) for line in self.lines]
+        parts = {i: list(map(self.lines.place, line.parts)) for i, line in enumerate(self.lines) if line.parts}
+        owners = [modules.place(module_of[name]) if name in module_of else -1 for name in self.names]
+        templates = [[highlight(t), t.outputs, [self._type(kind) for kind in t.types]] for t in self.templates]
+        return {
+            "lines": lines,
+            "parts": parts,
+            "templates": templates,
+            "types": [[escape(kind.text), kind.bytes] for kind in self.types],
+            "names": [escape(name) for name in self.names],
+            "owners": owners,
+            "modules": [escape(module) for module in modules],
+            "sources": [[escape(s.file), s.line, escape(s.text)] for s in self.sources],
+        }
+
+    def _line(self, line: Line) -> list[int]:
+        source = self.sources.place(line.source) if line.source is not None else -1
+        return [self.templates.place(line.template), source, *map(self.names.place, line.names)]
+
+    def _type(self, kind: Type | None) -> int:
+        return self.types.place(kind) if kind is not None else -1
+
+
+def _stage(k: int, stages: tuple[Stage, ...], tables: _Tables) -> dict[str, Any]:
+    """``rows`` are 4 * line + mark."""
+    stage = stages[k]
+    before = stages[k - 1].lines if k else ()
+    rows = [
+        4 * tables.place((before if mark is Mark.REMOVED else stage.lines)[place]) + mark for mark, place in stage.rows
+    ]
+    return {"phase": stage.phase, "name": escape(stage.name), "rows": rows}
+
+
+def _phase(phase: Phase, stages: tuple[Stage, ...]) -> dict[str, Any]:
+    """``starts`` are nanoseconds, each less the one before; ``memory`` has rows of line and bytes by kind, where they
+    change."""
+    starts = [round(seconds * 1e9) for seconds in phase.timeline.starts]
+    memory: list[list[int]] = []
+    for row in phase.memory:
+        now = [getattr(row, kind) for kind in KINDS]
+        if not memory or now != memory[-1][1:]:
+            memory.append([row.line, *now])
+    return {
+        "name": phase.name,
+        "stage": max(k for k, stage in enumerate(stages) if stage.phase == phase.name),
+        "starts": [b - a for a, b in zip([0, *starts], starts, strict=False)],
+        "memory": memory,
+        "peak": phase.peak.line,
+        "why": {i: escape(why) for i, why in enumerate(phase.why) if why},
+        "buckets": {i: escape(bucket) for i, bucket in enumerate(phase.buckets) if bucket},
+    }

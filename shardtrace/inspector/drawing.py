@@ -1,0 +1,191 @@
+"""The timeline as HTML and SVG: lanes on one axis, that of the predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
+from shardtrace.inspector.modules import Name
+from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.units import duration, size
+
+
+class Bar(NamedTuple):
+    """From ``start`` to ``stop`` seconds. ``phase`` and ``line`` are where it is in the traces."""
+
+    start: float
+    stop: float
+    label: str
+    css: str
+    title: str
+    phase: str
+    line: int
+
+
+def draw_timeline(record: Record) -> str:
+    """Lanes for compute, for each link and for gathered buckets, and the memory under them; empty if nothing runs."""
+    end = record.phases[-1].timeline.end if record.phases else 0.0
+    if not end:
+        return ""
+    lanes = [_phases(record, end), _axis(end), _bars("compute", "compute", [list(_compute(record))], end)]
+    links = sorted({span.link for phase in record.phases for span in phase.timeline.spans})
+    for link in links:
+        name = "network" if len(links) == 1 else f"network {link}"
+        lanes.append(_bars(name, "network", [list(_collectives(record, link))], end))
+    held = _stacked(list(_held(record)))
+    if held:
+        lanes.append(_bars("gathered", "held", held + [[]] * (3 - len(held)), end))
+    lanes.append(draw_memory(record, end))
+    names = "".join(f'<div class="lane {lane.css}">{escape(lane.name)}</div>' for lane in lanes)
+    return (
+        f'<div class="gutter">{names}</div>'
+        f'<div class="scroller"><div class="track" data-end="{end!r}">{"".join(map(str, lanes))}</div></div>'
+    )
+
+
+def legend() -> str:
+    """Of the lanes, then of the memory."""
+    lanes = (
+        ("compute", "compute"),
+        ("idle", "exposed: compute waits for communication"),
+        ("gather", "parameters travel"),
+        ("reduce", "gradients travel"),
+    )
+    memory = [*((f"m-{kind}", label) for kind, label in STACK), ("during", "needed while a line runs")]
+    return "".join(
+        "<ul>" + "".join(f'<li><span class="key {css}"></span>{escape(label)}</li>' for css, label in entries) + "</ul>"
+        for entries in (lanes, memory)
+    )
+
+
+# ---- bars ----
+
+
+def block_of(module: Name | None) -> str:
+    """The repeated block of a module ("h.3" of "h.3.attn.qkv"), else the module itself."""
+    parts = (module or "").split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: at + 1])
+
+
+def _compute(record: Record) -> Iterator[Bar]:
+    """Compute by block, and where it is idle."""
+    for phase in record.phases:
+        starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
+        busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
+        block, pieces = "", list[tuple[int, str | None]]()  # None where compute is idle
+        for i in busy:
+            block = block_of(phase.modules[i]) if phase.modules[i] is not None else block
+            pieces.append((i, None if i in idle else block))
+        for name, run in groupby(pieces, key=lambda piece: piece[1]):
+            first, *rest = [i for i, _ in run]
+            for i in [first, *rest] if name is None else []:
+                title = f"exposed: {duration(idle[i].exposed)} for {idle[i].kind} of {idle[i].bucket}"
+                yield Bar(starts[i], starts[i + 1], "", "idle", title, phase.name, i)
+            if name is not None:
+                stop = starts[(rest or [first])[-1] + 1]
+                label = name or record.setup.model
+                title = f"{label}: {duration(stop - starts[first])}"
+                yield Bar(starts[first], stop, label, "compute", title, phase.name, first)
+
+
+def _collectives(record: Record, link: int) -> Iterator[Bar]:
+    for phase in record.phases:
+        for s in phase.timeline.spans:
+            if s.link == link:
+                exposed = f", {duration(s.exposed)} of it exposed" if s.exposed else ""
+                title = f"{s.kind} of {s.bucket}: {size(s.bytes)} in {duration(s.stop - s.start)}{exposed}"
+                yield Bar(s.start, s.stop, s.bucket, "gather" if s.gathers else "reduce", title, phase.name, s.issue)
+
+
+def _held(record: Record) -> Iterator[Bar]:
+    """How long each bucket is unsharded: from the issue of its gather to the line that frees its last value."""
+    freed = [_freed(phase) for phase in record.phases]
+    for k, phase in enumerate(record.phases):
+        last: dict[int, float] = {}  # by the line that waits
+        for b in phase.buffers:
+            if b.kind == "unsharded":
+                # a value that is saved for the next phase is freed there
+                stop = max(times[b.name] for times in freed[k:] if b.name in times)
+                last[b.born] = max(last.get(b.born, 0.0), stop)
+        starts = phase.timeline.starts
+        for s in phase.timeline.spans:
+            if s.gathers:
+                stop = last.get(s.wait, starts[s.wait + 1])
+                title = f"{s.bucket}: issued, waited for after {duration(starts[s.wait + 1] - starts[s.issue])}, "
+                title += f"freed after {duration(stop - starts[s.issue])}"
+                yield Bar(starts[s.issue], stop, "", "gather", title, phase.name, s.wait)
+
+
+def _freed(phase: Phase) -> dict[str, float]:
+    """When the memory of each value is freed, at the latest when the phase ends."""
+    clock = phase.timeline
+    return {b.name: clock.end if b.freed is None else clock.starts[b.freed + 1] for b in phase.buffers}
+
+
+def _stacked(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """Bars in as few rows as it takes that none overlap."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars):
+        row = next((row for row in rows if row[-1].stop <= bar.start), None)
+        if row is None:
+            rows.append([bar])
+        else:
+            row.append(bar)
+    return rows
+
+
+# ---- lanes ----
+
+
+def _bars(name: str, css: str, rows: Sequence[Sequence[Bar]], end: float) -> Lane:
+    height = 100 / max(1, len(rows))
+    shapes = "".join(
+        f'<rect class="{bar.css}" x="{place(bar.start, end)}" y="{k * height:.4g}" '
+        f'width="{max(1, place(bar.stop, end) - place(bar.start, end))}" height="{height * 0.9:.4g}" '
+        f'data-at="{bar.phase}:{bar.line}"><title>{escape(bar.title)}</title></rect>'
+        for k, row in enumerate(rows)
+        for bar in row
+    )
+    labels = "".join(_labels(rows[0], end)) if len(rows) == 1 else ""
+    svg = f'<svg viewBox="0 0 {WIDTH} 100" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'
+    return Lane(name, css, svg + labels)
+
+
+def _labels(bars: Iterable[Bar], end: float) -> Iterator[str]:
+    for bar in bars:
+        if bar.label:
+            left, width = 100 * bar.start / end, 100 * (bar.stop - bar.start) / end
+            where = f"left:{left:.3f}%;width:{width:.3f}%"
+            yield f'<span class="label" style="{where}"><span>{escape(bar.label)}</span></span>'
+
+
+def _phases(record: Record, end: float) -> Lane:
+    spans = []
+    for p in record.phases:
+        start, seconds = p.timeline.starts[0], p.timeline.end - p.timeline.starts[0]
+        where = f"left:{100 * start / end:.3f}%;width:{100 * seconds / end:.3f}%"
+        spans.append(f'<span style="{where}"><b>{p.name} <small>{duration(seconds)}</small></b></span>')
+    return Lane("", "phases", "".join(spans))
+
+
+def _axis(end: float) -> Lane:
+    """Some eight round times; the script draws more where it zooms in."""
+    return Lane("predicted time", "axis", "".join(_ticks(end)))
+
+
+def _ticks(end: float) -> Iterator[str]:
+    step = round_step(end / 8)
+    for k in range(int(end / step) + 1):
+        yield f'<span style="left:{100 * k * step / end:.3f}%">{duration(k * step)}</span>'
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... times a power of ten that is not less."""
+    power = 10.0 ** len(str(int(least))) if least >= 1 else 1.0
+    while power / 10 >= least:
+        power /= 10
+    return next(power * factor for factor in (0.2, 0.5, 1.0) if power * factor >= least)

@@ -1,0 +1,89 @@
+"""Compiling for ranks that do not exist, without running anything: on a laptop one sees rank r of N for any N."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from shardtrace.api import fsdp
+
+import thunder
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is one of ``world_size`` ranks; the others do not exist, and collectives do nothing.
+
+    Raises:
+        ValueError: if there is no such rank.
+        RuntimeError: if this process is in a process group of ranks that do exist.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"there is no rank {rank} of {world_size}: world_size must be 1 or more, and rank below it")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process is in a process group already: call inspect(model, ..., world_size=...) in one that is not, "
+            "or inspect what thunder.jit made of a model that is sharded over this group"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # a script may have ended it already
+            dist.destroy_process_group()
+
+
+def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
+    """Traces and compiles a call of a jitted function, and does not run it."""
+    args, kwargs = arguments
+    thunder.compile_data(function).get_computation_and_inputs(*args, **kwargs)
+
+
+def compile_sharded(
+    model: nn.Module, arguments: Arguments, *, fsdp_options: Mapping[str, Any], jit_options: Mapping[str, Any]
+) -> Any:
+    """A jitted and sharded copy of ``model``, compiled for one call in the process group that is there.
+
+    The model stays as it is. Of its copy only shards have memory, and whatever values that memory holds.
+    """
+    options = {"device": _device(model, arguments), **fsdp_options, "param_init_fn": _leave}
+    ours = thunder.jit(fsdp(_hollow(model), **options), **jit_options)
+    compile_only(ours, arguments)
+    return ours
+
+
+def parse_arguments(example_inputs: Any) -> Arguments:
+    """A tuple or list of arguments, a mapping of keyword arguments, or the only argument."""
+    if isinstance(example_inputs, Mapping):
+        return (), example_inputs
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device; tied ones stay tied, buffers are copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _leave(module: nn.Module) -> None:
+    """Initialises nothing: no value is ever looked at."""
+
+
+def _device(model: nn.Module, arguments: Arguments) -> torch.device:
+    args, kwargs = arguments
+    tensors = [*model.parameters(), *(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))]
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))

@@ -1,0 +1,216 @@
+"""``inspect``: what a compiled step does, to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardtrace.inspector import chrome, page, terminal
+from shardtrace.inspector.fake import compile_sharded, fake_ranks, parse_arguments
+from shardtrace.inspector.modules import layout
+from shardtrace.inspector.record import Record, Rows, Stage, record
+from shardtrace.state import state_of, states_in
+
+import thunder
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx
+from torch import nn
+
+
+class CollectiveRow(NamedTuple):
+    """One collective of a step. ``bytes`` are those of the unsharded bucket, with padding; ``issue`` and ``wait`` lines
+    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, as the cost model predicts
+    them, and ``exposed`` the seconds for which compute waits for it."""
+
+    phase: str
+    kind: str
+    bucket: str
+    dtype: str
+    bytes: int
+    parameters: tuple[str, ...]
+    issue: int
+    wait: int
+    start: float
+    stop: float
+    exposed: float
+    why_issued: str
+    why_waited: str
+
+
+class MemoryRow(NamedTuple):
+    """The memory of tensors at one line of an executed trace, in bytes; ``time`` is when the line starts, in seconds.
+
+    ``during`` is needed while the line runs; ``total`` is alive after it, of which ``inputs`` are shards and the batch.
+    """
+
+    phase: str
+    line: int
+    code: str
+    time: float
+    during: int
+    total: int
+    inputs: int
+    unsharded: int
+    in_flight: int
+    activations: int
+    saved: int
+    gradients: int
+
+
+class Inspection:
+    """What :func:`inspect` returns. ``print`` shows the summary, a notebook the whole page."""
+
+    def __init__(self, data: Record) -> None:
+        self.record = data
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Each pass of forward, then of backward: ``name``, ``phase``, ``seconds``, ``lines``, ``changes``."""
+        return self.record.stages
+
+    @cached_property
+    def collectives(self) -> Rows[CollectiveRow]:
+        """The collectives of a step in the order in which they are issued: a list of named tuples, with
+        ``to_pandas()``."""
+        rows = Rows[CollectiveRow]()
+        for phase in self.record.phases:
+            spans = {span.issue: span for span in phase.timeline.spans}
+            for c, issue in zip(phase.collectives, sorted(spans), strict=True):
+                s = spans[issue]
+                where = (s.issue, s.wait, s.start, s.stop, s.exposed, phase.why[s.issue], phase.why[s.wait])
+                rows.append(CollectiveRow(c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters, *where))
+        return rows
+
+    @cached_property
+    def memory(self) -> Rows[MemoryRow]:
+        """The memory at each line of a step: a list of named tuples, with ``to_pandas()``."""
+        return Rows(
+            MemoryRow(phase.name, row.line, line.code, time, *row[1:])
+            for phase in self.record.phases
+            for row, line, time in zip(phase.memory, phase.lines, phase.timeline.starts, strict=False)
+        )
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes the page to a file that needs no network and no other file, and returns its path."""
+        return _write(path, page.render(self.record))
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Writes the predicted timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
+        return _write(path, chrome.render(self.record))
+
+    def __str__(self) -> str:
+        return terminal.render(self.record)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return page.embed(self.record)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+def _write(path: str | Path, text: str) -> Path:
+    path = Path(path)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def inspect(
+    model: Callable[..., Any],
+    example_inputs: Any = None,
+    *,
+    world_size: int | None = None,
+    rank: int = 0,
+    compilation: int | None = None,
+    jit_options: Mapping[str, Any] | None = None,
+    **fsdp_options: Any,
+) -> Inspection:
+    """Shows what a step does: its passes, the predicted timeline and memory, and what each line is for.
+
+    ``inspect(cmodel)`` looks at what ``thunder.jit`` has compiled. ``inspect(model, example_inputs, world_size=64)``
+    compiles a copy of ``model`` for one of so many ranks that do not exist, and runs nothing: it needs no GPU, no
+    other process, and memory for one rank's shards.
+
+    Args:
+        model: what ``thunder.jit`` returned, or a module (also one on the meta device) for fake ranks.
+        example_inputs: what the module is called with: a tuple of arguments, a mapping of keyword arguments, or the
+            only argument. Their values do not matter.
+        world_size: the number of fake ranks.
+        rank: the one that is shown; all of them run the same lines.
+        compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
+            the order of compilation; default: that of the last call.
+        jit_options: for ``thunder.jit``, with fake ranks.
+        fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ... Without
+            ``cost_model``, times are those of its pessimistic figures, the same on every machine.
+
+    Raises:
+        TypeError: if ``model`` is neither, or if an argument does not go with it.
+        IndexError: if there is no such compilation.
+        RuntimeError: for fake ranks, if this process is in a process group already.
+    """
+    if thunder.compile_data(model) is not None:
+        if example_inputs is not None or world_size is not None or jit_options or fsdp_options:
+            raise TypeError(
+                "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
+                "or pass the module itself, not sharded, to compile it for fake ranks"
+            )
+        return Inspection(_record(model, compilation))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect takes what thunder.jit returned, or a module, not {type(model).__name__}")
+    if states_in(model):
+        raise TypeError(f"this {type(model).__name__} is sharded: pass what thunder.jit made of it, after a call")
+    if example_inputs is None or world_size is None:
+        raise TypeError(
+            "a module that is not jitted is compiled for fake ranks: pass example_inputs and world_size as well, "
+            "as in inspect(model, (x, y), world_size=64)"
+        )
+    with fake_ranks(world_size, rank):
+        arguments = parse_arguments(example_inputs)
+        ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
+        return Inspection(_record(ours, None))
+
+
+def _record(cmodel: Any, compilation: int | None) -> Record:
+    forward, backward, notes = _compiled(cmodel, compilation)
+    module = cmodel._model if isinstance(cmodel, ThunderModule) else None
+    name = type(module).__name__ if module is not None else getattr(cmodel, "__name__", type(cmodel).__name__)
+    forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
+    states = states_in(module) if module is not None else []
+    plan = next((plan for state in states for plan in state.plans.values()), None)
+    if not forward:
+        notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
+    shown = record(forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes)
+    if forward and not shown.setup.strategy:
+        no_collectives = (
+            "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."
+        )
+        shown = shown._replace(notes=(*shown.notes, no_collectives))
+    return shown
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP") if state_of(module) else type(module).__name__
+
+
+def _compiled(cmodel: Any, compilation: int | None) -> tuple[list[TraceCtx], list[TraceCtx], list[str]]:
+    """The forward and the backward traces of one compilation, and what to tell about the choice."""
+    stats = thunder.compile_stats(cmodel)
+    entries = stats.interpreter_cache
+    if compilation is not None:
+        try:
+            entry = entries[compilation]
+        except IndexError:
+            raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}") from None
+        return entry.computation_traces, entry.backward_traces, [_choice(compilation % len(entries), len(entries))]
+    forward = stats.last_traces or []
+    at = next((i for i, e in enumerate(entries) if e.computation_traces is forward), None)
+    if at is None:
+        return forward, stats.last_backward_traces or [], []
+    return forward, entries[at].backward_traces, [_choice(at, len(entries))] if len(entries) > 1 else []
+
+
+def _choice(at: int, of: int) -> str:
+    return f"This is compilation {at} of {of} (counted from 0): inspect(cmodel, compilation=...) shows another."

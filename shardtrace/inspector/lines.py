@@ -1,0 +1,128 @@
+"""Lines of traces as plain data. Repeated blocks print the same lines of other values: such lines share a template.
+
+``t3 = torch.add(t1, t2)`` is the template ``("", " = torch.add(", ", ", ")")`` of the names t3, t1 and t2.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from passes.plan import Bucket
+from passes.recognise import is_unpack, names
+
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Table(Generic[T]):
+    """Values, each once, in the order in which they came; others refer to them by their place."""
+
+    def __init__(self, values: Iterable[T] = ()) -> None:
+        self._places: dict[T, int] = {value: i for i, value in enumerate(values)}
+
+    def place(self, value: T) -> int:
+        """Where ``value`` is; it is added if it is new."""
+        return self._places.setdefault(value, len(self._places))
+
+    def __iter__(self) -> Any:
+        return iter(self._places)
+
+
+class Type(NamedTuple):
+    """Of a value: as Thunder prints it (device, dtype, shape), and its size in bytes."""
+
+    text: str
+    bytes: int
+
+
+class Template(NamedTuple):
+    """The code between the names of a line; of the names the first ``outputs`` are those of its results."""
+
+    pieces: tuple[str, ...]
+    outputs: int
+    types: tuple[Type | None, ...]  # of the results; None for what is not a tensor
+
+    def fill(self, values: Iterable[str]) -> str:
+        """The code, with ``values`` for its names."""
+        first, *rest = self.pieces
+        return first + "".join(value + piece for value, piece in zip(values, rest, strict=True))
+
+
+class Source(NamedTuple):
+    """Where a line comes from in the user's program; ``text`` is what is written there."""
+
+    file: str
+    line: int
+    text: str
+
+
+class Line(NamedTuple):
+    """A line of a trace. ``parts`` are the lines that a fusion consists of."""
+
+    template: Template
+    names: tuple[str, ...]
+    source: Source | None = None
+    parts: tuple[Line, ...] = ()
+
+    @property
+    def code(self) -> str:
+        return self.template.fill(self.names)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.names[: self.template.outputs]
+
+
+NAME = re.compile(r"[A-Za-z_]\w*(?!=|\w)")  # not the keyword of an argument
+TYPE_COMMENT = re.compile(r'(?:  # \w+|(?<=^)(# \w+)): "[^"\n]*" *$', re.MULTILINE)
+
+
+def read_line(bsym: BoundSymbol) -> Line:
+    """A line as Thunder prints it, but on one line, without its header and without the comments that tell types."""
+    code = _code(bsym)
+    known = names(bsym.args) | names(bsym.kwargs) | {o.name for o in bsym.flat_proxy_outs}
+    known |= {a.name for a in bsym.args if isinstance(a, Bucket)}
+    found = [match for match in NAME.finditer(code) if match[0] in known]
+    cuts = [0, *(at for match in found for at in match.span()), len(code)]
+    pieces = tuple(code[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True))
+    template = Template(pieces, _count_results(bsym, code, found), tuple(map(_type, bsym.flat_proxy_outs)))
+    parts = tuple(map(read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
+    return Line(template, tuple(match[0] for match in found), _source(bsym), parts)
+
+
+def _code(bsym: BoundSymbol) -> str:
+    header = bsym.header.splitlines() if isinstance(bsym.header, str) else bsym.header
+    first, *more = "\n".join(bsym.python(indent=0, print_depth=1)[len(header) :]).splitlines() or [""]
+    parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # comments below it tell types too
+    return TYPE_COMMENT.sub(r"\1", " ".join(part.removesuffix("\\").strip() for part in parts))
+
+
+def _count_results(bsym: BoundSymbol, code: str, found: list[re.Match[str]]) -> int:
+    results = {o.name for o in bsym.flat_proxy_outs}
+    if is_unpack(bsym) and " = " not in code:  # "# x", an argument of the trace
+        return len(found)
+    left = code.find(" = ")
+    return sum(match[0] in results and match.start() < left for match in found)
+
+
+def _type(proxy: Any) -> Type | None:
+    if not isinstance(proxy, TensorProxy | FutureTensorProxy):
+        return None
+    shape = tuple(d if isinstance(d, int) else int(d.value) for d in proxy.shape)
+    size = proxy.dtype.bytes
+    for d in shape:
+        size *= d
+    kind = "future " if isinstance(proxy, FutureTensorProxy) else ""
+    return Type(f"{kind}{proxy.device.device_str()} {proxy.dtype.shortname()}{list(shape)}", size)
+
+
+def _source(bsym: BoundSymbol) -> Source | None:
+    line = bsym.source_positions.lineno if bsym.source_positions is not None else None
+    if not bsym.source_filename or not line:
+        return None
+    return Source(bsym.source_filename, line, linecache.getline(bsym.source_filename, line).strip())

@@ -1,0 +1,206 @@
+"""Which module of the model each line of a trace belongs to.
+
+Thunder's lines know where in the source they come from, not for which module they were traced. But a line that reads
+a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the module
+of that class that is nearest to the last such line, or to the next. What is left, in backward nearly all, belongs to
+where its arguments were computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+from passes.plan import Bucket
+from passes.recognise import is_collective, is_deletion, is_return, is_unpack
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from torch import nn
+
+Name = str  # a module's qualified name; "" is the model itself
+
+
+class Scope(NamedTuple):
+    """A function of a class: where it is written, and the modules that are instances of the class."""
+
+    file: str
+    first: int
+    last: int
+    instances: frozenset[Name]
+
+
+class Layout(NamedTuple):
+    """What a model says about lines: ``owners`` of parameters by the names of trace inputs, scopes by file, and the
+    place of each module in the order of ``named_modules``."""
+
+    owners: Mapping[str, Name]
+    scopes: Mapping[str, list[Scope]]
+    order: Mapping[Name, int]
+
+
+def layout(model: nn.Module | None) -> Layout:
+    """The layout of a model; an empty one where there is none to ask."""
+    if model is None:
+        return Layout({}, {}, {})
+    owners = {
+        "t_" + name.replace(".", "_"): name.rpartition(".")[0]
+        for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    instances: dict[type, set[Name]] = {}
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+            instances.setdefault(cls, set()).add(name)
+    scopes: dict[str, list[Scope]] = {}
+    for cls, members in instances.items():
+        for code in _functions(cls):
+            scope = Scope(code.co_filename, code.co_firstlineno, _last_line(code), frozenset(members))
+            scopes.setdefault(os.path.abspath(scope.file), []).append(scope)
+    return Layout(owners, scopes, {name: i for i, (name, _) in enumerate(model.named_modules())})
+
+
+def _functions(cls: type) -> Iterator[CodeType]:
+    for value in vars(cls).values():
+        function = inspect.unwrap(value) if callable(value) else value
+        if isinstance(function, FunctionType):
+            yield function.__code__
+
+
+def _last_line(code: CodeType) -> int:
+    return max(line or 0 for *_, line in code.co_lines())
+
+
+def assign_modules(lines: list[BoundSymbol], model: Layout, known: Mapping[str, Name]) -> list[Name | None]:
+    """For each line the module that it belongs to; None for collectives, ``del`` and the like, and where nothing tells.
+
+    ``known`` are the modules of values that other traces computed, by name.
+    """
+    owned = _owners(lines, model)
+    sure = _carry(owned)
+    upcoming = reversed(_carry(owned[::-1]))
+    found: list[Name | None] = []
+    modules = dict(known)
+    for bsym, owner, before, after in zip(lines, owned, sure, upcoming, strict=True):
+        module = owner
+        if module is None and _computes(bsym):
+            module = _by_source(bsym, model, (before, after))
+            for origin in (known, modules):  # what forward saved tells more than where gradients come from
+                if module is None:
+                    module = _deepest(origin.get(a.name) for a in bsym.flat_proxy_args)
+        found.append(module)
+        if module is not None:
+            modules.update((o.name, module) for o in bsym.flat_proxy_outs)
+    return found
+
+
+def _computes(bsym: BoundSymbol) -> bool:
+    return not (is_collective(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
+
+
+def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
+    """For each line that reads parameters, the module that owns them, or the one around all that do (of a fusion)."""
+    owner = dict(model.owners)
+    found: list[Name | None] = []
+    for bsym in lines:
+        bucket = next((a for a in bsym.args if isinstance(a, Bucket)), None)
+        if bucket is not None and len(bsym.flat_proxy_outs) == len(bucket.members):
+            owner.update((o.name, m.parameter.layer) for o, m in zip(bsym.flat_proxy_outs, bucket.members, strict=True))
+        tensors = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+        read = [owner[name] for name in tensors if name in owner]
+        module = _around(read) if read and _computes(bsym) and bucket is None else None
+        if module is not None and len(read) == len(tensors):  # a view or a cast of a parameter
+            owner.update((o.name, module) for o in bsym.flat_proxy_outs)
+        found.append(module)
+    return found
+
+
+def _carry(owned: list[Name | None]) -> list[Name | None]:
+    """Each line's own module, or else the last before it."""
+    carried: list[Name | None] = []
+    for module in owned:
+        carried.append(module if module is not None or not carried else carried[-1])
+    return carried
+
+
+def _by_source(bsym: BoundSymbol, model: Layout, near: Sequence[Name | None]) -> Name | None:
+    """One of the modules whose code the line comes from: one around the modules that are ``near``, else beside them."""
+    line = bsym.source_positions.lineno if bsym.source_positions is not None else None
+    if not bsym.source_filename or line is None:
+        return None
+    scopes = model.scopes.get(os.path.abspath(bsym.source_filename), ())
+    around = sorted((s for s in scopes if s.first <= line <= s.last), key=lambda s: s.last - s.first)
+    if not around:
+        return None
+    instances, known = around[0].instances, [n for n in near if n is not None]
+    outer = next((m for n in known for m in ancestors(n) if m in instances), None)
+    return outer if outer is not None else next((_beside(n, instances, model.order) for n in known), None)
+
+
+def _beside(near: Name, instances: frozenset[Name], order: Mapping[Name, int]) -> Name:
+    """Of those with most around them that is around ``near`` too, the next in order, else the last."""
+    for outer in ancestors(near):
+        inside = [m for m in instances if m.startswith(f"{outer}.") or not outer]
+        if inside:
+            return min(inside, key=lambda m: (order[m] < order[near], abs(order[m] - order[near])))
+    raise AssertionError("every module is inside the model")
+
+
+def ancestors(name: Name) -> Iterator[Name]:
+    """A module's name and those of the modules around it, innermost first, the model ("") last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _around(names: Sequence[Name]) -> Name:
+    """The innermost module that is each of them or around it."""
+    first, *others = ([*ancestors(name)] for name in names)
+    return next(a for a in first if all(a in other for other in others))
+
+
+def _deepest(names: Iterable[Name | None]) -> Name | None:
+    return max((n for n in names if n is not None), key=_depth, default=None)
+
+
+def _depth(name: Name) -> int:
+    return name.count(".") + bool(name)
+
+
+# ---- folding ----
+
+
+class Branch(NamedTuple):
+    """A module, or several siblings of one form ("h.0 … h.11"), with the branches inside the first of them."""
+
+    names: tuple[Name, ...]
+    children: tuple[Branch, ...]
+
+
+def fold(names: Iterable[Name], form: Callable[[Name], object]) -> Branch:
+    """The tree of modules; siblings in a row whose ``form`` and children are equal become one branch."""
+    inside: dict[Name, list[Name]] = {}
+    for name in dict.fromkeys(a for n in names for a in reversed(list(ancestors(n)))):
+        if name:
+            inside.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def branch(name: Name) -> tuple[Branch, object]:
+        folded: list[tuple[Branch, object]] = []
+        for child in inside.get(name, ()):
+            one, shape = branch(child)
+            if folded and folded[-1][1] == shape and _is_next(folded[-1][0].names[-1], child):
+                folded[-1] = (folded[-1][0]._replace(names=(*folded[-1][0].names, child)), shape)
+            else:
+                folded.append((one, shape))
+        shape = (form(name), tuple((len(b.names), b.names[0].rpartition(".")[2], s) for b, s in folded))
+        return Branch((name,), tuple(b for b, _ in folded)), shape
+
+    return branch("")[0]
+
+
+def _is_next(name: Name, following: Name) -> bool:
+    a, b = name.rpartition(".")[2], following.rpartition(".")[2]
+    return a.isdigit() and b.isdigit() and int(b) == int(a) + 1

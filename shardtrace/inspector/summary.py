@@ -1,0 +1,171 @@
+"""The numbers of a step beside those that theory gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardtrace.inspector.record import Parameter, Phase, Record
+from shardtrace.inspector.units import count, size
+
+
+class Traffic(NamedTuple):
+    """One kind of collective in one phase: how many and how many bytes (of unsharded buckets) there are.
+
+    ``formula`` is what ``expected`` bytes are; with fewer, some parameters are not needed there.
+    """
+
+    phase: str
+    kind: str
+    number: int
+    bytes: int
+    expected: int
+    formula: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.bytes == self.expected
+
+
+class Peak(NamedTuple):
+    """Where a step needs most memory: a line of a phase, with the bytes that are needed while it runs."""
+
+    phase: str
+    line: int
+    code: str
+    bytes: int
+
+
+class Saved(NamedTuple):
+    """A piece of memory that forward keeps for backward."""
+
+    name: str
+    bytes: int
+    type: str
+    module: str
+
+
+def describe(record: Record) -> str:
+    """The setup in one line."""
+    s = record.setup
+    if not s.strategy:
+        return "not sharded by shardtrace"
+    limit = f"prefetch {s.prefetch}"
+    if s.max_inflight_bytes is not None:
+        limit += f", at most {size(s.max_inflight_bytes)} in flight"
+    return (
+        f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
+    )
+
+
+class _Rule(NamedTuple):
+    """What a strategy sends: a kind of collective in a phase, what theory calls its bytes, those of a parameter."""
+
+    phase: str
+    kind: str
+    formula: str
+    bytes: Callable[[Parameter], int]
+
+
+def _whole(p: Parameter) -> int:
+    return p.bytes
+
+
+def _nothing(p: Parameter) -> int:
+    return 0
+
+
+def _gradient(p: Parameter) -> int:
+    return p.reduced_bytes if p.trainable else 0
+
+
+def _shard_of_gradient(p: Parameter) -> int:
+    return p.outer_bytes if p.trainable else 0
+
+
+_GATHER = _Rule("forward", "all_gather", "P", _whole)
+_AGAIN, _KEPT = _Rule("backward", "all_gather", "P", _whole), _Rule("backward", "all_gather", "0", _nothing)
+_REDUCE = _Rule("backward", "reduce_scatter", "G", _gradient)
+_REPLICAS = _Rule("backward", "all_reduce", "G/N", _shard_of_gradient)
+_RULES = {
+    "ddp": [_Rule("backward", "all_reduce", "G", _gradient)],
+    "zero1": [_GATHER, _KEPT, _REDUCE],
+    "zero2": [_GATHER, _KEPT, _REDUCE],
+    "zero3": [_GATHER, _AGAIN, _REDUCE],
+    "hybrid_zero2": [_GATHER, _KEPT, _REDUCE, _REPLICAS],
+    "hybrid_zero3": [_GATHER, _AGAIN, _REDUCE, _REPLICAS],
+    "owner": [
+        _Rule("forward", "broadcast", "P", _whole),
+        _Rule("backward", "broadcast", "P", _whole),
+        _Rule("backward", "reduce", "G", _gradient),
+    ],
+}
+
+
+def traffic(record: Record) -> list[Traffic]:
+    """Bytes that the collectives of a step move, against the closed formulas of ZeRO.
+
+    With P bytes of parameters and G bytes of gradients of those that are trained, on N ranks that share a copy: ZeRO
+    gathers P in forward, and ZeRO-3 again in backward, where G are reduced, in hybrids G/N once more over replicas; DDP
+    all-reduces G. Where parts of a model have other strategies, bytes of a kind add up.
+    """
+    phases = {p.name for p in record.phases}
+    expected: dict[tuple[str, str], int] = {}
+    formulas: dict[tuple[str, str], list[str]] = {}
+    for p in record.parameters:
+        for rule in _RULES[p.strategy]:
+            if rule.phase in phases:
+                at = rule.phase, rule.kind
+                expected[at] = expected.get(at, 0) + rule.bytes(p)
+                formulas.setdefault(at, []).append(rule.formula)
+    return [
+        _traffic(record, phase, kind, size, " + ".join(sorted(set(formulas[phase, kind]))))
+        for (phase, kind), size in sorted(expected.items(), key=lambda item: item[0][0] != "forward")
+    ]
+
+
+def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str) -> Traffic:
+    rows = [c for p in record.phases if p.name == phase for c in p.collectives if c.kind == kind]
+    return Traffic(phase, kind, len(rows), sum(c.bytes for c in rows), expected, formula)
+
+
+def peak(record: Record) -> Peak | None:
+    """The line at which most memory is needed; None if nothing was compiled."""
+    if not record.phases:
+        return None
+    phase: Phase = max(record.phases, key=lambda p: p.peak.during)
+    row = phase.peak
+    return Peak(phase.name, row.line, phase.lines[row.line].code, row.during)
+
+
+def largest_saved(record: Record, most: int = 8) -> list[Saved]:
+    """The largest pieces of memory that forward keeps for backward, shards and inputs not counted."""
+    if not record.phases:
+        return []
+    forward = record.phases[0]
+    made = {name: i for i, line in enumerate(forward.lines) for name in line.results}
+    kept = sorted((b for b in forward.buffers if b.kind == "saved"), key=lambda b: -b.bytes)
+    rows = []
+    for b in kept[:most]:
+        line = made.get(b.name)
+        kind = module = ""
+        if line is not None:
+            found = forward.lines[line].template.types[forward.lines[line].results.index(b.name)]
+            kind, module = found.text if found is not None else "", forward.modules[line] or ""
+        rows.append(Saved(b.name, b.bytes, kind, module))
+    return rows
+
+
+def seconds(record: Record) -> float:
+    """How long the step takes, as the cost model predicts it."""
+    return record.phases[-1].timeline.end if record.phases else 0.0
+
+
+def exposed(record: Record) -> float:
+    """For how long of it compute waits for communication."""
+    return sum(p.timeline.exposed for p in record.phases)
+
+
+def sent_bytes(record: Record) -> int:
+    """What each rank sends in a step, and receives: (N - 1) / N of each unsharded bucket, for an all_reduce twice."""
+    return sum(span.sent for p in record.phases for span in p.timeline.spans)

@@ -1,0 +1,78 @@
+"""The numbers of a step as HTML tables, which can be read without style and script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from shardtrace.inspector.record import Record
+from shardtrace.inspector.summary import largest_saved, traffic
+from shardtrace.inspector.units import duration, size
+
+
+def draw_tables(record: Record) -> str:
+    """All of them."""
+    return "".join((_traffic(record), _buckets(record), _saved(record), _setup(record)))
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    """A table of cells that are HTML already; the columns after the first are numbers if they begin with "#"."""
+    columns = [(name.removeprefix("#"), ' class="n"' if name.startswith("#") else "") for name in head]
+    top = "".join(f"<th{css}>{name}</th>" for name, css in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td{css}>{cell}</td>" for cell, (_, css) in zip(row, columns, strict=True)) + "</tr>"
+        for row in rows
+    )
+    note = f"<p>{note}</p>" if note else ""
+    return f"<figure><h3>{title}</h3>{note}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></figure>"
+
+
+def _traffic(record: Record) -> str:
+    rows = [
+        (
+            t.phase,
+            t.kind,
+            f"{t.number}",
+            size(t.bytes),
+            f"{t.formula} = {size(t.expected)}",
+            "✓" if t.agrees else "fewer",
+        )
+        for t in traffic(record)
+    ]
+    if not rows:
+        return ""
+    note = (
+        "Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. "
+        "P: all parameters, G: those that are trained."
+    )
+    return table("Collectives of a step", ("phase", "kind", "#number", "#bytes", "#formula", ""), rows, note)
+
+
+def _buckets(record: Record) -> str:
+    held: dict[str, list[int]] = {}
+    for p in record.parameters:
+        held.setdefault(p.bucket, [0, 0, 0])
+        for k, n in enumerate((1, p.bytes, p.shard_bytes)):
+            held[p.bucket][k] += n
+    rows = [(escape(name), f"{n}", size(whole), size(shard)) for name, (n, whole, shard) in held.items()]
+    return table("Buckets", ("bucket", "#parameters", "#gathered", "#shards of a rank"), rows) if rows else ""
+
+
+def _saved(record: Record) -> str:
+    rows = [
+        (f"<code>{escape(s.name)}</code>", escape(s.type), size(s.bytes), escape(s.module))
+        for s in largest_saved(record)
+    ]
+    return table("Largest tensors saved for backward", ("name", "type", "#bytes", "module"), rows) if rows else ""
+
+
+def _setup(record: Record) -> str:
+    link, device = record.setup.cost.link, record.setup.cost.device
+    rows = [
+        ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} for each collective"),
+        ("matrix products", f"{device.flops / 1e12:g} TFLOP/s, {device.half_flops / 1e12:g} in 16 bits"),
+        ("memory", f"{device.bandwidth / 1e9:g} GB/s"),
+        ("each line", duration(device.overhead)),
+    ]
+    note = "What predicted times rest on; <code>python -m shardtrace.calibrate</code> measures them."
+    return table("Cost model", ("", ""), rows, note)

@@ -1,0 +1,151 @@
+"""The inspector as text: the summary, the passes, and the step drawn in characters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shardtrace.inspector.record import Phase, Record, Stage
+from shardtrace.inspector.summary import describe, exposed, largest_saved, peak, seconds, sent_bytes, traffic
+from shardtrace.inspector.units import count, duration, size
+
+WIDTH = 72  # characters of the drawing
+HEIGHTS = " ▁▂▃▄▅▆▇█"
+
+
+def render(record: Record) -> str:
+    """The summary of a step, a few dozen lines."""
+    parts = [f"{record.setup.model}: {describe(record)}", *record.notes]
+    top = peak(record)
+    if top is not None:
+        total, idle = seconds(record), exposed(record)
+        share = f" ({100 * idle / total:.0f} % of the step)" if total else ""
+        parts += [
+            "",
+            f"step, predicted       {duration(total)}, of which {duration(idle)}{share} wait for communication",
+            f"peak memory           {size(top.bytes)} at line {top.line} of {top.phase}: {_cut(top.code, 60)}",
+            f"sent by each rank     {size(sent_bytes(record))} in {count(_number(record), 'collective')}",
+            *_section("time", _drawing(record)),
+            *_section("collectives of a step, in bytes of unsharded buckets", _traffic(record)),
+            *_section("largest tensors saved for backward", _saved(record)),
+        ]
+    return "\n".join([*parts, *_section("passes", _passes(record.stages))])
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    lines = list(lines)
+    return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _number(record: Record) -> int:
+    return sum(len(p.collectives) for p in record.phases)
+
+
+def _cut(text: str, width: int) -> str:
+    text = text.partition("\n")[0]
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their columns aligned, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _traffic(record: Record) -> list[str]:
+    rows = [
+        (
+            f"{t.phase} {t.kind}",
+            f"{t.number}",
+            size(t.bytes),
+            f"{t.formula} = {size(t.expected)}",
+            "✓" if t.agrees else "fewer",
+        )
+        for t in traffic(record)
+    ]
+    return columns(rows) if rows else []
+
+
+def _saved(record: Record) -> list[str]:
+    rows = [(f"{s.name} {s.type}", size(s.bytes), s.module) for s in largest_saved(record)]
+    return columns(rows) if rows else []
+
+
+def _passes(stages: Sequence[Stage]) -> list[str]:
+    rows = []
+    for s in stages:
+        changes = s.changes
+        signs = (
+            f"{sign}{changes[name]}"
+            for name, sign in (("added", "+"), ("removed", "-"), ("moved", "↕"))
+            if changes[name]
+        )
+        what = "unchanged" if s.is_unchanged else " ".join(signs)
+        took = duration(s.seconds) if s.seconds is not None else ""
+        rows.append((f"{s.phase:8}  {s.name}", f"{len(s.lines)} lines", what, took))
+    return columns(rows) if rows else []
+
+
+# ---- the step in characters ----
+
+
+def _drawing(record: Record) -> list[str]:
+    end = seconds(record)
+    if not end:
+        return []
+    split = round(WIDTH * record.phases[0].timeline.end / end)
+    busy, idle = (_lane(record.phases, end, kind) for kind in (_computing, _waiting))
+    gathers = _lane(record.phases, end, lambda phase: _links(phase, gathers=True))
+    reduces = _lane(record.phases, end, lambda phase: _links(phase, gathers=False))
+    names = f"{'forward':<{split}}" + ("backward" if len(record.phases) > 1 else "")
+    lanes = [("", names), ("compute", busy), ("exposed", idle)]
+    if gathers.strip() or reduces.strip():
+        lanes += [("parameters", gathers), ("gradients", reduces)]
+    lanes.append(("memory", _memory(record, end)))
+    return [f"{name:15}{lane}".rstrip() for name, lane in lanes]
+
+
+Spans = Iterable[tuple[float, float]]
+
+
+def _computing(phase: Phase) -> Spans:
+    starts = phase.timeline.starts
+    return ((starts[i], starts[i + 1]) for i in range(len(phase.lines)) if not phase.buckets[i])
+
+
+def _waiting(phase: Phase) -> Spans:
+    starts = phase.timeline.starts
+    return ((starts[s.wait], starts[s.wait + 1]) for s in phase.timeline.spans)
+
+
+def _links(phase: Phase, *, gathers: bool) -> Spans:
+    return ((s.start, s.stop) for s in phase.timeline.spans if s.gathers == gathers)
+
+
+def _lane(phases: Sequence[Phase], end: float, spans: Callable[[Phase], Spans]) -> str:
+    """For each character, how much of its time the spans fill."""
+    filled = [0.0] * WIDTH
+    for phase in phases:
+        for start, stop in spans(phase):
+            a, b = WIDTH * start / end, WIDTH * stop / end
+            for k in range(int(a), min(WIDTH, int(b) + 1)):
+                filled[k] += max(0.0, min(b, k + 1) - max(a, k))
+    return "".join(_height(part) for part in filled)
+
+
+def _memory(record: Record, end: float) -> str:
+    top = [0] * WIDTH
+    for phase in record.phases:
+        for row, start, stop in zip(phase.memory, phase.timeline.starts, phase.timeline.starts[1:], strict=False):
+            for k in range(int(WIDTH * start / end), min(WIDTH - 1, int(WIDTH * stop / end)) + 1):
+                top[k] = max(top[k], row.during)
+    most = max(top)
+    return "".join(_height(value / most) for value in top) if most else ""
+
+
+def _height(part: float) -> str:
+    return HEIGHTS[min(8, max(int(part > 0.01), round(8 * part)))]

@@ -1,0 +1,64 @@
+"""What fusions move into backward is made from shards, not from parameters that forward saved whole."""
+
+import shardtrace
+from passes import collectives
+from passes.recognise import bucket_of, is_issue, names, parameter_aliases
+from passes.save_shards import Swapped, save_shards
+from passes.verify import verify
+
+import pytest
+import thunder
+import torch
+import workers
+from golden import compile_fake, stage
+from models import Zoo, tokens
+from torch import nn
+
+
+@pytest.fixture
+def fused(fake_ranks, monkeypatch):
+    """Fusion regions are made, and run as they are."""
+    fake_ranks(2)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+    def compile(**options):
+        cmodel = thunder.jit(shardtrace.fsdp(Zoo(), **options), executors=["sdpa", "torchcompile"])
+        cmodel(*tokens(2)).backward()
+        return cmodel
+
+    return compile
+
+
+def test_shards_are_saved(fused):
+    cmodel = fused()
+    forward = stage(cmodel, "save_shards")
+    _, (saved, _) = forward.bound_symbols[-1].args
+    assert "t_blocks_1_norm" in names(saved)
+    assert names(saved).isdisjoint(parameter_aliases(forward))
+    rows = shardtrace.collectives(cmodel)
+    again = [row.bucket for row in rows if (row.kind, row.phase) == ("all_gather", "backward")]
+    assert len(again) == len(set(again))  # backward reads what its own gathers bring
+
+
+def test_backward_gathers_what_its_own_gathers_lack(fake_ranks):
+    """As if forward had saved the last bias, which nothing in backward needs, instead of an activation."""
+    fake_ranks(2)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    cmodel = compile_fake(lambda: model, torch.ones(3, 6), bucketing_strategy="none")
+    forward, backward = thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]
+    gather = next(b for b in forward.bound_symbols if is_issue(b) and bucket_of(b).label == "2.bias")
+    (saved,) = [p for p in forward.bound_symbols[-1].args[1][0] if tuple(p.shape) == (3, 4)]
+    new = save_shards(backward, swapped={saved.name: Swapped(bucket_of(gather), 0, gather.args[0][0])})
+    verify(new)
+    before, after = ([row.bucket for row in collectives(t) if row.kind == "all_gather"] for t in (backward, new))
+    assert after == ["2.bias", *before]
+
+
+def test_zero2_is_left_as_it_is(fused):
+    cmodel = fused(sharding_strategy="zero2")
+    assert not any("save_shards" in str(t.get_provenance()) for t in thunder.last_traces(cmodel))
+
+
+@pytest.mark.parametrize(("strategy", "bucketing"), [("zero2", "block"), ("zero3", "block"), ("zero3", "none")])
+def test_equals_the_single_process(two_ranks, strategy, bucketing):
+    two_ranks.run(workers.train_fused, strategy=strategy, bucketing=bucketing)

@@ -1,0 +1,190 @@
+"""``shardtrace.inspect``: what it returns, in tables and as text, and what it says where there is nothing to see."""
+
+import json
+import re
+from itertools import pairwise
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from golden import compile_fake
+from models import Block
+from torch import nn
+
+
+def two_linear():
+    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+@pytest.fixture(scope="module")
+def shown():
+    return shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=2)
+
+
+def test_text(shown):
+    head, _, passes = str(shown).partition("passes:")
+    head = head.translate(str.maketrans(" ▁▂▃▄▅▆▇█·µ✓", " 12345678|u="))  # expecttest writes ASCII alone
+    assert_expected_inline(
+        re.sub(r"\b(f?t)\d+\b", r"\1N", head),
+        """\
+Sequential: ZeRO-3 over 2 ranks, seen from rank 0 | buckets by block | prefetch 1
+
+step, predicted       1.06 ms, of which 1e+03 us (95 % of the step) wait for communication
+peak memory           8.43 KiB at line 46 of backward: ftN = reduce_scatter((tN, tN), b_0)
+sent by each rank     4.04 KiB in 5 collectives
+
+time:
+                 forward                     backward
+  compute                      3             3             5884
+  exposed        8888888888888858888888888888588888888888883  488888888888888888888888888
+  parameters     8888888888888888888888888888688888888888883
+  gradients                                                 18888888888888888888888888888
+  memory         666666666666666555555555555555555555555555566877777777777766666666666666
+
+collectives of a step, in bytes of unsharded buckets:
+  forward all_gather       2  3.27 KiB  P = 3.27 KiB      =
+  backward all_gather      1  1.52 KiB  P = 3.27 KiB  fewer
+  backward reduce_scatter  2  3.27 KiB  G = 3.27 KiB      =
+
+largest tensors saved for backward:
+  tN cpu f32[3, 64]  768 B  1
+
+""",
+    )
+    assert "shardtrace: insert_synchronize" in passes
+
+
+def test_stages(shown):
+    names = [stage.name for stage in shown.stages if stage.is_ours]
+    ours = [f"shardtrace: {name}" for name in ("shard_parameters", "insert_synchronize", "regather", "schedule")]
+    assert names == [*ours, "shardtrace: schedule"]
+    unchanged = {stage.name for stage in shown.stages if stage.is_unchanged}
+    assert "shardtrace: regather" in unchanged  # tags alone
+    scheduled = shown.stages[-1]
+    assert scheduled.phase == "backward"
+    assert set(scheduled.changes) == {"kept", "moved"}
+
+
+def test_collectives(zoo):
+    rows = zoo.collectives
+    assert [row.kind for row in rows if row.phase == "forward"] == ["all_gather"] * 4
+    assert all(row.issue < row.wait for row in rows)
+    assert all(row.why_issued.startswith("issued here: ") for row in rows)
+    assert all(row.why_waited.startswith("waited for here: ") for row in rows)
+    assert rows[2].why_issued == "issued here: not earlier, as more than prefetch=1 would be gathered ahead of use"
+    frame = rows.to_pandas()
+    assert frame.groupby("phase").bytes.sum().to_dict() == {
+        phase: sum(row.bytes for row in rows if row.phase == phase) for phase in ("forward", "backward")
+    }
+
+
+def test_memory(fake_ranks):
+    fake_ranks(4)
+    cmodel = compile_fake(Block, torch.ones(2, 6))
+    memory = shardtrace.memory(cmodel)
+    rows = shardtrace.inspect(cmodel).memory
+    assert [row.total for row in rows] == [row.total for part in memory[:2] for row in part.lines]
+    assert max(row.during for row in rows) == memory.peak
+    assert list(rows.to_pandas().columns) == list(rows[0]._fields)
+
+
+def test_times_never_run_backwards(zoo):
+    times = [row.time for row in zoo.memory]
+    assert times == sorted(times)
+
+
+def test_chrome_trace(zoo, tmp_path):
+    events = json.loads(zoo.to_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    on_link = [event for event in spans if event["tid"] == 1]
+    assert [event["name"] for event in on_link] == [
+        f"{row.kind} {row.bucket}" for row in sorted(zoo.collectives, key=lambda r: r.start)
+    ]
+    computing = [event for event in spans if event["tid"] == 0]
+    for lane in (computing, on_link):
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(lane))
+    peak = max(sum(event["args"].values()) for event in events if event["ph"] == "C")
+    assert peak == max(row.total for row in zoo.memory)
+
+
+def test_nothing_is_run_and_the_model_stays_as_it_is():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if isinstance(x, torch.Tensor) else None
+
+    model = Model(6, 6)
+    before = model.weight.clone()
+    shardtrace.inspect(model, {"x": torch.ones(2, 6)}, world_size=64, rank=63)
+    assert torch.equal(model.weight, before)
+    assert type(model) is Model
+    assert not dist.is_initialized()
+
+
+def test_meta_model_of_any_number_of_ranks():
+    with torch.device("meta"):
+        model = two_linear()
+    shown = shardtrace.inspect(model, (torch.ones(3, 6),), world_size=1024, sharding_strategy="zero2", prefetch=2)
+    assert str(shown).startswith(
+        "Sequential: ZeRO-2 over 1,024 ranks, seen from rank 0 · buckets by block · prefetch 2"
+    )
+
+
+def test_not_called_yet(fake_ranks):
+    fake_ranks(2)
+    text = str(shardtrace.inspect(thunder.jit(shardtrace.fsdp(two_linear()))))
+    assert "ZeRO-3 over 2 ranks" in text
+    assert "was not called yet" in text
+
+
+def test_not_sharded():
+    cmodel = thunder.jit(two_linear())
+    cmodel(torch.ones(3, 6))
+    shown = shardtrace.inspect(cmodel)
+    assert "not sharded by shardtrace.fsdp" in str(shown)
+    assert shown.collectives == []
+    assert len(shown.memory) > 10
+
+
+def test_several_compilations():
+    cmodel = thunder.jit(two_linear())
+    for rows in (3, 4, 3):
+        cmodel(torch.ones(rows, 6))
+    assert "f32[3, 64]" in str(shardtrace.inspect(cmodel))  # that of the last call
+    assert "compilation 0 of 2" in str(shardtrace.inspect(cmodel))
+    assert "f32[4, 64]" in str(shardtrace.inspect(cmodel, compilation=1))
+    with pytest.raises(IndexError, match="there are 2 compilations, so none with number 2"):
+        shardtrace.inspect(cmodel, compilation=2)
+
+
+def test_function_that_closes_over_a_model(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(two_linear())
+
+    def step(x):
+        return model(x).sum()
+
+    cstep = thunder.jit(step)
+    cstep(torch.ones(3, 6))
+    shown = shardtrace.inspect(cstep)
+    assert shown.record.setup.model == "Sequential"
+    assert [row.bucket for row in shown.collectives] == ["0", "2", "2", "2", "0"]
+
+
+def test_wrong_arguments(fake_ranks):
+    with pytest.raises(TypeError, match=r"takes what .* returned, or a module, not int"):
+        shardtrace.inspect(3)
+    with pytest.raises(TypeError, match="pass example_inputs and world_size as well"):
+        shardtrace.inspect(two_linear())
+    with pytest.raises(TypeError, match="without further arguments"):
+        shardtrace.inspect(thunder.jit(two_linear()), torch.ones(3, 6))
+    with pytest.raises(ValueError, match="there is no rank 4 of 4"):
+        shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=4, rank=4)
+    fake_ranks(2)
+    with pytest.raises(RuntimeError, match="in a process group already"):
+        shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=4)
+    with pytest.raises(TypeError, match="is sharded: pass what"):
+        shardtrace.inspect(shardtrace.fsdp(two_linear()), torch.ones(3, 6), world_size=2)
