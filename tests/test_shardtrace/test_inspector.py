@@ -5,6 +5,7 @@ import re
 from itertools import pairwise
 
 import shardtrace
+from shardtrace.inspector.summary import traffic
 
 import pytest
 import thunder
@@ -33,7 +34,7 @@ def test_text(shown):
         """\
 Sequential: ZeRO-3 over 2 ranks, seen from rank 0 | buckets by block | prefetch 1
 
-step, predicted       1.06 ms, of which 1e+03 us (95 % of the step) wait for communication
+step, predicted       1.06 ms, of which 1 ms (95 % of the step) wait for communication
 peak memory           8.43 KiB at line 46 of backward: ftN = reduce_scatter((tN, tN), b_0)
 sent by each rank     4.04 KiB in 5 collectives
 
@@ -188,3 +189,28 @@ def test_wrong_arguments(fake_ranks):
         shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=4)
     with pytest.raises(TypeError, match="is sharded: pass what"):
         shardtrace.inspect(shardtrace.fsdp(two_linear()), torch.ones(3, 6), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "formulas"),
+    [
+        ("ddp", "DDP", {"all_reduce": "G"}),
+        ("zero1", "ZeRO-1", {"all_gather": "P", "reduce_scatter": "G"}),
+        ("owner", "ZeRO-3 by owners", {"broadcast": "P", "reduce": "G"}),
+        ({"0.*": "ddp", "*": "zero2"}, "ZeRO-2 and DDP", {"all_gather": "P", "reduce_scatter": "G", "all_reduce": "G"}),
+    ],
+)
+def test_traffic_of_every_strategy(strategy, name, formulas, tmp_path):
+    shown = shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=2, sharding_strategy=strategy)
+    assert str(shown).splitlines()[0].startswith(f"Sequential: {name} over 2 ranks")
+    rows = traffic(shown.record)
+    assert {row.kind: row.formula for row in rows if row.number} == formulas
+    assert all(row.agrees for row in rows if (row.phase, row.formula) != ("backward", "P"))
+    assert name in shown.to_html(tmp_path / "page.html").read_text()
+
+
+def test_traffic_in_mixed_precision():
+    shown = shardtrace.inspect(
+        two_linear(), torch.ones(3, 6), world_size=2, mp_policy="bf16", sharding_strategy="zero2"
+    )
+    assert all(row.agrees for row in traffic(shown.record))
