@@ -27,9 +27,17 @@ def test_three_ranks(three_ranks, strategy):
     three_ranks.run(workers.train_zoo, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_zero2", {"embed*": "ddp", "*": "hybrid_zero3"}])
-def test_hybrid(four_ranks, strategy):
-    four_ranks.run(workers.train_zoo, strategy=strategy, mesh=(2, 2))
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("hybrid_zero2", None), ({"embed*": "ddp", "*": "hybrid_zero3"}, None), ("hybrid_zero3", "bf16")],
+)
+def test_hybrid(four_ranks, strategy, precision):
+    four_ranks.run(workers.train_zoo, strategy=strategy, mesh=(2, 2), precision=precision)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "owner"])
+def test_four_ranks(four_ranks, strategy):
+    four_ranks.run(workers.train_zoo, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
