@@ -49,6 +49,11 @@ class Layout:
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
         self.scalars = any(not p.full for p in self.places)
         self._split_by_size(sizes, dtype.bytes)
+        self.offsets: list[int | None] = [None] * len(sizes)  # of the small ones side by side when they are unpacked
+        self.beside = 0  # and the elements of them all
+        for i in self.small:
+            self.offsets[i] = self.beside
+            self.beside += world_size * sizes[i]
 
     def _split_by_size(self, sizes: list[int], itemsize: int) -> None:
         self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
@@ -79,20 +84,17 @@ class Layout:
         places, world_size = self.places, self.world_size
         if len(places) == 1:
             return (rows.as_strided(places[0].full, places[0].full_strides),)
-        beside = rows.new_empty(world_size * sum(self.sizes[i] for i in self.small))
-        columns, offsets, offset = [], [], 0
-        for i, size in enumerate(self.sizes):
-            if i in self.large:
-                columns.append(rows.new_empty(world_size, size))
-                offsets.append(0)
-            else:
-                columns.append(beside.as_strided((world_size, size), (size, 1), offset))
-                offsets.append(offset)
-                offset += world_size * size
+        beside = rows.new_empty(self.beside)
+        columns = [
+            rows.new_empty(world_size, size)
+            if offset is None
+            else beside.as_strided((world_size, size), (size, 1), offset)
+            for size, offset in zip(self.sizes, self.offsets, strict=True)
+        ]
         torch.split_with_sizes_copy(rows.view(world_size, self.numel), self.sizes, dim=1, out=columns)
         return tuple(
-            column.as_strided(p.full, p.full_strides, offset)
-            for column, p, offset in zip(columns, places, offsets, strict=True)
+            column.as_strided(p.full, p.full_strides, offset or 0)
+            for column, p, offset in zip(columns, places, self.offsets, strict=True)
         )
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:

@@ -143,7 +143,7 @@ class ShardedState:
             home.group,
             home.placement,
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
-            outer=over(outer, Placement.REPLICATE) if outer is not None and outer.size() > 1 else None,
+            outer=over(outer, Placement.REPLICATE, regather=False) if outer is not None and outer.size() > 1 else None,
             param_dtype=to_dtype(precision.param_dtype) if precision and precision.param_dtype else None,
             reduce_dtype=to_dtype(precision.reduce_dtype) if precision and precision.reduce_dtype else None,
         )
