@@ -100,8 +100,7 @@ class Layout:
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
         """The inverse of :meth:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors, each divided
         by ``divisor``."""
-        if self.scalars:
-            tensors = [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
+        tensors = self._summed(tensors)
         allocate = tensors[0].new_zeros if self.padded else tensors[0].new_empty
         rows = allocate(self.world_size, self.numel, dtype=self.dtype)
         if self.padded:
@@ -115,6 +114,11 @@ class Layout:
             columns = [tensor.reshape(self.world_size, size) for tensor, size in zip(tensors, self.sizes, strict=True)]
             torch.cat(columns, dim=1, out=rows)
         return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
+
+    def _summed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self.scalars:
+            return tensors
+        return [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's shards as views of its row."""
@@ -143,7 +147,7 @@ class OwnedLayout(Layout):
             self.row_sizes[members[i].parameter.owner] += self.sizes[i]
         self.places = [_place(m, start) for m, start in zip(members, starts, strict=True)]
         self.numel = sum(self.sizes[i] for i in self.mine)
-        self.padded, self.scalars = False, any(not p.full for p in self.places)
+        self.scalars = any(not p.full for p in self.places)
         self._split_by_size(self.sizes, dtype.bytes)
 
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -155,8 +159,7 @@ class OwnedLayout(Layout):
         return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
-        if self.scalars:
-            tensors = [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
+        tensors = self._summed(tensors)
         rows = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         torch.cat([tensors[i].reshape(-1) for i in self.by_owner], out=rows)
         return rows if divisor == 1 else rows.div_(divisor)

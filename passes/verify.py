@@ -119,7 +119,7 @@ def _verify_traffic(trace: TraceCtx) -> None:
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):
             expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
-            fits = tuple(value.shape) == expected or (not gathers and not expected)  # see collectives._reduced
+            fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
             rest = bucket.rest_dtype
             dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
             if not fits or value.dtype != dtype:

@@ -112,10 +112,8 @@ def fsdp(
         "block" if wrap is not None else parse_bucketing_strategy(bucketing_strategy),
         parse_precision(mp_policy),
         _parse_evenness(evenness),
-        prefetch if prefetch is None else _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
-        max_inflight_bytes
-        if max_inflight_bytes is None
-        else _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
+        _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
+        _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout,
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
@@ -154,7 +152,9 @@ def fsdp(
     return _jit_again(jitted) if jitted is not None else model
 
 
-def _parse_count(name: str, value: Any, expected: str) -> int:
+def _parse_count(name: str, value: Any, expected: str) -> int | None:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be {expected}, not {value!r}")
     return value

@@ -19,15 +19,15 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 
-def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, tuple[ShardedState, Entry]]]:
-    """The module itself (not jitted), the sharded states in it, and by id of each shard where it belongs."""
+def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
+    """The module itself (not jitted), the sharded states in it, and by id of each shard its entry."""
     module = model._model if isinstance(model, ThunderModule) else model
     states = states_in(module)
     if not states:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
     if any(state.unsharded for state in states):
         raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
-    return module, states, {id(e.shard): (state, e) for state in states for e in state.entries}
+    return module, states, {id(e.shard): e for state in states for e in state.entries}
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             if id(value) not in whole:
-                _, entry = entries.get(id(value), (None, None))
+                entry = entries.get(id(value))
                 full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
                 whole[id(value)] = (full.cpu() if cpu else full) if keep else torch.empty(0)
             value = whole[id(value)]
@@ -76,7 +76,7 @@ def load_full_state_dict(
     group, options = states[0].group, states[0].options
     expected = module.state_dict(keep_vars=True)
     targets = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
-    shapes = {k: entries[id(v)][1].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
+    shapes = {k: entries[id(v)].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
     has_values = broadcast_from is None or dist.get_rank() == broadcast_from
 
     keys = _IncompatibleKeys([], [])
@@ -119,7 +119,7 @@ def load_full_state_dict(
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)
-            target.copy_(shard(values, entries[id(target)][1].home) if id(target) in entries else values)
+            target.copy_(shard(values, entries[id(target)].home) if id(target) in entries else values)
     return keys
 
 
@@ -137,21 +137,21 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             the context.
     """
     _, states, entries = _sharded_entries(model)
-    shards = {key: (entry.shard.data, entry.shard.grad) for key, (_, entry) in entries.items()}
+    shards = {key: (entry.shard.data, entry.shard.grad) for key, entry in entries.items()}
     whole: dict[int, torch.Tensor] = {}
     try:
-        for _, entry in entries.values():
+        for entry in entries.values():
             entry.shard.grad = None
             replace_data(entry.shard, unshard(entry.shard, entry.full_shape, entry.home))
         for state in states:
             state.unsharded = True
         yield
         if writeback:
-            whole = {key: entry.shard.data for key, (_, entry) in entries.items()}
+            whole = {key: entry.shard.data for key, entry in entries.items()}
     finally:
         for state in states:
             state.unsharded = False
-        for key, (_, entry) in entries.items():
+        for key, entry in entries.items():
             data, grad = shards[key]
             entry.shard.grad = None
             replace_data(entry.shard, data)
@@ -159,9 +159,9 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     _write_back(entries, whole)
 
 
-def _write_back(entries: dict[int, tuple[ShardedState, Entry]], whole: dict[int, torch.Tensor]) -> None:
+def _write_back(entries: dict[int, Entry], whole: dict[int, torch.Tensor]) -> None:
     for key, values in whole.items():
-        _, entry = entries[key]
+        entry = entries[key]
         if tuple(values.shape) != entry.full_shape:
             raise RuntimeError(
                 f"parameter {entry.name!r} was given shape {tuple(values.shape)} inside full_params, its shape is "
