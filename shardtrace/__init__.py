@@ -14,6 +14,7 @@ import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
+from shardtrace.buffers import sync_buffers
 from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.failure import RankFailedError
@@ -41,4 +42,5 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "no_sync",
+    "sync_buffers",
 ]
