@@ -61,7 +61,7 @@ class MemoryRow(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step in five numbers: predicted ``seconds``, ``exposed`` ones of them for which compute waits for communication,
+    """A step in five numbers: predicted ``seconds``, ``exposed`` ones of them in which compute waits for the network,
     ``peak`` bytes of tensors, bytes ``sent`` by each rank, and the number of ``collectives``."""
 
     seconds: float
