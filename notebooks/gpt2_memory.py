@@ -10,7 +10,7 @@
 # # Where the memory of GPT-2 goes
 #
 # How much memory does a GPU need to train GPT-2 with DDP, ZeRO-2, ZeRO-3, or whole tensors on their owners? shardtrace
-# predicts it from the compiled trace, line by line. Here you turn its traces of two blocks into a formula for all four
+# predicts it from the compiled trace, line by line. Here you turn traces of a few blocks into a formula for all four
 # sizes of GPT-2 on any number of GPUs, check the formula against other traces, and the traces against what two real
 # processes allocate. It takes about a minute on a CPU.
 
@@ -117,8 +117,7 @@ plt.show()
 #
 # ## A formula
 #
-# How much does forward save? One activation of the model is $u = 4 \cdot tokens \cdot width$ bytes, and saved are the
-# logits and so many of those:
+# How much does forward save? The logits, and a number of activations of `4 * tokens * width` bytes each:
 
 # %%
 VOCABULARY, CONTEXT = 50257, 1024
@@ -146,31 +145,35 @@ pd.DataFrame([(*case, saved(case)) for case in cases], columns=["strategy", "blo
 # %%
 def peak(strategy, blocks, width, batch, sequence=SEQUENCE, ranks=RANKS, flash=False, gloo=True, adam=True):
     """Bytes by use at the peak of a step. ``flash``: attention saves no probabilities."""
-    tokens = batch * sequence
-    activation, logits = 4 * tokens * width, 4 * tokens * VOCABULARY
+    activation, logits = 4 * batch * sequence * width, 4 * batch * sequence * VOCABULARY
     table, block = 4 * VOCABULARY * width, 4 * (12 * width**2 + 13 * width)
     whole = table + 4 * CONTEXT * width + blocks * block + 8 * width
-    held = {"ddp": whole, "owner": max(whole / ranks, table if ranks > 1 else whole)}.get(strategy, whole / ranks)
-    once = strategy in ("ddp", "zero2")  # parameters need not be gathered again
-    each = (10 if once else 12) + (0 if flash else sequence / 64)
-    gathered = {"ddp": 0, "zero2": whole}.get(strategy, table)
-    ended = {
-        "ddp": whole + table,
-        "owner": 2 * table + (ranks - 1 if gloo else 1) * table,
-    }.get(strategy, held + 2 * table + 2 * block)
+    held = whole if strategy == "ddp" else whole / ranks
+    gathered = {"ddp": 0, "zero2": whole}.get(strategy, table)  # the head's weight, which is the embedding's
+    if strategy == "ddp":
+        reduced = whole + table
+    elif strategy == "owner":
+        held = max(held, table)
+        reduced = 2 * table + table * (ranks - 1 if gloo else 1)
+    else:  # shards of gradients, two blocks on their way, and the embedding from both its uses
+        arriving = (ranks - 1 if gloo else 1) / ranks
+        reduced = (blocks - 2) * block / ranks + 2 * block * (1 + arriving) + 2 * table
+
+    gathers_again = strategy in ("zero3", "owner")
+    each = (12 if gathers_again else 10) + (0 if flash else sequence / 64)
     begins = {
         "gathered": gathered,
-        "saved for backward": logits + (blocks * each + (1 if once else 2)) * activation,
-        "gradients": table + logits if once else max(table, logits),  # of the logits, and of the head
+        "saved for backward": logits + (blocks * each + 2) * activation,
+        "gradients": max(table, logits) if gathers_again else table + logits,  # of the head, of the logits
     }
-    ends = {"gathered": 0, "saved for backward": 0, "gradients": ended}
+    ends = {"gathered": 0, "saved for backward": 0, "gradients": reduced}
     most = max(begins, ends, key=lambda parts: sum(parts.values()))
     return {"parameters": held, "AdamW": 2 * held if adam else 0, **most}
 
 
 # %% [markdown]
-# It forgets a few small things (biases' padding, the batch, the position embedding that is not gathered). Against the
-# traces:
+# It leaves out small things: a few activations, the batch, that the position embedding is not gathered again. Against
+# the traces:
 
 # %%
 comparison = []
@@ -220,7 +223,13 @@ figure.tight_layout(rect=(0, 0.07, 1, 1))
 plt.show()
 
 # %% [markdown]
-# TODO
+# - **DDP** holds 16 bytes for each parameter, however many GPUs there are.
+# - **ZeRO-2** divides that by the number of GPUs. During a step it adds one whole copy of the parameters, at its peak
+#   4 bytes each.
+# - **ZeRO-3** gets rid of that copy, too. What is left are activations, which no strategy shards: a smaller batch or
+#   recomputation would be next.
+# - **owner** needs as much as ZeRO-3, unless one tensor is more than a rank's share: the embedding is a third of the
+#   smallest GPT-2, and this is its owner.
 #
 # ## Measured
 #
@@ -259,7 +268,7 @@ axes.figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# They agree but for AdamW's step counters, a number of 4 bytes for each parameter tensor that a rank holds.
+# They agree but for some hundred bytes: AdamW's counter of steps for each tensor, and other single numbers.
 #
 # ## What fits in 80 GB
 #
@@ -284,14 +293,18 @@ def most_sequences(strategy, size, ranks, memory=80e9):
     return batch
 
 
-columns = {f"{s}, {n} GPUs": (s, n) for n in (8, 64) for s in STRATEGIES}
-pd.DataFrame(
-    {
-        name: {"1 GPU": most_sequences("ddp", size, 1)}
-        | {c: most_sequences(s, size, n) for c, (s, n) in columns.items()}
-        for name, size in (SIZES | LARGE).items()
-    }
-).T
+columns = {f"{s}, {n} GPUs": (s, n) for n in (8, 64) for s in ("zero2", "zero3", "owner")}
+fitting = {
+    name: {"ddp": most_sequences("ddp", size, 1)} | {c: most_sequences(s, size, n) for c, (s, n) in columns.items()}
+    for name, size in (SIZES | LARGE).items()
+}
+pd.DataFrame(fitting).T
 
 # %% [markdown]
-# TODO
+# As long as states are a small part of 80 GB, activations decide, and the strategies differ by what their fusions save:
+# DDP is enough for all of GPT-2, and ZeRO-3's extra gathers buy nothing. With 6.7 billion parameters DDP is out (16
+# bytes each are 106 GB). ZeRO-2 still fits, but its copy of all parameters takes 27 GB, which ZeRO-3 turns into a
+# larger batch. With 13 billion the copy alone is 51 GB: on 8 GPUs only ZeRO-3 and owners fit.
+#
+# For your own model, no formula is needed: `shardtrace.inspect(model, inputs, world_size=...).totals.peak`, or
+# `shardtrace.memory(model)` after a step. [inspect_zero3](inspect_zero3.ipynb) shows how to read the rest.

@@ -122,7 +122,7 @@ def draw(step):
     areas = [memory[kind] / MB for kind in SHADES]
     below.stackplot(memory.time / MS, areas, labels=labels, colors=colours, step="post")
     below.step(memory.time / MS, memory.during / MB, "k", linewidth=0.8, where="post", label="needed meanwhile")
-    below.legend(ncols=7, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, columnspacing=1)
+    below.legend(ncols=7, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize="small", columnspacing=1)
     below.set(xlabel="predicted ms", ylabel="MiB", xlim=(0, end))
     for axes in (top, below):
         axes.axvline(memory.time[memory.phase == "backward"].min() / MS, color="black", linestyle=":")
@@ -163,6 +163,7 @@ pd.concat([rows[["kind", "bucket"]], reasons], axis=1)
 # | not earlier, as from here it still arrives in time | earlier would cost memory and win nothing |
 # | its gradients are complete | a reduction starts as soon as it can |
 # | the next line uses it; compute is idle for ... | exposed: time to win |
+# | the trace ends; compute is idle for ... | exposed too, and nothing is left to hide it |
 # | it makes room for ... | the bytes in flight are needed for another bucket |
 #
 # Collectives are lines of the program (in `thunder.last_traces` the reason stands above each, as a comment). Around the
@@ -185,7 +186,7 @@ for number in range(first.issue - 1, first.wait + 3):
 memory = step.memory.to_pandas()
 most = memory.nlargest(5, "during")
 sizes = most.columns[most.columns.get_loc("during") :]
-most.assign(code=most.code.str.slice(0, 32) + "…", **(most[sizes] / MB).round(1))[["phase", "line", "code", *sizes]]
+most.assign(code=most.code.str.slice(0, 32) + "…", **(most[sizes] / MB))[["phase", "line", "code", *sizes]]
 
 # %% [markdown]
 # Most of it are activations, which sharding does not touch. Of parameters, forward holds two blocks at a time whatever
@@ -231,8 +232,8 @@ changed = {
     "buckets: none": {"bucketing_strategy": "none"},
     "buckets: layer": {"bucketing_strategy": "layer"},
     "buckets: 25 MB": {"bucketing_strategy": 25},
+    "..., 25 MB in flight": {"bucketing_strategy": 25, "max_inflight_bytes": 25 * MB},
     "prefetch 0": {"prefetch": 0},
-    "64 MiB in flight": {"max_inflight_bytes": 64 * MB},
     "fp32": {"mp_policy": None},
     "100 Gbit/s": {"cost_model": replace(cluster, link=Link(bandwidth=12.5e9, latency=20e-6))},
     "1.6 Tbit/s": {"cost_model": replace(cluster, link=Link(bandwidth=200e9, latency=20e-6))},
@@ -252,13 +253,13 @@ def numbers(step):
         "collectives": totals.collectives,
         "sent, MiB": totals.sent / MB,
         "peak, MiB": totals.peak / MB,
-        "of it saved, MiB": forward[-1].saved / MB,
+        "saved, MiB": forward[-1].saved / MB,
         "gathered at most, MiB": max(row.unsharded for row in step.memory) / MB,
     }
 
 
 table = pd.DataFrame.from_dict({name: numbers(s) for name, s in steps.items()}, orient="index")
-table.round({column: 1 if "ms" in column else 0 for column in table}).map("{:g}".format)
+table.apply(lambda column: column.map(("{:.1f}" if "ms" in column.name else "{:.0f}").format))
 
 # %%
 y = range(len(table))
@@ -283,18 +284,18 @@ plt.show()
 #
 # - **ZeRO-2** keeps what forward has gathered: backward waits for no parameters, and a third less is sent. In exchange
 #   all parameters are held at once.
-# - **Buckets** should be somewhat smaller than a block. Then the first gather and the last reduction, which nothing can
-#   hide, are short, and less is held. One for each tensor is too small: their latency adds up, and compute itself is
-#   slower, as no fusion reaches across a wait.
-# - **prefetch 0** means that no gather overlaps with compute. The first bucket ahead is worth most; more than one helps
-#   where buckets are small.
-# - **max_inflight_bytes** below two buckets makes collectives wait for each other: memory for time.
+# - **Buckets** somewhat smaller than a block, here of 25 MB, are best: the first gather and the last reduction, which
+#   nothing can hide, are short, and less is held. A collective for each tensor is too small: latencies add up, and
+#   compute itself is slower, as no fusion reaches across a wait.
+# - **prefetch 0** means that no gather overlaps with compute. The first bucket ahead is worth most.
+# - **max_inflight_bytes** of a single bucket (compare with the row above it) makes each collective wait until the one
+#   before is used. That bounds the buffers in flight, and costs time.
 # - **fp32** sends twice the bytes, and computes at half the rate or less.
 # - On a **slow link** communication is the step, and the schedule cannot help: send less (bf16, ZeRO-2, or
 #   `"hybrid_zero3"`, which gathers inside a node only). On a **fast** one, only the ends of the step stay exposed.
 #
-# The peak hardly moves, as at this batch size it is made of activations. They differ a little since fusions do: with
-# fewer waits between, the compiler fuses more and saves less for backward. For when parameters count, see
+# The peak says little here, as at this batch size it is made of activations. They differ since fusions do: with fewer
+# waits between, the compiler fuses more and saves less for backward. For when parameters count, see
 # [gpt2_memory](gpt2_memory.ipynb).
 #
 # To see your own model, `shardtrace.inspect(model, inputs, world_size=...)` is all it takes; `shardtrace explain` does
