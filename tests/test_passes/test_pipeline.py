@@ -2,7 +2,7 @@ import time
 
 import shardtrace
 from passes import Bucket, Pass, PassAfterLowering, PassBeforeAutodiff, VerificationError, Wire
-from passes.recognise import is_collective, is_gather
+from passes.recognise import is_collective, is_gather, is_issue
 
 import pytest
 import thunder
@@ -89,16 +89,16 @@ def test_a_users_pass_before_autodiff_is_differentiated(fake_ranks):
     assert "torch.cos(" in text(thunder.last_backward_traces(cmodel)[-1])
 
 
-def on_wire(wire):
-    """A pass after lowering that gathers each bucket by ``wire``."""
+def on_wire(wire, concerns=is_gather):
+    """A pass after lowering that has collectives which it ``concerns`` go by ``wire``."""
     buckets = {}
 
     def carried(trace):
-        if not any(is_collective(b) and is_gather(b) for b in trace.bound_symbols):
+        if not any(map(concerns, trace.bound_symbols)):
             return trace
         new = from_trace(trace)
         for bsym in trace.bound_symbols:
-            if is_collective(bsym) and is_gather(bsym):
+            if concerns(bsym):
                 old = bsym.args[1]
                 other = Bucket(old.label, f"{old.name}_half", old.plan, old.members, dtypes.float16, wire)
                 bsym = bsym.from_bsym(args=(bsym.args[0], buckets.setdefault(old, other)))
@@ -129,6 +129,14 @@ def test_a_users_pass_after_lowering_is_named_and_scheduled(fake_ranks):
 
 def test_what_a_users_pass_breaks_is_told_by_its_name(fake_ranks):
     fake_ranks(2)
+    everything = PassAfterLowering(on_wire(HALF, is_collective))
+    with pytest.raises(
+        VerificationError, match="after pass carried: bucket 1 is reduced, but its wire can only gather"
+    ):
+        compile_fake(linear, torch.ones(2, 4), transforms=[everything])
+    issues = PassAfterLowering(on_wire(HALF, is_issue))
+    with pytest.raises(VerificationError, match=r"after pass carried: future \w+ is of another bucket"):
+        compile_fake(linear, torch.ones(2, 4), transforms=[issues])
 
     def lose_waits(trace):
         new = from_trace(trace)

@@ -16,5 +16,5 @@ def test_a_stage_as_text():
 def test_a_stage_that_is_not_there_is_told_with_those_that_are():
     with fake_ranks(2):
         cmodel = compile_fake(lambda: nn.Linear(4, 4), torch.ones(2, 4), backward=False, sharding_strategy="zero2")
-    with pytest.raises(ValueError, match="no pass 'regather' .* only shard_parameters, insert_synchronize, schedule"):
+    with pytest.raises(ValueError, match=r"no pass 'regather' .* only shard_parameters, insert_synchronize, schedule"):
         stage(cmodel, "regather")
