@@ -281,7 +281,7 @@ def check(what, holds):
     results = [None, None]
     dist.all_gather_object(results, bool(holds))
     if dist.get_rank() == 0:
-        print(f"{what}: {'yes' if all(results) else 'NO'}")
+        print(f"{what}: {'yes' if all(results) else 'NO'}", flush=True)
 
 
 def main(rank):
@@ -330,8 +330,9 @@ with tempfile.TemporaryDirectory() as folder:
     script.write_text(source)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(torchrun, capture_output=True, text=True)
-print("\n".join(line for line in done.stdout.splitlines() if ": " in line))
-assert done.returncode == 0, done.stderr
+checks = [line for line in done.stdout.splitlines() if line.endswith((": yes", ": NO"))]
+print("\n".join(checks))
+assert [line[-3:] for line in checks] == ["yes"] * 3, done.stderr
 
 # %% [markdown]
 # ## What `fsdp` does besides
