@@ -6,7 +6,9 @@ Of a pair the ``.py`` is the source: the ``.ipynb`` is made of its cells and of 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import sysconfig
 from pathlib import Path
 
 import jupytext
@@ -48,6 +50,16 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     )
     client.execute(env={**os.environ, "PYTHONWARNINGS": WARNINGS})
     notebook.metadata = METADATA
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            data.update({kind: without_machine(text) for kind, text in data.items() if isinstance(text, str)})
+
+
+def without_machine(text: str) -> str:
+    """Paths of source files, which the inspector shows, without the folder in which this machine keeps libraries or
+    a kernel its cells."""
+    return re.sub(r"/tmp/ipykernel_\d+/(?=\d+\.py)", "cell ", text.replace(f"{sysconfig.get_path('purelib')}/", ""))
 
 
 def main(names: list[str]) -> None:
