@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from passes.checkpoint_activations import checkpoint_activations
 from passes.insert_synchronize import insert_synchronize
 from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
@@ -132,6 +133,9 @@ def pipeline(compilation: Compilation) -> list[Pass]:
         PassBeforeAutodiff("shard_parameters", compilation, lambda p, c, e: shard_parameters(p, c, enlisted=e)),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
+        # before autodiff, as that reads the tags; before regather, which takes lines apart that mix activations with
+        # parameters: the parts inherit the tags
+        PassBeforeAutodiff("checkpoint_activations", compilation, lambda p, c, e: (p, checkpoint_activations(c))),
         # before autodiff, as that reads the tags; after the gathers are there
         PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
         # after lowering, as it mends what fusions have done to what is saved
