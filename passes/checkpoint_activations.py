@@ -1,13 +1,12 @@
 """Pass: the activations of chosen blocks are computed again in backward instead of being saved.
 
-Thunder's autodiff repeats in backward what is tagged RECOMPUTE_IN_BACKWARD and needed there. Tagged here are the lines of
-a block but for those that make what other lines use, so that of each block its inputs are saved; and those lines that
-Thunder tagged where the model itself calls ``torch.utils.checkpoint``, but for those that must not run twice.
-
-Note [Not twice]. A random line would draw other numbers, and one that reads or writes what is updated in place would see
-or make other values. What such a line computes is saved. Of random numbers by themselves the smallest form is: of a
-dropout, which draws numbers and compares them with its probability, the boolean mask (one byte for each element). Of a
-symbol with a gradient rule of its own, such as attention with dropout on CUDA, the result and what the rule needs are.
+Thunder's autodiff repeats in backward what is tagged RECOMPUTE_IN_BACKWARD and needed there. Tagged here are the lines
+of a block, but for those that make what other lines use: of each block its inputs are saved, and no more. So are the
+lines that Thunder tagged where the model itself calls ``torch.utils.checkpoint``. In both, Note [Not twice]. A random line would draw other numbers, and one that reads or writes what is updated in place would
+see or make other values: what such lines compute is saved. Of random numbers by themselves the smallest form is: of a
+dropout, which draws numbers and compares them with its probability, the boolean mask, one byte for each element. Of a
+symbol with a grad rule of its own, such as attention with dropout on CUDA, it is the result and what the rule needs.
+Random lines are tagged RANDOM_OP, as Thunder does not know all of its own: its fusions would repeat them in backward.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from passes.recognise import (
-    is_decomposed_by_autodiff,
-    is_repeatable,
-    names,
-    nbytes,
-    updated_in_place,
-)
+from passes.recognise import is_decomposed_by_autodiff, is_random, is_repeatable, names, nbytes, updated_in_place
 
+from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -44,7 +38,7 @@ def mark_block(lines: Iterable[BoundSymbol]) -> None:
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
     """Returns the computation with the lines tagged that are to run again.
 
-    A composite symbol of which only some parts may run twice is replaced by its parts where autodiff would do so anyway.
+    A composite symbol of which only some parts may run twice is replaced by its parts, as autodiff would do anyway.
     """
     lines = computation.bound_symbols
     by_thunder = {o.name: o for b in lines for o in b.flat_proxy_outs if ProxyTag.RECOMPUTE_IN_BACKWARD in o.tags}
@@ -105,7 +99,7 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
     else:
         if _is_drawn(bsym, facts):
             facts.drawn.update(o.name for o in bsym.flat_proxy_outs)
-        yield bsym
+        yield bsym.from_bsym(tags=bsym.tags | {prims.OpTags.RANDOM_OP}) if is_random(bsym) else bsym
 
 
 def _may_run_again(bsym: BoundSymbol, facts: Facts) -> bool:
@@ -122,5 +116,5 @@ def _is_drawn(bsym: BoundSymbol, facts: Facts) -> bool:
     """Random numbers, or what is computed from them alone and takes no more memory."""
     inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
     if not inputs:
-        return not is_repeatable(bsym)
+        return is_random(bsym)
     return names(inputs) <= facts.drawn and nbytes(bsym.flat_proxy_outs) <= nbytes(inputs)

@@ -76,17 +76,19 @@ CONSTANT_NAMES = frozenset({"arange", "iota", "full", "zeros", "ones", "tensor_f
 
 def is_repeatable(bsym: BoundSymbol) -> bool:
     """True if computing it again gives the same values and changes nothing."""
-    return not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE}) and not _is_random(bsym)
+    return not has_tags(bsym, {prims.OpTags.IN_PLACE}) and not is_random(bsym)
 
 
-def _is_random(bsym: BoundSymbol) -> bool:
+def is_random(bsym: BoundSymbol) -> bool:
+    """True if it may draw random numbers. Custom operators are taken not to."""
     if bsym.sym.id == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
         return False
-    return _is_random_name(bsym.sym.name) or any(_is_random(part) for part in bsym.subsymbols)
+    return has_tags(bsym, {prims.OpTags.RANDOM_OP}) or _draws(bsym.sym.name) or any(map(is_random, bsym.subsymbols))
 
 
 @functools.cache
-def _is_random_name(name: str) -> bool:
+def _draws(name: str) -> bool:
+    """True if PyTorch says so of its operator of that name, or the name does."""
     overloads = getattr(torch.ops.aten, name, None)
     tags = {tag for o in overloads.overloads() for tag in getattr(overloads, o).tags} if overloads else set()
     return torch.Tag.nondeterministic_seeded in tags or any(random in name for random in RANDOM_NAMES)
