@@ -2,7 +2,9 @@
 
 Thunder's autodiff repeats in backward what is tagged RECOMPUTE_IN_BACKWARD and needed there. Tagged here are the lines
 of a block, but for those that make what other lines use: of each block its inputs are saved, and no more. So are the
-lines that Thunder tagged where the model itself calls ``torch.utils.checkpoint``. In both, Note [Not twice]. A random line would draw other numbers, and one that reads or writes what is updated in place would
+lines that Thunder tagged where the model itself calls ``torch.utils.checkpoint``. In both, Note [Not twice] holds.
+
+Note [Not twice]. A random line would draw other numbers, and one that reads or writes what is updated in place would
 see or make other values: what such lines compute is saved. Of random numbers by themselves the smallest form is: of a
 dropout, which draws numbers and compares them with its probability, the boolean mask, one byte for each element. Of a
 symbol with a grad rule of its own, such as attention with dropout on CUDA, it is the result and what the rule needs.

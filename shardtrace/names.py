@@ -135,13 +135,8 @@ def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
     if isinstance(chosen, int) and chosen > 0:
         found = {name: modules[name] for name in repeated_blocks(model)[chosen - 1 :: chosen]}
     elif is_wrap(chosen):
-        asks = chosen if callable(chosen) and not isinstance(chosen, type) else None
-        classes = () if asks else (chosen,) if isinstance(chosen, type) else tuple(chosen)
-        found = {
-            name: module
-            for name, module in modules.items()
-            if (_asks(asks, name, module) if asks else isinstance(module, classes))
-        }
+        chooses = _predicate(chosen)
+        found = {name: module for name, module in modules.items() if chooses(name, module)}
     else:
         raise ValueError(
             f"activation_checkpointing={chosen!r}: pass the class of a block (or several), a predicate on modules, "
@@ -155,6 +150,9 @@ def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _asks(predicate: Callable[..., Any], name: str, module: nn.Module) -> bool:
-    takes_name = len(inspect.signature(predicate).parameters) > 1
-    return bool(predicate(name, module) if takes_name else predicate(module))
+def _predicate(chosen: Wrap) -> Callable[[str, nn.Module], bool]:
+    if isinstance(chosen, type) or not callable(chosen):
+        classes = (chosen,) if isinstance(chosen, type) else tuple(chosen)
+        return lambda name, module: isinstance(module, classes)
+    takes_name = len(inspect.signature(chosen).parameters) > 1
+    return chosen if takes_name else lambda name, module: bool(chosen(module))

@@ -195,7 +195,9 @@ def test_backward(fake_ranks):
     cmodel = compile_fake(
         lambda: nn.Sequential(block), torch.randn(2, 4), activation_checkpointing=lambda name, module: name == "0"
     )
-    assert_expected_inline(text(backward(cmodel), dels=False), """\
+    assert_expected_inline(
+        text(backward(cmodel), dels=False),
+        """\
 C0, C1, = saved_for_backward
 clear_mutable_collection(saved_for_backward)
 clear_mutable_collection(C1)
@@ -234,7 +236,8 @@ t31 = torch.sum(t26, (0,), False, dtype=None)
 ft32 = reduce_scatter((t30, t31), b_0_0)
 (t33, t34) = wait_reduce_scatter(ft21, b_0_3)
 (t35, t36) = wait_reduce_scatter(ft32, b_0_0)
-return (None, t36, t35, t34, t33)""")
+return (None, t36, t35, t34, t33)""",
+    )
 
 
 def test_tags(fake_ranks):
@@ -243,7 +246,9 @@ def test_tags(fake_ranks):
     lines = [b for b in stage(cmodel, "checkpoint_activations").bound_symbols if b.flat_proxy_args]
     again = ["again" if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in b.tags else "once" for b in lines]
     shown = "\n".join(f"{when:5} {b.sym.name}" for when, b in zip(again, lines, strict=True))
-    assert_expected_inline(shown, """\
+    assert_expected_inline(
+        shown,
+        """\
 once  synchronize
 once  linear
 once  synchronize
@@ -262,7 +267,8 @@ again erf
 again mul
 again add
 once  mul
-once  python_return""")
+once  python_return""",
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "owner", "ddp"])
