@@ -13,6 +13,14 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.api import ddp, fsdp
+from shardtrace.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    sharded_state_dict,
+)
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import Inspection, inspect
@@ -22,6 +30,8 @@ from shardtrace.strategy import ShardingStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
     "Collective",
     "Inspection",
     "RankMismatchError",
@@ -33,6 +43,10 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "inspect",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_full_state_dict",
     "memory",
+    "save_checkpoint",
+    "sharded_state_dict",
 ]

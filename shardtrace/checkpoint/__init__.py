@@ -1,0 +1,15 @@
+"""Checkpoints: sharded, resharded when loaded, complete or not there, and never a pickle."""
+
+from shardtrace.checkpoint.files import CheckpointError, latest_checkpoint
+from shardtrace.checkpoint.load import Checkpoint, load_checkpoint
+from shardtrace.checkpoint.save import save_checkpoint
+from shardtrace.checkpoint.state import sharded_state_dict
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "sharded_state_dict",
+]
