@@ -14,8 +14,10 @@ import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.api import ddp, fsdp
 from shardtrace.checkpoint import (
+    AsyncCheckpointer,
     Checkpoint,
     CheckpointError,
+    export_safetensors,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -30,6 +32,7 @@ from shardtrace.strategy import ShardingStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCheckpointer",
     "Checkpoint",
     "CheckpointError",
     "Collective",
@@ -39,6 +42,7 @@ __all__ = [
     "VerificationError",
     "collectives",
     "ddp",
+    "export_safetensors",
     "fsdp",
     "full_params",
     "full_state_dict",

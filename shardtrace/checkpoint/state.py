@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from passes.plan import Placement, Shape
@@ -27,12 +28,14 @@ Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, o
 class Slot:
     """A parameter or buffer of a model. ``local`` is what this rank holds of it, padding included.
 
-    ``home`` is None for what is not sharded; then it is whole on every rank.
+    ``home`` is None for what is not sharded; then it is whole on every rank. ``mesh_of`` makes the mesh of a group and
+    a type of device.
     """
 
     local: torch.Tensor
     full_shape: Shape
-    home: Home | None = None
+    home: Home | None
+    mesh_of: Callable[[dist.ProcessGroup, str], DeviceMesh]
 
     @property
     def is_whole(self) -> bool:
@@ -56,7 +59,7 @@ class Slot:
         rows = max(0, self.full_shape[0] - group.rank() * local.shape[0])
         return DTensor.from_local(
             local[:rows],
-            DeviceMesh.from_group(group, local.device.type),
+            self.mesh_of(group, local.device.type),
             [Shard(0)],
             run_check=False,
             shape=torch.Size(self.full_shape),
@@ -100,6 +103,7 @@ def model_state(model: nn.Module) -> ModelState:
     tied: dict[str, str] = {}
     extra: dict[str, Any] = {}
     names: dict[int, str] = {}
+    mesh_of = cache(DeviceMesh.from_group)
     for key, value in module.state_dict(keep_vars=True).items():
         if key.endswith("_extra_state") or not isinstance(value, torch.Tensor):
             extra[key] = value
@@ -112,7 +116,8 @@ def model_state(model: nn.Module) -> ModelState:
         else:
             names[id(value)] = key
             entry = entries.get(id(value))
-            slots[key] = Slot(value, entry.full_shape, entry.home) if entry else Slot(value, tuple(value.shape))
+            full_shape, home = (entry.full_shape, entry.home) if entry else (tuple(value.shape), None)
+            slots[key] = Slot(value, full_shape, home, mesh_of)
     group, timeout = (states[0].group, states[0].options.timeout) if states else (None, 0.0)
     return ModelState(module, group, timeout, slots, tied, extra)
 
