@@ -68,7 +68,8 @@ class AsyncCheckpointer:
             return None
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            part = len(ranks) < dist.get_world_size()  # ranks outside do not call this
+            self._groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
         return self._groups[group]
 
     def __enter__(self) -> AsyncCheckpointer:
@@ -80,10 +81,7 @@ class AsyncCheckpointer:
             if kind is None:
                 self.wait()
         finally:
-            self._thread.shutdown(wait=True)
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
-            self._groups.clear()
+            self._thread.shutdown(wait=True)  # its group stays: another of the same ranks could get the same name
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
