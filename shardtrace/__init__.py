@@ -26,6 +26,7 @@ from shardtrace.checkpoint import (
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import Inspection, inspect
+from shardtrace.rendezvous import init_process_group
 from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
 
@@ -46,6 +47,7 @@ __all__ = [
     "fsdp",
     "full_params",
     "full_state_dict",
+    "init_process_group",
     "inspect",
     "latest_checkpoint",
     "load_checkpoint",
