@@ -12,6 +12,7 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
+from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
@@ -23,6 +24,7 @@ from shardtrace.checkpoint import (
     save_checkpoint,
     sharded_state_dict,
 )
+from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import Inspection, inspect
@@ -41,6 +43,7 @@ __all__ = [
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",
+    "clip_grad_norm_",
     "collectives",
     "ddp",
     "export_safetensors",
@@ -53,6 +56,7 @@ __all__ = [
     "load_checkpoint",
     "load_full_state_dict",
     "memory",
+    "no_sync",
     "save_checkpoint",
     "sharded_state_dict",
 ]
