@@ -74,6 +74,32 @@ def resumes_bit_for_bit(path: str, strategy: Any, background: bool) -> None:
     assert losses + run(model, optimizer, schedule, range(loaded.step, 4)) == undisturbed
 
 
+def resumes_inside_an_accumulation(path: str) -> None:
+    """Saved when ``no_sync`` has added up gradients: the step that reduces them, in a new model, is the same."""
+
+    def built(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return shardtrace.fsdp(torch.nn.Linear(3, 5))
+
+    def step(cmodel: Any, seed: int) -> None:
+        cmodel(torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))).sum().backward()
+
+    model = built(0)
+    cmodel = thunder.jit(model)
+    with shardtrace.no_sync(model):
+        step(cmodel, 0)
+        step(cmodel, 1)
+    shardtrace.save_checkpoint(path, model, step=0)
+    step(cmodel, 2)
+    other = built(1)
+    shardtrace.load_checkpoint(path, other)
+    step(thunder.jit(other), 2)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    assert model.weight.grad.abs().sum() > 0
+    with pytest.raises(shardtrace.CheckpointError, match=r"inside an accumulation of gradients \(no_sync\) on 2 ranks"):
+        shardtrace.load_checkpoint(path, torch.nn.Linear(3, 5))
+
+
 def refuses(path: str, message: str, strategy: str = "zero3") -> None:
     """A load that raises on every rank leaves everything as it was."""
     model, optimizer = sharded_zoo(strategy)

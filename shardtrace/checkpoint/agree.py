@@ -15,8 +15,9 @@ def agree(model: ModelState, what: str, lines: list[str], error: Exception | Non
     """
     found = str(error) if error is not None else ""
     if model.group is not None:
+        timeout += model.states[0].options.timeout
         try:
-            compare(model.group, what, lines, timeout=model.timeout + timeout, error=found)
+            compare(model.group, what, lines, timeout=timeout, error=found)
         except RankMismatchError as mismatch:
             found = found or str(mismatch)
     if found:

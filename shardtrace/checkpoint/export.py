@@ -40,19 +40,19 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_fi
     files = _files(state, max_file_bytes)
     error = _refusal(root, files, state)
     agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
-    with Progress("export", show=state.is_first).of(sum(map(_bytes, state.slots.values()))) as advance:
+    with Progress("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
             values = {}
             for name in names:
                 slot = state.slots[name]
                 whole = slot.local.detach() if slot.home is None else unshard(slot.local, slot.full_shape, slot.home)
-                if state.is_first and error is None:
+                if state.rank == 0 and error is None:
                     values[name] = whole.cpu().contiguous()
                 advance(_bytes(slot))
             if values:
                 aliases = {name: first for name, first in state.tied.items() if first in values}
                 error = _write(root / file, values, aliases)
-    if state.is_first and error is None and len(files) > 1:
+    if state.rank == 0 and error is None and len(files) > 1:
         error = _write_index(root, files, state)
     agree(state, f"the model exported to {root}", [], error)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrace.checkpoint.accumulated import set_accumulated
 from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.codec import decode
 from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
@@ -56,6 +57,7 @@ class Plan:
     scaler: Any
     rng: dict[str, Any] | None
     extra: Any
+    accumulated: dict[str, torch.Tensor]
 
 
 def load_checkpoint(
@@ -95,6 +97,7 @@ def load_checkpoint(
     agree(state, "the checkpoint to load", lines, error, timeout=seconds)
     assert plan is not None
     _read(plan, state)
+    set_accumulated(state, plan.accumulated)
     for key, value in plan.extra_state.items():
         state.module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
     if optimizer is not None and plan.optimizer is not None:
@@ -110,7 +113,6 @@ def load_checkpoint(
 
 def _verify(path: Path, model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any) -> Plan:
     """What to load, when nothing is wrong with it; this rank checks its share of the files."""
-    rank, ranks = (model.group.rank(), model.group.size()) if model.group is not None else (0, 1)
     directory = find_checkpoint(path.absolute())
     index = read_index(directory)
     tensors = {**index.tensors, **{name: index.tensors[first] for name, first in index.tied.items()}}
@@ -135,8 +137,13 @@ def _verify(path: Path, model: ModelState, optimizer: Optimizer | None, schedule
         )
     if scaler is not None and index.state["scaler"] is None:
         raise CheckpointError(f"{directory} holds no scaler")
-    same = len(index.ranks) == ranks
-    own = index.ranks[rank if same else 0]
+    same = len(index.ranks) == model.ranks
+    own = index.ranks[model.rank if same else 0]
+    if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not (same and model.states):
+        raise CheckpointError(
+            f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks, and can "
+            "be loaded by a sharded model on as many ranks alone"
+        )
     plan = Plan(
         directory,
         index,
@@ -148,11 +155,12 @@ def _verify(path: Path, model: ModelState, optimizer: Optimizer | None, schedule
         decoded(index.state["scaler"]) if scaler is not None else None,
         decoded(own["rng"]) if same else None,
         decoded(own["extra"]),
+        decoded(own["accumulated"]) if same else {},
     )
     plan.targets.update({name: target for name, target in targets.items() if target is not None})
     if plan.extra_state.keys() != model.extra.keys():
         raise CheckpointError(f"{directory} holds the extra states {[*plan.extra_state]}, the model {[*model.extra]}")
-    verify_files(directory, index, rank, ranks, Progress("verify", show=rank == 0))
+    verify_files(directory, index, model.rank, model.ranks, Progress("verify", show=model.rank == 0))
     return plan
 
 
@@ -179,7 +187,7 @@ def _check_model(model: ModelState, tensors: dict[str, SavedTensor]) -> None:
 
 def _read(plan: Plan, model: ModelState) -> None:
     alone = model.group is None or is_alone(model.group)
-    reader = SafetensorsReader(plan.path, plan.tensors, Progress("load", show=model.is_first))
+    reader = SafetensorsReader(plan.path, plan.tensors, Progress("load", show=model.rank == 0))
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

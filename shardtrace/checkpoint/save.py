@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrace.checkpoint.accumulated import accumulated
 from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.codec import encode
 from shardtrace.checkpoint.files import CheckpointError, step_directory
@@ -57,7 +58,8 @@ def save_checkpoint(
     have is written once. Files are safetensors, the index is JSON; a checkpoint without an index is not one, and the
     index comes last, when all files are on the disk. A save that is interrupted leaves earlier checkpoints as they are.
 
-    Gradients are not saved: save after ``optimizer.step()`` and ``zero_grad()``. Of buffers the first rank's are saved.
+    Of buffers the first rank's are saved. Of gradients those that ``no_sync`` has added up and no step has reduced are,
+    each rank its own; ``.grad`` is not: save after ``optimizer.step()``.
 
     Args:
         path: the directory that holds all checkpoints of a training, made if it is not there.
@@ -73,7 +75,7 @@ def save_checkpoint(
     """
     state = model_state(model)
     prepared = prepare(state, path, optimizer, step, schedulers, scaler, extra, keep_last)
-    write(prepared, state.group, Progress("save", show=state.is_first))
+    write(prepared, state.group, Progress("save", show=state.rank == 0))
     return step_directory(prepared.root, step)
 
 
@@ -111,21 +113,21 @@ def _collect(
     model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """The tensors, what is this rank's own, and what the first rank saves for all."""
-    rank = model.group.rank() if model.group is not None else 0
     tensors = {
         f"model.{name}": slot.distributed(keep(slot.local))
         for name, slot in model.slots.items()
-        if slot.home is not None or model.is_first  # what is not sharded may differ, as buffers do
+        if slot.home is not None or model.rank == 0  # what is not sharded may differ, as buffers do
     }
     saved = optimizer_state(optimizer, model, tensors, keep) if optimizer is not None else None
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
-        "rng": encode(rng_state(model.device), f"ranks.{rank}.rng", plain),
-        "extra": encode(extra, f"ranks.{rank}.extra", plain),
+        "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
+        "extra": encode(extra, f"ranks.{model.rank}.extra", plain),
+        "accumulated": encode(accumulated(model), f"ranks.{model.rank}.accumulated", plain),
         "optimizer": {} if saved is None else of_owners(saved, model),
     }
     shared: dict[str, Any] = {}
-    if model.is_first:
+    if model.rank == 0:
         states = [scheduler.state_dict() for scheduler in as_list(schedulers)]
         shared = {
             "tied": {f"model.{name}": f"model.{first}" for name, first in model.tied.items()},

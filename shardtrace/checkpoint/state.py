@@ -12,7 +12,7 @@ from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.full import sharded_entries
 from shardtrace.sharding import Home
-from shardtrace.state import states_in
+from shardtrace.state import ShardedState, states_in
 
 import torch
 import torch.distributed as dist
@@ -72,22 +72,30 @@ class ModelState:
     """What a model's state dict holds.
 
     Args:
-        group: the model's ranks; None for a model that is not sharded, which the calling process saves by itself.
+        states: of the sharded modules in it; none for a model that is not sharded, which the calling process saves and
+            loads by itself.
         slots: by the first of its names each parameter and buffer.
         tied: by its name each other name of one of them, and the first name.
         extra: extra states, by their key.
     """
 
     module: nn.Module
-    group: dist.ProcessGroup | None
-    timeout: float
+    states: list[ShardedState]
     slots: dict[str, Slot]
     tied: dict[str, str]
     extra: dict[str, Any]
 
     @property
-    def is_first(self) -> bool:
-        return self.group is None or self.group.rank() == 0
+    def group(self) -> dist.ProcessGroup | None:
+        return self.states[0].group if self.states else None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank() if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size() if self.group is not None else 1
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +126,7 @@ def model_state(model: nn.Module) -> ModelState:
             entry = entries.get(id(value))
             full_shape, home = (entry.full_shape, entry.home) if entry else (tuple(value.shape), None)
             slots[key] = Slot(value, full_shape, home, mesh_of)
-    group, timeout = (states[0].group, states[0].options.timeout) if states else (None, 0.0)
-    return ModelState(module, group, timeout, slots, tied, extra)
+    return ModelState(module, states, slots, tied, extra)
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -72,6 +72,10 @@ def test_a_resumed_training_goes_on_bit_for_bit(two_ranks, tmp_path, strategy, b
     two_ranks.run(workers.resumes_bit_for_bit, path=str(tmp_path), strategy=strategy, background=background)
 
 
+def test_a_training_resumed_inside_an_accumulation(two_ranks, tmp_path):
+    two_ranks.run(workers.resumes_inside_an_accumulation, path=str(tmp_path))
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "owner"])
 def test_plain_dcp_and_fsdp2(two_ranks, tmp_path, strategy):
     two_ranks.run(workers.plain_dcp, path=str(tmp_path), strategy=strategy)
