@@ -68,6 +68,7 @@ def new_directory(root: Path, step: int) -> Path:
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
     sync_directory(root)
+    sync_directory(root.parent)
     return directory
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from shardtrace.checkpoint.accumulated import set_accumulated
 from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.codec import decode
-from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
+from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum, find_checkpoint
 from shardtrace.checkpoint.index import Index, SavedTensor, read_index
 from shardtrace.checkpoint.optimizer import load_optimizer, new_tensors, optimizer_load
 from shardtrace.checkpoint.progress import Progress
@@ -93,7 +93,7 @@ def load_checkpoint(
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as problem:
         error = CheckpointError(f"the index of {path} is not one: {type(problem).__name__}: {problem}")
     seconds = sum(size for size, _ in plan.index.files.values()) / SLOWEST if plan is not None else 0.0
-    lines = [f"{plan.path} of step {plan.index.step}, {plan.index.files}"] if plan is not None else []
+    lines = [f"{plan.path} with an index of checksum {checksum(plan.path / INDEX):08x}"] if plan is not None else []
     agree(state, "the checkpoint to load", lines, error, timeout=seconds)
     assert plan is not None
     _read(plan, state)

@@ -28,5 +28,5 @@ class Progress:
             yield lambda done: None
             return
         off = not (self.show and sys.stderr.isatty())
-        with tqdm(total=total, desc=self.what, unit="B", unit_scale=True, delay=DELAY, leave=False, disable=off) as bar:
+        with tqdm(total=total, desc=self.what, unit="B", unit_scale=True, delay=DELAY, disable=off) as bar:
             yield bar.update

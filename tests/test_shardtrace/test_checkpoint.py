@@ -1,8 +1,11 @@
 """Checkpoints of any number of ranks and any strategy, loaded by any other; resumed training; export."""
 
+import io
 import json
 
 import shardtrace  # isort: split
+
+from shardtrace.checkpoint import progress
 
 import checkpoint_workers as workers
 import pytest
@@ -203,3 +206,17 @@ def test_export_is_loaded_by_transformers(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_a_bar_for_what_takes_long(monkeypatch, show):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with progress.Progress("save", show=show).of(3_000_000) as advance:
+        advance(3_000_000)
+    assert ("save: 100%" in terminal.getvalue() and "B/s" in terminal.getvalue()) == show
