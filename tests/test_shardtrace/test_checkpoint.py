@@ -5,7 +5,7 @@ import json
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import progress
+from shardtrace.checkpoint import progress, storage
 
 import checkpoint_workers as workers
 import pytest
@@ -166,6 +166,16 @@ def test_dtypes_buffers_and_extra_state(tmp_path):
     assert torch.equal(model.weight, other.weight)
     assert other.seen["steps"] == model.seen["steps"]
     assert torch.equal(other.seen[1, 2], model.seen[1, 2])
+
+
+def test_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FILE_BYTES", 300)
+    before, after = trained(), new()
+    path = shardtrace.save_checkpoint(tmp_path, *before, step=1)
+    files = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(files) > 10
+    shardtrace.load_checkpoint(tmp_path, *after)
+    assert_same(before, after)
 
 
 def test_tied_and_untied(tmp_path):
