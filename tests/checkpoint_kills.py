@@ -15,14 +15,14 @@ from unittest import mock
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import files, storage
+from shardtrace.checkpoint import files, writer
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 # What a save does to the disk. After a kill the system still writes what it was given: the order of calls is the test.
-OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (storage, "save_file"), (storage, "checksum")]
+OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (writer, "save_file"), (writer, "checksum")]
 OPERATIONS += [(Path, name) for name in ("mkdir", "rename", "unlink")]
 
 

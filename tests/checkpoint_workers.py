@@ -115,13 +115,13 @@ def refuses(path: str, message: str, strategy: str = "zero3") -> None:
 
 def fails_to_write(path: str, on: int) -> None:
     """A full disk on one rank: an error on all of them, now or later, and the checkpoint before stays the latest."""
-    from shardtrace.checkpoint import storage
+    from shardtrace.checkpoint import writer
 
     model, optimizer = sharded_zoo()
     first = shardtrace.save_checkpoint(path, model, optimizer, step=1)
     full = OSError(28, "No space left on device")
     message = f"step 2 was not saved to .*: rank {on}: OSError: .*No space left"
-    with mock.patch.object(storage, "save_file", side_effect=full if dist.get_rank() == on else storage.save_file):
+    with mock.patch.object(writer, "save_file", side_effect=full if dist.get_rank() == on else writer.save_file):
         with pytest.raises(shardtrace.CheckpointError, match=message):
             shardtrace.save_checkpoint(path, model, optimizer, step=2)
         with shardtrace.AsyncCheckpointer() as checkpointer:

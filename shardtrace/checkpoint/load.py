@@ -14,10 +14,10 @@ from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum
 from shardtrace.checkpoint.optimizer import load_optimizer
 from shardtrace.checkpoint.plan import Plan, verified_plan
 from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.reader import SafetensorsReader
 from shardtrace.checkpoint.rng import set_rng_state
 from shardtrace.checkpoint.save import as_list, failed
 from shardtrace.checkpoint.state import ModelState, model_state
-from shardtrace.checkpoint.storage import SafetensorsReader
 from shardtrace.mesh import is_alone
 
 import torch

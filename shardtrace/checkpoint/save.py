@@ -17,7 +17,7 @@ from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
 from shardtrace.checkpoint.progress import Progress
 from shardtrace.checkpoint.rng import rng_state
 from shardtrace.checkpoint.state import Keep, ModelState, model_state
-from shardtrace.checkpoint.storage import SafetensorsWriter
+from shardtrace.checkpoint.writer import SafetensorsWriter
 from shardtrace.mesh import is_alone
 
 import torch

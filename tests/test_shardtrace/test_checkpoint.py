@@ -5,7 +5,7 @@ import json
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import progress, storage
+from shardtrace.checkpoint import progress, writer
 
 import checkpoint_workers as workers
 import pytest
@@ -169,7 +169,7 @@ def test_dtypes_buffers_and_extra_state(tmp_path):
 
 
 def test_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "FILE_BYTES", 300)
+    monkeypatch.setattr(writer, "FILE_BYTES", 300)
     before, after = trained(), new()
     path = shardtrace.save_checkpoint(tmp_path, *before, step=1)
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
