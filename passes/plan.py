@@ -16,6 +16,7 @@ from typing import Any
 from passes.cost import CostModel, default_cost_model
 from passes.layout import Layout, OwnedLayout
 
+import torch
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 
@@ -43,6 +44,15 @@ class Gradients(Enum):
     REDUCED = "reduced"
     KEPT = "kept"
     ADDED = "added"
+
+
+@dataclass(eq=False)
+class Step:
+    """One compiled step of a model: what it does with gradients (None: it computes none), and, when it is compiled, the
+    collectives that it sends, in order, a text for each."""
+
+    gradients: Gradients | None
+    collectives: list[str] = field(default_factory=list)
 
 
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
@@ -76,8 +86,10 @@ class Plan:
         cost: how long collectives and compute take.
         direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
         averages: the backend's reduce_scatter can average.
-        guard: called at each step with what it does with gradients; raises if that is not what is wanted now, or if a
-            parameter is no longer the one that was sharded.
+        guard: called before each step; raises if it is not the one that is wanted now, or if a parameter is no longer
+            the one that was sharded.
+        meet: called before each step that will run; raises on every rank if ranks are about to run different ones.
+        blame: called with an error of a collective; raises a better one if another rank is the cause.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
         announce: called with an error of this rank, so that the others raise where they come to agree.
     """
@@ -101,7 +113,9 @@ class Plan:
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
-    guard: Callable[[Gradients | None], None] | None = None
+    guard: Callable[[Step], None] | None = None
+    meet: Callable[[Step], None] | None = None
+    blame: Callable[[Exception, str], None] | None = None
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None
 
@@ -172,19 +186,44 @@ class Member:
         return math.prod(self.parameter.shard_shape)
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Another way to gather a bucket's shards, for a pass that puts it in place of the plan's: compressed, say.
+
+    Args:
+        issue: ``issue(shards, bucket)`` starts to send this rank's shards, and returns a future of any kind.
+        finish: ``finish(future, bucket)`` waits, and returns the unsharded parameters in the dtype of their use.
+        bytes: ``bytes(bucket)`` travel for the whole group.
+    """
+
+    issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
+    finish: Callable[[Any, Bucket], tuple[torch.Tensor, ...]]
+    bytes: Callable[[Bucket], int]
+
+
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
     Thunder prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``. How the members lie
-    on the wire: :mod:`passes.layout`; ``dtype`` is the one that they have there.
+    on the wire: :mod:`passes.layout`; ``dtype`` is the one that they have there. A bucket with a ``wire`` of its own is
+    gathered by that, and never reduced.
     """
 
-    def __init__(self, label: str, name: str, plan: Plan, members: tuple[Member, ...], dtype: dtypes.dtype) -> None:
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        plan: Plan,
+        members: tuple[Member, ...],
+        dtype: dtypes.dtype,
+        wire: Wire | None = None,
+    ) -> None:
         super().__init__(name, self)  # ``name`` is an identifier, unique in its trace
         self.label = label  # what users know: the qualified name of a module
         self.plan = plan
         self.members = members
         self.dtype = dtype
+        self.wire = wire
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
         self.full_numel = sum(m.parameter.full_numel for m in members)  # and all ranks, padding included
 
@@ -237,7 +276,7 @@ class Bucket(ContextObject):
     @property
     def bytes(self) -> int:
         """Bytes of the unsharded bucket, padding included: what a collective moves for the whole group."""
-        return self.full_numel * self.dtype.bytes
+        return self.wire.bytes(self) if self.wire is not None else self.full_numel * self.dtype.bytes
 
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)
@@ -260,13 +299,13 @@ def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
 
 @dataclass
 class Enlisted:
-    """What one tracing found: which trace inputs are sharded parameters, and what is wanted with their gradients.
+    """What one tracing found: which trace inputs are sharded parameters, and the step that is being compiled.
 
     A proxy is known by its ``history`` (Thunder's record of where the value came from), which survives renaming.
     """
 
     by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
-    gradients: dict[Plan, Gradients] = field(default_factory=dict)  # empty where no gradients are computed
+    steps: dict[Plan, Step] = field(default_factory=dict)
 
     def add(self, history: Any, parameter: ShardedParameter) -> None:
         self.by_history[id(history)] = (history, parameter)  # holding it keeps the id from being reused
@@ -274,6 +313,9 @@ class Enlisted:
     def get(self, proxy: Any) -> ShardedParameter | None:
         found = self.by_history.get(id(getattr(proxy, "history", None)))
         return found[1] if found else None
+
+    def step_of(self, plan: Plan) -> Step:
+        return self.steps.setdefault(plan, Step(Gradients.REDUCED))
 
     @property
     def plans(self) -> tuple[Plan, ...]:

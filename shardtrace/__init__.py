@@ -14,6 +14,7 @@ import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
+from shardtrace.buffers import sync_buffers
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
     Checkpoint,
@@ -26,6 +27,7 @@ from shardtrace.checkpoint import (
 )
 from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
+from shardtrace.failure import RankFailedError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import Inspection, inspect
 from shardtrace.rendezvous import init_process_group
@@ -40,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "Collective",
     "Inspection",
+    "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",
@@ -59,4 +62,5 @@ __all__ = [
     "no_sync",
     "save_checkpoint",
     "sharded_state_dict",
+    "sync_buffers",
 ]

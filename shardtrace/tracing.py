@@ -14,7 +14,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from passes.pipeline import Compilation, Pass, pipeline
+from passes.pipeline import Compilation, ShardParameters, pipeline
+from passes.plan import Step
 from shardtrace.accumulation import no_sync
 from shardtrace.casts import with_casts
 from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
@@ -41,8 +42,9 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
-    if (gradients := state.gradients()) is not None:
-        compilation.enlisted.gradients.update(dict.fromkeys(state.plans.values(), gradients))
+    step = Step(state.gradients())
+    for plan in state.plans.values():
+        compilation.enlisted.steps |= {plan: step} | ({plan.outer: step} if plan.outer is not None else {})
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
         try:
@@ -67,10 +69,10 @@ def _compilation() -> Compilation:
     """The compilation that is going on; its passes are enlisted in the jitted function, once."""
     transforms = get_compile_data().transforms
     for transform in transforms:
-        if isinstance(transform, Pass):
+        if isinstance(transform, ShardParameters):
             return transform.compilation
     compilation = Compilation()
-    transforms[:0] = pipeline(compilation)  # the list that thunder.jit goes through after tracing
+    transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing
     return compilation
 
 

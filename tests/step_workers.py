@@ -197,3 +197,84 @@ def clip_nonfinite(value: float) -> list[str]:
         norm = shardtrace.clip_grad_norm_(model, 1.0, norm_type)
         assert torch.equal(norm, torch.tensor(value)) or (norm.isnan() and value != value)
     return messages
+
+
+# ---- ranks that are about to run different steps, and ranks that fail ----
+
+
+def different_steps(how: str, check_steps: bool | None) -> None:
+    """All have compiled the same steps; then the first rank runs another one than the others."""
+    model = shardtrace.fsdp(torch.nn.Linear(4, 4), check_steps=check_steps, timeout=20)
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+
+    def step(kind: str) -> None:
+        with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "kept" else nullcontext():
+            loss = cmodel(x).sum()
+        if kind != "eval":
+            loss.backward()
+
+    for kind in ("kept", "eval", "reduced"):
+        step(kind)
+    lines = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
+    assert ("check_ranks" in lines) == (check_steps is not False)
+    step(how if dist.get_rank() == 0 else "reduced")
+
+
+def time_of_checks(steps: int = 50) -> dict[str, float]:
+    """Seconds of an empty step of tiny parameters, checked and not."""
+    import time
+
+    found = {}
+    for check in (False, True):
+        model = shardtrace.fsdp(torch.nn.Linear(4, 4), check_steps=check)
+        cmodel, x = thunder.jit(model), torch.ones(2, 4)
+        with torch.no_grad():
+            cmodel(x)
+            start = time.perf_counter()
+            for _ in range(steps):
+                cmodel(x)
+        found[f"check_steps={check}"] = (time.perf_counter() - start) / steps
+    return found
+
+
+def optimizers(kind: str) -> None:
+    """Fused and foreach optimizers, and a schedule of the learning rate, on shards: as on the whole."""
+    torch.manual_seed(0)
+    single, model = Zoo(), build("zero3")
+    cmodel = thunder.jit(model)
+
+    def steps(run: Any, parameters: Any, batch: Any) -> None:
+        if kind == "sgd":
+            optimizer: Any = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, eps=1e-2, **{kind: True})
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+        for step in range(4):
+            run(*batch(step)).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    steps(single, (p for p in single.parameters() if p.requires_grad), lambda step: tokens(ROWS, step))
+    steps(cmodel, cmodel.parameters(), lambda step: mine(tokens(ROWS, step)))
+    found = shardtrace.full_state_dict(model)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def autocast() -> None:
+    """torch.autocast around a sharded model: as around the whole one."""
+    torch.manual_seed(0)
+    single = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model.load_state_dict(single.state_dict())
+    cmodel, x = thunder.jit(shardtrace.fsdp(model)), torch.randn(2 * dist.get_world_size(), 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = single(x), cmodel(x[2 * dist.get_rank() :][:2])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected[2 * dist.get_rank() :][:2], rtol=2e-2, atol=1e-2)
+    expected.float().square().mean().backward()
+    found.float().square().mean().backward()
+    gradients = full_gradients(model)
+    for name, p in single.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)

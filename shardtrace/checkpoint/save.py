@@ -58,8 +58,8 @@ def save_checkpoint(
     have is written once. Files are safetensors, the index is JSON; a checkpoint without an index is not one, and the
     index comes last, when all files are on the disk. A save that is interrupted leaves earlier checkpoints as they are.
 
-    Of buffers the first rank's are saved. Of gradients those that ``no_sync`` has added up and no step has reduced are,
-    each rank its own; ``.grad`` is not: save after ``optimizer.step()``.
+    Of buffers the first rank's are saved (see :func:`shardtrace.sync_buffers`). Of gradients those that ``no_sync`` has
+    added up and no step has reduced are, each rank its own; ``.grad`` is not: save after ``optimizer.step()``.
 
     Args:
         path: the directory that holds all checkpoints of a training, made if it is not there.

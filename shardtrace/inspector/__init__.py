@@ -1,6 +1,6 @@
 """The inspector: :func:`inspect` gathers what a compiled step does as plain data, and pure functions draw it."""
 
-from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, inspect
+from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, Totals, inspect
 from shardtrace.inspector.record import Rows, Stage
 
-__all__ = ["CollectiveRow", "Inspection", "MemoryRow", "Rows", "Stage", "inspect"]
+__all__ = ["CollectiveRow", "Inspection", "MemoryRow", "Rows", "Stage", "Totals", "inspect"]
