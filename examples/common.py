@@ -52,13 +52,11 @@ def script() -> str:
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """The group of torchrun's ranks, or a group of one for a script that was started alone."""
-    alone: dict[str, Any] = (
-        {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **alone)
+    if dist.is_torchelastic_launched():
+        shardtrace.init_process_group(device, device_id=device if device.type == "cuda" else None)
     else:
-        dist.init_process_group("gloo", **alone)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
         dist.barrier()  # no rank leaves while another still talks to it

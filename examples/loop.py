@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,21 +21,28 @@ def train(
     *,
     tokens: int,
     schedule: LRScheduler | None = None,
+    start: int = 0,
+    losses: Sequence[float] = (),
+    save: Callable[[int, list[float]], object] | None = None,
+    save_every: int = 1,
 ) -> tuple[list[float], float | None]:
     """Runs the steps, on all ranks at once: every call of a sharded model is a collective.
 
     Args:
         loss_of: calls the model on this rank's share of a step's batch.
         tokens: in a step, over all ranks.
+        start: steps that were done before, with these ``losses``.
+        save: called after every ``save_every`` steps with the number of steps done and their losses.
 
     Returns:
-        The loss of each step, averaged over ranks, and tokens in a second of all ranks (None after a single step).
+        The loss of each step from the first on, averaged over ranks, and tokens in a second of all ranks (None after a
+        single step).
     """
-    losses: list[float] = []
+    losses = list(losses)
     pending: list[Tensor] = []
     rate = None
-    with progress(total=steps, desc="train", unit="step") as bar:
-        for step in range(steps):
+    with progress(total=steps, initial=start, desc="train", unit="step") as bar:
+        for step in range(start, steps):
             loss = loss_of(step)
             loss.backward()
             optimizer.step()
@@ -45,13 +52,16 @@ def train(
 
             bar.update()
             pending.append(loss.detach())
-            if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
+            saves = save is not None and (step + 1) % save_every == 0
+            if saves or step == start or (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
                 losses += mean_over_ranks(pending)
                 pending.clear()
-                if step == 0:  # the first step compiles, so the clock starts after it
+                if step == start:  # the first step compiles, so the clock starts after it
                     bar.set_postfix(loss=f"{losses[-1]:.4f}")
-                    start = time.perf_counter()
+                    began = time.perf_counter()
                 else:
-                    rate = step * tokens / (time.perf_counter() - start)
+                    rate = (step - start) * tokens / (time.perf_counter() - began)
                     bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tokens/s": f"{rate:,.0f}"})
+            if save is not None and saves:
+                save(step + 1, losses)
     return losses, rate

@@ -15,17 +15,31 @@ from passes import Collective, VerificationError
 from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
 from shardtrace.buffers import sync_buffers
+from shardtrace.checkpoint import (
+    AsyncCheckpointer,
+    Checkpoint,
+    CheckpointError,
+    export_safetensors,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    sharded_state_dict,
+)
 from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.failure import RankFailedError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import Inspection, inspect
+from shardtrace.rendezvous import init_process_group
 from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCheckpointer",
+    "Checkpoint",
+    "CheckpointError",
     "Collective",
     "Inspection",
     "RankFailedError",
@@ -35,12 +49,18 @@ __all__ = [
     "clip_grad_norm_",
     "collectives",
     "ddp",
+    "export_safetensors",
     "fsdp",
     "full_params",
     "full_state_dict",
+    "init_process_group",
     "inspect",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_full_state_dict",
     "memory",
     "no_sync",
+    "save_checkpoint",
+    "sharded_state_dict",
     "sync_buffers",
 ]

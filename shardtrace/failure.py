@@ -13,7 +13,7 @@ from shardtrace.mesh import is_alone
 
 import torch.distributed as dist
 
-KEY = "shardtrace/failed"  # in the default store, which torchrun makes anew when it restarts the ranks
+KEY = "shardtrace/failed"  # in the default store, in which a restart finds no old keys: rendezvous.py, Note [Restarts]
 LOOK_UP = 1.0  # seconds between looks at it
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
 

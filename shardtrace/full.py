@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 
-def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
+def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
     """The module itself (not jitted), the sharded states in it, and by id of each shard its entry."""
     module, states = sharded_states(model)
     if any(state.unsharded for state in states):
@@ -38,7 +38,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
         cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
     """
-    module, states, entries = _sharded_entries(model)
+    module, states, entries = sharded_entries(model)
     if differ := differing_buffers(module, states[0].group):
         others = " and others" if len(differ) > 1 else ""
         warnings.warn(
@@ -77,7 +77,7 @@ def load_full_state_dict(
     Raises:
         RuntimeError: on every rank, naming the keys and shapes that do not fit; then nothing has been loaded.
     """
-    module, states, entries = _sharded_entries(model)
+    module, states, entries = sharded_entries(model)
     group, options = states[0].group, states[0].options
     expected = module.state_dict(keep_vars=True)
     targets = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
@@ -141,7 +141,7 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         writeback: keep what was changed inside, of which each rank takes its own rows. Not kept if an exception leaves
             the context.
     """
-    _, states, entries = _sharded_entries(model)
+    _, states, entries = sharded_entries(model)
     shards = {key: (entry.shard.data, entry.shard.grad) for key, entry in entries.items()}
     whole: dict[int, torch.Tensor] = {}
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from shardtrace.rendezvous import init_process_group
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +74,7 @@ def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        init_process_group(device)
     group = dist.group.WORLD
     assert group is not None
     return group

@@ -4,12 +4,17 @@ import gzip
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import shardtrace
 
 import pytest
 import torch
@@ -99,6 +104,42 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
         assert report["optimizer_bytes"] == pytest.approx(report["parameter_bytes"], rel=0.01)
     assert all(name in out for name in ("single_device", "ddp", "zero3", "fsdp"))
     assert "final losses differ by" in out
+
+
+def test_a_killed_rank_changes_no_loss(tmp_path, run_here):
+    """By torchrun, which restarts both ranks: every loss is that of the undisturbed run, to the bit."""
+    options = [*TINY, "--steps=60", "--eval-batches=0", "--sample-bytes=0", "--save-every=5", "--resume"]
+    run("gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/a", f"--json={tmp_path}/1", ranks=2)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    script = [EXAMPLES / "gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/b", f"--json={tmp_path}/2"]
+    with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
+        kill_rank(process, rank=0, when=lambda: last_step(tmp_path / "b") >= 20)
+        assert process.wait(200) == 0
+    undisturbed, restarted = (json.loads((tmp_path / name).read_text())["losses"] for name in "12")
+    assert restarted == undisturbed
+    assert len(restarted) == 60
+    assert last_step(tmp_path / "b") == 60
+    assert "all 60 steps were done before" in run_here("gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/b")
+
+
+def last_step(folder):
+    last = shardtrace.latest_checkpoint(folder)
+    return 0 if last is None else int(last.name.removeprefix("step-"))
+
+
+def kill_rank(torchrun, rank, when):
+    """SIGKILL to one of torchrun's ranks, as soon as ``when`` is true."""
+    deadline = time.monotonic() + 100
+    while not when():
+        assert torchrun.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            os.kill(int(pid), signal.SIGKILL)
+            return
+    raise AssertionError(f"torchrun has no rank {rank}")
 
 
 # ---- mnist ----
@@ -207,6 +248,8 @@ def test_help(script, exit_of):
         ("gpt2/train.py", "--sharding-strategy=zero4", "invalid choice: 'zero4'"),
         ("gpt2/train.py", "--text=/nowhere", "no file '/nowhere'"),
         ("gpt2/train.py", f"--text={__file__}/../conftest.py", "no file"),
+        ("gpt2/train.py", "--resume", "--resume needs --checkpoint-dir"),
+        ("gpt2/train.py", f"--checkpoint-dir={__file__}/folder", "no folder can be made"),
         ("gpt2/fsdp.py", "--steps=0", "'0' is not a whole number of at least 1"),
         ("gpt2/fsdp.py", "--lr=-1", "'-1' is not a number of at least 0"),
         ("gpt2/fsdp.py", "--json=/nowhere/json", "no file can be written at '/nowhere/json'"),

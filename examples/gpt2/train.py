@@ -3,6 +3,10 @@
 On two ranks of this machine:
 
     torchrun --nproc_per_node=2 examples/gpt2/train.py --model tiny --sharding-strategy zero3
+
+With checkpoints; a rank that dies costs the steps since the last one, and changes nothing else:
+
+    torchrun --nproc_per_node=2 --max-restarts=3 examples/gpt2/train.py --checkpoint-dir checkpoints --resume
 """
 
 from argparse import Namespace
@@ -11,11 +15,12 @@ import shardtrace  # before thunder: makes it importable on the newest torch
 
 import thunder
 
-from trainer import OPTIMIZERS, arguments, start
+from trainer import OPTIMIZERS, Checkpoints, add_checkpoints, arguments, start
 
 
 def main() -> None:
     args = parse_args()
+    checkpoints = Checkpoints.of(args)
     with start(args) as trainer:
         model = trainer.build_model()
         shardtrace.fsdp(
@@ -27,7 +32,7 @@ def main() -> None:
         )
         cmodel = thunder.jit(model, executors=args.executors)
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        trainer.run(cmodel, optimizer)
+        trainer.run(cmodel, optimizer, checkpoints)
 
 
 def parse_args() -> Namespace:
@@ -35,6 +40,7 @@ def parse_args() -> Namespace:
     parser.set_defaults(sample_bytes=128)
     what = "Thunder's, best first, comma separated"
     parser.add_argument("--executors", type=lambda names: names.split(","), metavar="NAMES", help=what)
+    add_checkpoints(parser)
     return parser.parse_args()
 
 

@@ -28,13 +28,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import common
+from checkpoints import Checkpoints, add_checkpoints
 from common import add_count, is_main, mean_over_ranks, new_file, non_negative, whole_number
 from loop import train
 from model import CONFIGS, GPT
 from results import Report, result_table
 from text import Batches, Text, add_training, batches, checked_text
 
-__all__ = ["OPTIMIZERS", "Report", "Trainer", "add_count", "arguments", "result_table", "start"]  # for the scripts
+__all__ = [  # for the scripts
+    "OPTIMIZERS",
+    "Checkpoints",
+    "Report",
+    "Trainer",
+    "add_checkpoints",
+    "add_count",
+    "arguments",
+    "result_table",
+    "start",
+]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -70,17 +81,24 @@ class Trainer:
         config = CONFIGS[self.args.model]
         return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
 
-    def run(self, cmodel: Module, optimizer: Optimizer) -> Report:
-        """Trains, evaluates and prints the result; ``--json`` keeps it."""
+    def run(self, cmodel: Module, optimizer: Optimizer, checkpoints: Checkpoints | None = None) -> Report | None:
+        """Trains, evaluates and prints the result; ``--json`` keeps it. None if all steps were done before."""
         args = self.args
         data, schedule = self.batches(self.text.train), LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
-        losses, rate = train(
-            lambda step: cmodel(*data(step)),
-            optimizer,
-            args.steps,
-            tokens=args.batch_size * args.seq_len,
-            schedule=schedule,
-        )
+        with shardtrace.AsyncCheckpointer() as checkpointer:
+            state = {"model": cmodel, "optimizer": optimizer, "schedulers": schedule}
+            resumed = checkpoints.resume(state) if checkpoints is not None else {}
+            if resumed.get("start", 0) >= args.steps:
+                print(f"all {args.steps} steps were done before")
+                return None
+            losses, rate = train(
+                lambda step: cmodel(*data(step)),
+                optimizer,
+                args.steps,
+                tokens=args.batch_size * args.seq_len,
+                schedule=schedule,
+                **(checkpoints.saving(checkpointer, state) | resumed if checkpoints is not None else {}),
+            )
         held = common.optimizer_bytes(optimizer)
         step = shardtrace.memory(cmodel, persistent=held).peak  # of the last call: a training step
         collectives = common.traffic(cmodel)

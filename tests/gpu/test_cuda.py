@@ -103,3 +103,30 @@ def test_one_of_many_ranks(fake_ranks, executors, strategy, world_size):
     arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *cmodel.parameters())})
     promised = step_liveness(forward, backward, persistent=idle - arguments).peak
     assert measured == pytest.approx(promised, rel=0.1)
+
+
+def test_a_checkpoint_of_a_gpu_is_loaded_on_it_and_on_the_cpu(nccl_of_one, tmp_path):
+    def trained(seed):
+        torch.manual_seed(seed)
+        model = shardtrace.fsdp(Zoo(), device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for p in model.parameters():
+            p.grad = torch.rand_like(p)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0)
+    with shardtrace.AsyncCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path, model, optimizer, step=1)
+        drawn = torch.rand(3, device="cuda")
+    other, other_optimizer = trained(1)
+    shardtrace.load_checkpoint(tmp_path, other, other_optimizer)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    plain = Zoo()
+    shardtrace.load_checkpoint(tmp_path, plain)
+    for p, q, r in zip(model.parameters(), other.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p.cpu(), r)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, other_optimizer.state[q][key])
+            assert value.device == other_optimizer.state[q][key].device

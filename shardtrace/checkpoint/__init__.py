@@ -1,0 +1,19 @@
+"""Checkpoints: sharded, resharded when loaded, complete or not there, and never a pickle."""
+
+from shardtrace.checkpoint.background import AsyncCheckpointer
+from shardtrace.checkpoint.export import export_safetensors
+from shardtrace.checkpoint.files import CheckpointError, latest_checkpoint
+from shardtrace.checkpoint.load import Checkpoint, load_checkpoint
+from shardtrace.checkpoint.save import save_checkpoint
+from shardtrace.checkpoint.state import sharded_state_dict
+
+__all__ = [
+    "AsyncCheckpointer",
+    "Checkpoint",
+    "CheckpointError",
+    "export_safetensors",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "sharded_state_dict",
+]

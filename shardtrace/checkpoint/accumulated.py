@@ -1,0 +1,37 @@
+"""The gradients that ``no_sync`` has added up and no step has reduced yet: whole, and each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from passes.accumulate import Sums
+from passes.plan import ShardedParameter
+from shardtrace.checkpoint.state import ModelState
+
+import torch
+
+
+def accumulated(model: ModelState) -> dict[str, torch.Tensor]:
+    """The sums of this rank by the names of their parameters; usually none."""
+    return {
+        name: sums.by_parameter[parameter]
+        for name, sums, parameter in _parameters(model)
+        if parameter in sums.by_parameter
+    }
+
+
+def set_accumulated(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
+    """Puts saved sums in place of those that the model has."""
+    for state in model.states:
+        state.sums.clear()
+    for name, sums, parameter in _parameters(model):
+        if name in values:
+            sums.by_parameter[parameter] = values[name].to(model.slots[name].local.device)
+            sums.used, sums.reducing = True, False
+
+
+def _parameters(model: ModelState) -> Iterator[tuple[str, Sums, ShardedParameter]]:
+    names = {id(slot.local): name for name, slot in model.slots.items()}
+    for state in model.states:
+        for entry in state.entries:
+            yield names[id(entry.shard)], state.sums, state.by_stand_in[id(entry.stand_in)]

@@ -1,0 +1,89 @@
+"""Saving while the training goes on."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shardtrace.checkpoint.files import step_directory
+from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.save import prepare, write
+from shardtrace.checkpoint.state import ModelState, model_state
+from shardtrace.mesh import is_alone
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+
+class AsyncCheckpointer:
+    """Saves checkpoints in a thread: ``save`` returns when this rank's tensors are copied to host memory.
+
+    One save at a time, and so one copy: ``save`` waits for the one before. What goes wrong in the thread is raised on
+    every rank by the next ``save`` or by ``wait``. Leave the context, or call ``wait``, before the end of the training:
+
+        with shardtrace.AsyncCheckpointer() as checkpointer:
+            for step in range(steps):
+                ...
+                checkpointer.save("checkpoints", model, optimizer, step=step)
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardtrace-checkpoint")
+        self._pending: Future[None] | None = None
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        schedulers: Any = (),
+        scaler: Any = None,
+        extra: Any = None,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Like :func:`shardtrace.save_checkpoint`; returns the directory that will be complete later."""
+        self.wait()
+        state = model_state(model)
+        prepared = prepare(state, path, optimizer, step, schedulers, scaler, extra, keep_last, keep=_copied)
+        self._pending = self._thread.submit(write, prepared, self._group(state), Progress("save", show=False))
+        return step_directory(prepared.root, step)
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises CheckpointError, on every rank, if the last one failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _group(self, model: ModelState) -> dist.ProcessGroup | None:
+        """A group of the same ranks for the thread alone, as collectives of two threads would meet in one group."""
+        group = model.group
+        if group is None or is_alone(group):
+            return None
+        if group not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            part = len(ranks) < dist.get_world_size()  # ranks outside do not call this
+            self._groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+        return self._groups[group]
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Waits for the save that is under way; its error is not raised over another one."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._thread.shutdown(wait=True)  # its group stays: another of the same ranks could get the same name
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory, where nothing else changes it."""
+    return tensor.detach().to("cpu", copy=True)

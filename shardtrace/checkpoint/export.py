@@ -1,0 +1,109 @@
+"""Whole models as safetensors files that PyTorch and Hugging Face load without shardtrace."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardtrace.checkpoint.agree import agree
+from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
+from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.state import ModelState, Slot, model_state
+from shardtrace.sharding import unshard
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+INDEX = "model.safetensors.index.json"
+
+
+def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_file_bytes: float = 5e9) -> None:
+    """Writes the whole model to ``path/model.safetensors``, or to several files and their index if it is larger.
+
+    The names, files and index are those that ``transformers`` writes and ``from_pretrained`` loads. A plain module
+    takes a single file by ``safetensors.torch.load_model``. A tied weight is written once, under its first name; the
+    others stand in the file's metadata. A collective: parameters are gathered one at a time, and the first rank of the
+    model's group, which writes, holds one file's tensors in host memory.
+
+    Args:
+        path: a directory, made if it is not there.
+        max_file_bytes: a file has at most so many, unless it holds a single tensor.
+
+    Raises:
+        CheckpointError: on every rank; a file of this name exists already, or cannot be written.
+    """
+    root, state = Path(path).absolute(), model_state(model)
+    files = _files(state, max_file_bytes)
+    error = _refusal(root, files, state)
+    agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
+    with Progress("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
+        for file, names in files.items():
+            values = {}
+            for name in names:
+                slot = state.slots[name]
+                whole = slot.local.detach() if slot.home is None else unshard(slot.local, slot.full_shape, slot.home)
+                if state.rank == 0 and error is None:
+                    values[name] = whole.cpu().contiguous()
+                advance(_bytes(slot))
+            if values:
+                aliases = {name: first for name, first in state.tied.items() if first in values}
+                error = _write(root / file, values, aliases)
+    if state.rank == 0 and error is None and len(files) > 1:
+        error = _write_index(root, files, state)
+    agree(state, f"the model exported to {root}", [], error)
+
+
+def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
+    """The names of the tensors in each file."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, slot in model.slots.items():
+        if parts[-1] and size + _bytes(slot) > max_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += _bytes(slot)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
+
+
+def _bytes(slot: Slot) -> int:
+    return torch.Size(slot.full_shape).numel() * slot.local.element_size()
+
+
+def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
+    if model.extra:
+        return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files have no place for")
+    for name in (*files, INDEX, "model.safetensors"):
+        if (root / name).exists():
+            return CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
+    return None
+
+
+def _write(path: Path, values: dict[str, torch.Tensor], aliases: dict[str, str]) -> Exception | None:
+    """Writes a file that is there whole or not at all; returns what went wrong, so that no rank waits in a gather."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(values, temporary, metadata={"format": "pt", **aliases})
+        sync_file(temporary)
+        rename_new(temporary, path)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        return CheckpointError(f"cannot write {path}: {error}")
+    return None
+
+
+def _write_index(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
+    total = sum(map(_bytes, model.slots.values()))
+    weights = {name: file for file, names in files.items() for name in names}
+    try:
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        write_new(root / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+    except OSError as error:
+        return CheckpointError(f"cannot write {root / INDEX}: {error}")
+    return None

@@ -1,0 +1,143 @@
+"""The directories of checkpoints: what is complete, how a file gets there whole, and how it is checked.
+
+A checkpoint is a directory ``step-00000100`` with data files and ``index.json``. It is complete if it has its index,
+which is renamed into place last, when all else is on the disk. Nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import zlib
+from pathlib import Path
+
+INDEX = "index.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_BLOCK = 1 << 22  # bytes read at once
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded. Raised on every rank; a load has then changed nothing."""
+
+
+def step_directory(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def steps_in(root: Path) -> dict[int, Path]:
+    """The directories of checkpoints in ``root``, complete or not, by step, in ascending order."""
+    found = {int(m[1]): p for p in root.iterdir() if (m := _STEP.fullmatch(p.name))} if root.is_dir() else {}
+    return dict(sorted(found.items()))
+
+
+def is_complete(directory: Path) -> bool:
+    return (directory / INDEX).is_file()
+
+
+def latest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint of the highest step in the directory ``path``; None if there is none."""
+    return next((p for p in reversed(steps_in(Path(path)).values()) if is_complete(p)), None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """``path`` itself if it is a checkpoint, else the latest in it. Raises CheckpointError if there is none."""
+    if is_complete(path):
+        return path
+    if _STEP.fullmatch(path.name) and path.is_dir():
+        raise CheckpointError(f"{path} has no {INDEX}: its save was interrupted; load the checkpoint before it")
+    found = latest_checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"there is no complete checkpoint in {path}")
+    return found
+
+
+def new_directory(root: Path, step: int) -> Path:
+    """Makes the empty directory of a step; what an interrupted save of this step left is removed.
+
+    Raises CheckpointError if there is a complete checkpoint of this step or a later one: "the latest" would be that.
+    """
+    last = latest_checkpoint(root)
+    if last is not None and int(last.name.removeprefix("step-")) >= step:
+        raise CheckpointError(
+            f"cannot save step {step}: there is {last} already; save to another directory, or remove what is later"
+        )
+    directory = step_directory(root, step)
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    sync_directory(root)
+    sync_directory(root.parent)
+    return directory
+
+
+def remove_old(root: Path, keep_last: int) -> None:
+    """Removes all but the latest ``keep_last`` complete checkpoints, and what was interrupted before the latest."""
+    complete = [step for step, path in steps_in(root).items() if is_complete(path)]
+    for step, path in steps_in(root).items():
+        if step < complete[-1] and step not in complete[-keep_last:]:
+            (path / INDEX).unlink(missing_ok=True)  # from here on it is not complete
+            sync_directory(path)
+            shutil.rmtree(path)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all, even if the machine stops."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    rename_new(temporary, path)
+
+
+def rename_new(temporary: Path, path: Path) -> None:
+    if path.exists():
+        raise CheckpointError(f"{path} exists already")
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+sync_directory = sync_file  # names and renames in it reach the disk
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: finds every flipped bit and every burst of errors of up to 32 bits.
+
+    It guards against accidents. It is no signature: who can change a file can change its index, too.
+    """
+    value = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def check_names(directory: Path, names: set[str]) -> None:
+    """Raises CheckpointError unless the directory holds the index and exactly these regular files."""
+    found = {entry.name for entry in os.scandir(directory) if not entry.name.startswith(".")} - {INDEX}
+    if missing := names - found:
+        raise CheckpointError(f"{directory / min(missing)} is missing")
+    if foreign := found - names:
+        raise CheckpointError(f"{directory / min(foreign)} is not of this checkpoint: its {INDEX} does not list it")
+    for name in names:
+        if not stat.S_ISREG(os.lstat(directory / name).st_mode):
+            raise CheckpointError(f"{directory / name} is not a regular file")
+
+
+def check_file(path: Path, size: int, crc32: int) -> None:
+    """Raises CheckpointError unless the file has this size in bytes and this checksum."""
+    found = path.stat().st_size
+    if found != size:
+        raise CheckpointError(f"{path} has {found:,} bytes, {INDEX} says {size:,}: it was truncated or replaced")
+    if (value := checksum(path)) != crc32:
+        raise CheckpointError(f"{path} is damaged: its checksum is {value:08x}, {INDEX} says {crc32:08x}")

@@ -1,0 +1,133 @@
+"""The index of a checkpoint: plain JSON that says what is saved and where."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from passes.plan import Shape
+from shardtrace.checkpoint.files import INDEX, CheckpointError
+
+import torch
+
+FORMAT = "shardtrace 1"
+_FILE = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")  # no name that leaves the directory
+_HEAD = '{"crc32": "%08x", "index":\n'
+_TAIL = b"}\n"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of a tensor: ``rows`` rows of dim 0 from ``start`` on; one row for a 0-dim tensor."""
+
+    file: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """``chunks`` are in the order of their rows and cover the tensor; there are none if it has no elements.
+
+    ``key`` is its name in their files.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    def chunk_shape(self, chunk: Chunk) -> Shape:
+        return (chunk.rows, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """Args:
+    step: of the training.
+    files: bytes and CRC-32 of each data file.
+    tensors: by name.
+    tied: other names of tensors, and the names that stand in ``tensors``.
+    state: what is no tensor, encoded (:mod:`shardtrace.checkpoint.codec`): of the model, the optimizer, schedulers.
+    ranks: for each rank what is its own: its generators and what the caller added.
+    """
+
+    step: int
+    files: dict[str, tuple[int, int]]
+    tensors: dict[str, SavedTensor]
+    tied: dict[str, str]
+    state: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+
+def dump_index(index: Index) -> bytes:
+    body = {"format": FORMAT, "step": index.step, "files": index.files}
+    body["tensors"] = {
+        name: [str(t.dtype).removeprefix("torch."), t.shape, [list(asdict(c).values()) for c in t.chunks]]
+        for name, t in index.tensors.items()
+    }
+    body |= {"tied": index.tied, "state": index.state, "ranks": index.ranks}
+    text = json.dumps(body).encode()
+    return (_HEAD % zlib.crc32(text)).encode() + text + _TAIL
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a checkpoint. Raises CheckpointError for anything that it should not be."""
+    path = directory / INDEX
+    data = path.read_bytes()
+    text = data[len(_HEAD % 0) : -len(_TAIL)]
+    crc32 = zlib.crc32(text)
+    if data != (_HEAD % crc32).encode() + text + _TAIL:
+        raise CheckpointError(f"{path} is damaged, or not an index of shardtrace: its checksum does not match")
+    try:
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has the format {body['format']!r}, this is {FORMAT!r}: another version saved it"
+            )
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+        tensors = {str(name): _tensor(name, *what) for name, what in body["tensors"].items()}
+        tied = {str(name): str(first) for name, first in body["tied"].items()}
+        ranks = [dict(rank) for rank in body["ranks"]]
+        index = Index(int(body["step"]), files, tensors, tied, dict(body["state"]), ranks)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index of shardtrace: {type(error).__name__}: {error}") from None
+    for problem in _problems(index):
+        raise CheckpointError(f"{path}: {problem}")
+    return index
+
+
+def _tensor(key: str, dtype: str, shape: list[int], chunks: list[Any]) -> SavedTensor:
+    return SavedTensor(
+        key,
+        _DTYPES[dtype],
+        tuple(int(size) for size in shape),
+        tuple(Chunk(str(file), int(start), int(rows)) for file, start, rows in chunks),
+    )
+
+
+def _problems(index: Index) -> Iterator[str]:
+    for name in index.files:
+        if not _FILE.fullmatch(name):
+            yield f"{name!r} is not the name of a data file"
+    if not index.ranks:
+        yield "it lists no rank"
+    for name, first in index.tied.items():
+        if first not in index.tensors or name in index.tensors:
+            yield f"{name} is tied to {first}, which does not fit the tensors"
+    for name, tensor in index.tensors.items():
+        if min(tensor.shape, default=0) < 0:
+            yield f"{name} has shape {tensor.shape}"
+        if any(c.file not in index.files for c in tensor.chunks):
+            yield f"{name} is in a file that is not listed"
+        rows = (tensor.shape or (1,))[0] if math.prod(tensor.shape) else 0
+        ends = [0, *(c.start + c.rows for c in tensor.chunks)]
+        if ends[-1] != rows or any(c.start != end or c.rows < 1 for c, end in zip(tensor.chunks, ends, strict=False)):
+            yield f"{name} is not covered by its chunks once and only once"

@@ -1,0 +1,181 @@
+"""An optimizer's state by the names of parameters: what is like its parameter is sharded like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from passes.plan import Placement
+from shardtrace.checkpoint.codec import decode, encode, tensor_names
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.index import SavedTensor
+from shardtrace.checkpoint.state import Keep, ModelState, Slot
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_OF_PARAMETERS = ("params", "param_names")  # of a group: not its options
+
+
+def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
+    """The names of the parameters of each group. Raises CheckpointError for one that is not the model's."""
+    names = {id(slot.local): name for name, slot in model.slots.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise CheckpointError(
+                    f"parameter {index} of group {number} of the {type(optimizer).__name__}, of shape "
+                    f"{tuple(p.shape)}, is not a parameter of {type(model.module).__name__}"
+                )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_state(
+    optimizer: Optimizer, model: ModelState, tensors: dict[str, torch.Tensor | None], keep: Keep
+) -> dict[str, Any]:
+    """The state as JSON; its tensors are put into ``tensors`` under ``optimizer.state.<parameter>.<key>``.
+
+    A tensor of the parameter's shape is laid out like the parameter. Others must be scalars, unless the parameter is
+    whole on every rank. Raises CheckpointError that names the parameter and the key of what cannot be saved.
+    """
+    groups = named_groups(optimizer, model)
+    packed = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for group in groups for name in group]
+    plain: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for number, values in packed["state"].items():
+        if not isinstance(number, int):
+            raise CheckpointError(f"state of the {type(optimizer).__name__} is of {number!r}, which is no parameter")
+        name, slot = names[number], model.slots[names[number]]
+        of_parameter = state.setdefault(name, {})
+        for key, value in values.items():
+            where = f"optimizer.state.{name}.{key}"
+            if is_like(key, value, parameters[number]):
+                tensors[where] = slot.distributed(keep(value))
+                of_parameter[key] = {"like": where}
+            else:
+                mine: dict[str, torch.Tensor] = {}
+                of_parameter[key] = encode(value, where, mine)
+                _check_whole(mine, slot)
+                plain |= mine
+    options = [
+        encode({k: v for k, v in g.items() if k not in _OF_PARAMETERS}, f"optimizer.param_groups.{i}", plain)
+        for i, g in enumerate(optimizer.param_groups)
+    ]
+    tensors |= {name: keep(value) for name, value in plain.items()}
+    saved_groups = [{"params": names, "options": o} for names, o in zip(groups, options, strict=True)]
+    return {"class": type(optimizer).__name__, "groups": saved_groups, "state": state}
+
+
+def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """A tensor of the parameter's shape. Of a 0-dim parameter, too, the step is no such tensor."""
+    same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return same and not (key == "step" and value.dim() == 0)
+
+
+def of_owners(saved: Mapping[str, Any], model: ModelState) -> dict[str, Any]:
+    """The part of a rank's saved state that the first rank may not have."""
+    owned = {
+        name for name, slot in model.slots.items() if slot.home is not None and slot.home.placement is Placement.OWNER
+    }
+    return {name: values for name, values in saved["state"].items() if name in owned}
+
+
+def optimizer_load(
+    optimizer: Optimizer,
+    model: ModelState,
+    saved: Mapping[str, Any],
+    index: Mapping[str, SavedTensor],
+    targets: dict[str, torch.Tensor | None],
+) -> dict[str, Any]:
+    """The state dict for ``optimizer.load_state_dict``, with new tensors that are still to be read.
+
+    ``targets`` gets what is to be read into: by name this rank's part of each tensor, None if it has no part. The
+    optimizer may be new, and have the parameters in another order. Raises CheckpointError if it does not fit.
+    """
+    if saved["class"] != type(optimizer).__name__:
+        raise CheckpointError(f"the optimizer is a {type(optimizer).__name__}, the checkpoint's was a {saved['class']}")
+    groups = named_groups(optimizer, model)
+    names = [name for group in groups for name in group]
+    if foreign := set(saved["state"]) - set(names):
+        raise CheckpointError(f"the checkpoint has optimizer state of {min(foreign)}, which is not in the optimizer")
+    state = {
+        number: {
+            key: _new(key, value, name, model.slots[name], index, targets)
+            for key, value in saved["state"][name].items()
+        }
+        for number, name in enumerate(names)
+        if name in saved["state"]
+    }
+    packed = []
+    for number, (now, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], groups, strict=True)):
+        options = _options(number, of_group, saved["groups"])
+        packed.append({**now, **decode(options, new_tensors(options, index, targets)), "params": now["params"]})
+    return {"state": state, "param_groups": packed}
+
+
+def load_optimizer(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """``load_state_dict``, which casts state to the dtype of its parameter; here it keeps its own."""
+    optimizer.load_state_dict(state_dict)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in state_dict["state"].items():
+        loaded = optimizer.state[parameters[number]]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
+
+
+def new_tensors(
+    value: Any, index: Mapping[str, SavedTensor], targets: dict[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Memory for the tensors that an encoded value refers to; also put into ``targets``."""
+    new = {name: torch.empty(index[name].shape, dtype=index[name].dtype) for name in tensor_names(value)}
+    targets |= new
+    return new
+
+
+def _new(
+    key: str,
+    value: Any,
+    name: str,
+    slot: Slot,
+    index: Mapping[str, SavedTensor],
+    targets: dict[str, torch.Tensor | None],
+) -> Any:
+    if not (isinstance(value, dict) and "like" in value):
+        new = new_tensors(value, index, targets)
+        _check_whole(new, slot)
+        return decode(value, new)
+    saved = index[value["like"]]
+    if saved.shape != slot.full_shape:
+        raise CheckpointError(
+            f"the optimizer's {key} of {name} has shape {saved.shape}, the parameter has {slot.full_shape}"
+        )
+    local = torch.zeros_like(slot.local, dtype=saved.dtype, requires_grad=False)
+    targets[value["like"]] = slot.distributed(local)
+    return local
+
+
+def _options(number: int, names: list[str], groups: list[dict[str, Any]]) -> Any:
+    """The saved options of a group, which are those of its parameters, wherever they stood."""
+    of_name = {name: group["options"] for group in groups for name in group["params"]}
+    for name in names:
+        if name not in of_name:
+            raise CheckpointError(f"parameter {name} is in no group of the checkpoint's optimizer")
+        if of_name[name] != of_name[names[0]]:
+            raise CheckpointError(
+                f"{names[0]} and {name} are in group {number}, and had different options in the checkpoint's "
+                "optimizer: make the same groups as the run that saved it"
+            )
+    return of_name[names[0]] if names else {"dict": []}
+
+
+def _check_whole(tensors: Mapping[str, torch.Tensor], slot: Slot) -> None:
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1 and not slot.is_whole:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}: of a sharded parameter, only state of the parameter's own "
+                "shape and scalars can be saved and loaded; take another optimizer, or another strategy ('ddp')"
+            )

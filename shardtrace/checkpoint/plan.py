@@ -1,0 +1,115 @@
+"""What a checkpoint will be loaded into, once it is verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrace.checkpoint.codec import decode
+from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
+from shardtrace.checkpoint.index import Index, SavedTensor, read_index
+from shardtrace.checkpoint.optimizer import new_tensors, optimizer_load
+from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.state import ModelState
+from shardtrace.checkpoint.verify import verify_files
+
+import torch
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a verified checkpoint will be loaded into: ``targets`` by name, and the values that hold their tensors."""
+
+    path: Path
+    index: Index
+    tensors: dict[str, SavedTensor]
+    targets: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    extra_state: dict[str, Any]
+    schedulers: list[Any]
+    scaler: Any
+    rng: dict[str, Any] | None
+    extra: Any
+    accumulated: dict[str, torch.Tensor]
+
+
+def verified_plan(path: Path, model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any) -> Plan:
+    """What to load, when nothing is wrong with it; this rank checks its share of the files.
+
+    Raises CheckpointError that says what is wrong; nothing has been changed.
+    """
+    directory = find_checkpoint(path.absolute())
+    index = read_index(directory)
+    tensors = {**index.tensors, **{name: index.tensors[first] for name, first in index.tied.items()}}
+    targets: dict[str, torch.Tensor | None] = {}
+
+    def decoded(value: Any) -> Any:
+        return decode(value, new_tensors(value, tensors, targets))
+
+    _check_model(model, tensors)
+    targets |= {f"model.{name}": slot.distributed() for name, slot in model.slots.items()}
+    if optimizer is not None and index.state["optimizer"] is None:
+        raise CheckpointError(f"{directory} holds no optimizer: pass none to load the model alone")
+    if schedulers and len(schedulers) != len(index.state["schedulers"]):
+        raise CheckpointError(
+            f"{directory} holds {len(index.state['schedulers'])} schedulers, {len(schedulers)} are to be loaded"
+        )
+    if scaler is not None and index.state["scaler"] is None:
+        raise CheckpointError(f"{directory} holds no scaler")
+    same = len(index.ranks) == model.ranks
+    own = index.ranks[model.rank if same else 0]
+    if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not (same and model.states):
+        raise CheckpointError(
+            f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks, and can "
+            "be loaded by a sharded model on as many ranks alone"
+        )
+    plan = Plan(
+        directory,
+        index,
+        tensors,
+        {},
+        optimizer_load(optimizer, model, _saved_optimizer(index), tensors, targets) if optimizer is not None else None,
+        {key: decoded(value) for key, value in index.state["extra_state"].items()},
+        decoded(index.state["schedulers"]) if schedulers else [],
+        decoded(index.state["scaler"]) if scaler is not None else None,
+        decoded(own["rng"]) if same else None,
+        decoded(own["extra"]),
+        decoded(own["accumulated"]) if same else {},
+    )
+    plan.targets.update({name: target for name, target in targets.items() if target is not None})
+    if plan.extra_state.keys() != model.extra.keys():
+        raise CheckpointError(f"{directory} holds the extra states {[*plan.extra_state]}, the model {[*model.extra]}")
+    verify_files(directory, index, model.rank, model.ranks, Progress("verify", show=model.rank == 0))
+    return plan
+
+
+def _saved_optimizer(index: Index) -> dict[str, Any]:
+    """What the first rank saved of it, and what owners did."""
+    saved = index.state["optimizer"]
+    state = {**saved["state"]}
+    for rank in index.ranks:
+        state |= rank["optimizer"]
+    return {**saved, "state": state}
+
+
+def _check_model(model: ModelState, tensors: dict[str, SavedTensor]) -> None:
+    """Raises CheckpointError that names what the checkpoint and the model do not have in common."""
+    saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    names = {name: name for name in model.slots} | model.tied
+    problems = [f"missing key {name}" for name in names if name not in saved]
+    problems += [f"unexpected key {name}" for name in saved if name not in names]
+    for name, slot in model.slots.items():
+        if name in saved and saved[name].shape != slot.full_shape:
+            problems.append(f"{name} has shape {saved[name].shape}, the model's is {slot.full_shape}")
+        elif name in saved and saved[name].dtype != slot.local.dtype:
+            problems.append(f"{name} is {saved[name].dtype}, the model's is {slot.local.dtype}")
+    for name, first in model.tied.items():
+        if name in saved and first in saved and saved[name] is not saved[first]:
+            problems.append(f"{name} and {first} are tied in the model, and two tensors in the checkpoint")
+    if problems:
+        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(model.module).__name__}: {'; '.join(problems[:8])}{more}"
+        )

@@ -1,0 +1,170 @@
+"""``save_checkpoint``: a new directory for each step, complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrace.checkpoint.accumulated import accumulated
+from shardtrace.checkpoint.agree import agree
+from shardtrace.checkpoint.codec import encode
+from shardtrace.checkpoint.files import CheckpointError, step_directory
+from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
+from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.rng import rng_state
+from shardtrace.checkpoint.state import Keep, ModelState, model_state
+from shardtrace.checkpoint.writer import SafetensorsWriter
+from shardtrace.mesh import is_alone
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a rank is to save: its tensors, what is its own beside them, and what the first rank saves for all."""
+
+    root: Path
+    step: int
+    tensors: dict[str, torch.Tensor]
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    keep_last: int | None
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    schedulers: Any = (),
+    scaler: Any = None,
+    extra: Any = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Saves model, optimizer and random number generators to ``path/step-<step>``, and returns that directory.
+
+    A collective: every rank of the model's group must call it, with a ``path`` that is the same directory for all. A
+    model that is not sharded is saved by the calling process alone. Each rank writes its shards; what several ranks
+    have is written once. Files are safetensors, the index is JSON; a checkpoint without an index is not one, and the
+    index comes last, when all files are on the disk. A save that is interrupted leaves earlier checkpoints as they are.
+
+    Of buffers the first rank's are saved (see :func:`shardtrace.sync_buffers`). Of gradients those that ``no_sync`` has
+    added up and no step has reduced are, each rank its own; ``.grad`` is not: save after ``optimizer.step()``.
+
+    Args:
+        path: the directory that holds all checkpoints of a training, made if it is not there.
+        step: of the training; greater than that of every checkpoint in ``path``.
+        schedulers: one or more objects with ``state_dict()``, such as learning rate schedulers.
+        scaler: the ``torch.amp.GradScaler``.
+        extra: what else is to be kept, each rank its own: None, bool, int, float, str, tensors, and lists, tuples and
+            dicts of them.
+        keep_last: remove all but so many checkpoints in ``path`` when this one is complete. Default: remove none.
+
+    Raises:
+        CheckpointError: on every rank; what cannot be saved, or what went wrong with which file.
+    """
+    state = model_state(model)
+    prepared = prepare(state, path, optimizer, step, schedulers, scaler, extra, keep_last)
+    write(prepared, state.group, Progress("save", show=state.rank == 0))
+    return step_directory(prepared.root, step)
+
+
+def prepare(
+    model: ModelState,
+    path: str | os.PathLike[str],
+    optimizer: Optimizer | None,
+    step: int,
+    schedulers: Any,
+    scaler: Any,
+    extra: Any,
+    keep_last: int | None,
+    keep: Keep = torch.Tensor.detach,
+) -> Prepared:
+    """Collects what is to be saved. ``keep`` is what is done with each tensor: nothing, or a copy.
+
+    Raises CheckpointError on every rank.
+    """
+    root, error, prepared = Path(path).absolute(), None, None
+    try:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
+        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+            raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
+        tensors, own, shared = _collect(model, optimizer, schedulers, scaler, extra, keep)
+        prepared = Prepared(root, step, tensors, own, shared, keep_last)
+    except CheckpointError as problem:
+        error = problem
+    agree(model, f"a checkpoint to save to {root}", [f"step {step}, keep_last={keep_last}"], error)
+    assert prepared is not None
+    return prepared
+
+
+def _collect(
+    model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any, extra: Any, keep: Keep
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """The tensors, what is this rank's own, and what the first rank saves for all."""
+    tensors = {
+        f"model.{name}": slot.distributed(keep(slot.local))
+        for name, slot in model.slots.items()
+        if slot.home is not None or model.rank == 0  # what is not sharded may differ, as buffers do
+    }
+    saved = optimizer_state(optimizer, model, tensors, keep) if optimizer is not None else None
+    plain: dict[str, torch.Tensor] = {}
+    own: dict[str, Any] = {
+        "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
+        "extra": encode(extra, f"ranks.{model.rank}.extra", plain),
+        "accumulated": encode(accumulated(model), f"ranks.{model.rank}.accumulated", plain),
+        "optimizer": {} if saved is None else of_owners(saved, model),
+    }
+    shared: dict[str, Any] = {}
+    if model.rank == 0:
+        states = [scheduler.state_dict() for scheduler in as_list(schedulers)]
+        shared = {
+            "tied": {f"model.{name}": f"model.{first}" for name, first in model.tied.items()},
+            "extra_state": {key: encode(value, f"extra_state.{key}", plain) for key, value in model.extra.items()},
+            "optimizer": saved,
+            "schedulers": encode(states, "schedulers", plain),
+            "scaler": encode(scaler.state_dict() if scaler is not None else None, "scaler", plain),
+        }
+    tensors |= {name: keep(value) for name, value in plain.items()}
+    return {name: value for name, value in tensors.items() if value is not None}, own, shared
+
+
+def as_list(schedulers: Any) -> Sequence[Any]:
+    return schedulers if isinstance(schedulers, (list, tuple)) else [schedulers] if schedulers is not None else []
+
+
+def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: Progress) -> None:
+    """Writes a checkpoint through torch.distributed.checkpoint. Raises CheckpointError on every rank."""
+    writer = SafetensorsWriter(
+        prepared.root, prepared.step, prepared.own, prepared.shared, prepared.keep_last, progress
+    )
+    alone = group is None or is_alone(group)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                prepared.tensors,
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=None if alone else group,
+                no_dist=alone,
+            )
+    except CheckpointException as exception:
+        raise failed(f"step {prepared.step} was not saved to {prepared.root}", exception) from None
+
+
+def failed(what: str, exception: CheckpointException) -> CheckpointError:
+    """The failures of all ranks in one error."""
+    failures = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(exception.failures.items())]
+    return CheckpointError(f"{what}: {'; '.join(failures)}")

@@ -1,0 +1,147 @@
+"""A model's tensors as torch.distributed.checkpoint knows them: DTensors of the original shapes, without padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from passes.plan import Placement, Shape
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.full import sharded_entries
+from shardtrace.sharding import Home
+from shardtrace.state import ShardedState, states_in
+
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, or a copy
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A parameter or buffer of a model. ``local`` is what this rank holds of it, padding included.
+
+    ``home`` is None for what is not sharded; then it is whole on every rank. ``mesh_of`` makes the mesh of a group and
+    a type of device.
+    """
+
+    local: torch.Tensor
+    full_shape: Shape
+    home: Home | None
+    mesh_of: Callable[[dist.ProcessGroup, str], DeviceMesh]
+
+    @property
+    def is_whole(self) -> bool:
+        home = self.home
+        return home is None or home.placement is Placement.REPLICATE or math.prod(self.full_shape) == 0
+
+    def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
+        """This rank's part without padding, as a view: of the parameter, or of a tensor that is laid out like it.
+
+        Of shards a DTensor on the mesh of the ranks that share them. What one rank holds alone (an owner's tensor, a
+        0-dim parameter) is a plain tensor there and None on the others; what is whole on every rank a plain tensor.
+        """
+        local = self.local.detach() if local is None else local
+        if self.is_whole or self.home is None:
+            return local
+        group = self.home.group
+        if self.home.placement is Placement.OWNER:
+            return local if group.rank() == self.home.owner else None
+        if not self.full_shape:
+            return local[0] if group.rank() == 0 else None
+        rows = max(0, self.full_shape[0] - group.rank() * local.shape[0])
+        return DTensor.from_local(
+            local[:rows],
+            self.mesh_of(group, local.device.type),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(self.full_shape),
+            stride=torch.empty(self.full_shape, device="meta").stride(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """What a model's state dict holds.
+
+    Args:
+        states: of the sharded modules in it; none for a model that is not sharded, which the calling process saves and
+            loads by itself.
+        slots: by the first of its names each parameter and buffer.
+        tied: by its name each other name of one of them, and the first name.
+        extra: extra states, by their key.
+    """
+
+    module: nn.Module
+    states: list[ShardedState]
+    slots: dict[str, Slot]
+    tied: dict[str, str]
+    extra: dict[str, Any]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.states[0].group if self.states else None
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank() if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size() if self.group is not None else 1
+
+    @property
+    def device(self) -> torch.device:
+        return next((slot.local.device for slot in self.slots.values()), torch.device("cpu"))
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Raises CheckpointError for a model that holds DTensors of another library, RuntimeError inside full_params."""
+    module = model._model if isinstance(model, ThunderModule) else model
+    states = states_in(module)
+    entries = sharded_entries(module)[2] if states else {}
+    slots: dict[str, Slot] = {}
+    tied: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    mesh_of = cache(DeviceMesh.from_group)
+    for key, value in module.state_dict(keep_vars=True).items():
+        if key.endswith("_extra_state") or not isinstance(value, torch.Tensor):
+            extra[key] = value
+        elif isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{key} is a DTensor that shardtrace did not make: save it by torch.distributed.checkpoint"
+            )
+        elif id(value) in names:
+            tied[key] = names[id(value)]
+        else:
+            names[id(value)] = key
+            entry = entries.get(id(value))
+            full_shape, home = (entry.full_shape, entry.home) if entry else (tuple(value.shape), None)
+            slots[key] = Slot(value, full_shape, home, mesh_of)
+    return ModelState(module, states, slots, tied, extra)
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a sharded model for torch.distributed.checkpoint: ``dcp.save`` and, in place, ``dcp.load``.
+
+    Keys and shapes are those of the unsharded model. Shards are DTensors, placed ``Shard(0)`` on the mesh of the ranks
+    that share them, whose local tensors are views of the model's parameters without the padding: loading into them
+    changes the model. What is whole on every rank is a plain tensor. What one rank holds alone, a tensor of the "owner"
+    strategy or a 0-dim parameter in shards, is a plain tensor there, and the other ranks leave its key out.
+
+    Raises:
+        ValueError: the model is not sharded. RuntimeError: inside ``full_params``.
+    """
+    sharded_entries(model)
+    state = model_state(model)
+    values: dict[str, Any] = {key: slot.distributed() for key, slot in state.slots.items()}
+    values |= {key: values[first] for key, first in state.tied.items()} | state.extra
+    return {key: value for key, value in values.items() if value is not None or key in state.extra}

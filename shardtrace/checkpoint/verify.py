@@ -1,0 +1,46 @@
+"""What is in the files of a checkpoint, against its index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from passes.plan import Shape
+from shardtrace.checkpoint.files import CheckpointError, check_file, check_names
+from shardtrace.checkpoint.index import Index
+from shardtrace.checkpoint.progress import Progress
+
+import torch
+from safetensors import safe_open
+
+
+def verify_files(directory: Path, index: Index, rank: int, ranks: int, progress: Progress) -> None:
+    """Checks that the files are those of the index; this rank reads every ``ranks``-th.
+
+    Raises CheckpointError that names the file, and the key, that is not as the index says.
+    """
+    check_names(directory, set(index.files))
+    mine = sorted(index.files)[rank::ranks]
+    held: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {name: {} for name in index.files}
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            held[chunk.file][tensor.key] = (tensor.dtype, tensor.chunk_shape(chunk))
+    with progress.of(sum(index.files[name][0] for name in mine)) as advance:
+        for name in mine:
+            check_file(directory / name, *index.files[name])
+            _check_keys(directory / name, held[name])
+            advance(index.files[name][0])
+
+
+def _check_keys(path: Path, expected: dict[str, tuple[torch.dtype, Shape]]) -> None:
+    with safe_open(path, framework="pt") as data:
+        found = set(data.keys())
+        if found != expected.keys():
+            raise CheckpointError(f"{path} and the index do not hold the same keys: {min(found ^ expected.keys())}")
+        for key, (dtype, shape) in expected.items():
+            view = data.get_slice(key)
+            saved_shape = tuple(view.get_shape())
+            saved_dtype = view[:0].dtype if saved_shape else data.get_tensor(key).dtype
+            if (saved_dtype, saved_shape) != (dtype, shape):
+                raise CheckpointError(
+                    f"{path} holds {key} as {saved_dtype} of shape {saved_shape}, the index says {dtype} of {shape}"
+                )

@@ -1,0 +1,160 @@
+"""Where torch.distributed.checkpoint puts data here: safetensors files, and an index that is JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardtrace.checkpoint.files import (
+    INDEX,
+    checksum,
+    new_directory,
+    remove_old,
+    step_directory,
+    sync_directory,
+    sync_file,
+    write_new,
+)
+from shardtrace.checkpoint.index import Chunk, Index, SavedTensor, dump_index
+from shardtrace.checkpoint.progress import Progress
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+FILE_BYTES = 1 << 30  # a data file has at most so many, unless it holds a single tensor
+
+
+class Written(NamedTuple):
+    """The file in which a tensor's chunk lies."""
+
+    file: str
+    bytes: int
+    crc32: int
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes a checkpoint: each rank its tensors, then the first rank the index.
+
+    Args:
+        root: the directory of checkpoints. step: of this one. keep_last: so many are kept; None: all.
+        own: what this rank adds to the index. shared: what the first rank adds for all (:class:`Index`).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        own: dict[str, Any],
+        shared: dict[str, Any],
+        keep_last: int | None,
+        progress: Progress,
+    ) -> None:
+        self.root, self.step, self.own, self.shared = root, step, own, shared
+        self.keep_last, self.progress = keep_last, progress
+        self.directory = step_directory(root, step)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=self.own)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank, before any rank writes."""
+        self.ranks = [plan.storage_data for plan in plans]
+        new_directory(self.root, self.step)
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        with self.progress.of(sum(_bytes(item) for item in plan.items)) as advance:
+            for number, items in enumerate(_files(plan.items)):
+                path = self.directory / f"rank-{plan.storage_data:05d}-{number:03d}.safetensors"
+                save_file({item.index.fqn: _value(planner, item) for item in items}, path)
+                written = Written(path.name, path.stat().st_size, checksum(path))
+                sync_file(path)
+                results += [WriteResult(item.index, _bytes(item), written) for item in items]
+                advance(written.bytes)
+        sync_directory(self.directory)
+        return done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written."""
+        files: dict[str, tuple[int, int]] = {}
+        chunks: dict[str, list[Chunk]] = {}
+        for result in (r for of_rank in results for r in of_rank):
+            written: Written = result.storage_data
+            files[written.file] = (written.bytes, written.crc32)
+            chunks.setdefault(result.index.fqn, []).append(_chunk(metadata, result.index, written.file))
+        tensors = {name: _saved(name, metadata, chunks.get(name, [])) for name in metadata.state_dict_metadata}
+        tied = self.shared.pop("tied")
+        index = Index(self.step, dict(sorted(files.items())), tensors, tied, self.shared, self.ranks)
+        write_new(self.directory / INDEX, dump_index(index))
+        if self.keep_last is not None:
+            remove_old(self.root, self.keep_last)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Items with elements, split into files."""
+    file: list[WriteItem] = []
+    size = 0
+    for item in items:
+        if file and size + _bytes(item) > FILE_BYTES:
+            yield file
+            file, size = [], 0
+        if _bytes(item):
+            file, size = [*file, item], size + _bytes(item)
+    if file:
+        yield file
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None  # only tensors are saved
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, torch.Tensor)
+    return value.detach().cpu().contiguous()
+
+
+def _tensor_metadata(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    saved = metadata.state_dict_metadata[name]
+    assert isinstance(saved, TensorStorageMetadata)  # only tensors are saved
+    return saved
+
+
+def _chunk(metadata: Metadata, index: MetadataIndex, file: str) -> Chunk:
+    saved = _tensor_metadata(metadata, index.fqn)
+    assert index.index is not None  # the global plan sets it
+    chunk = saved.chunks[index.index]
+    return Chunk(file, chunk.offsets[0], chunk.sizes[0]) if saved.size else Chunk(file, 0, 1)
+
+
+def _saved(name: str, metadata: Metadata, chunks: list[Chunk]) -> SavedTensor:
+    saved = _tensor_metadata(metadata, name)
+    in_order = tuple(sorted(chunks, key=lambda chunk: chunk.start))
+    return SavedTensor(name, saved.properties.dtype, tuple(saved.size), in_order)
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,69 @@
+"""The default process group, made so that torchrun can restart the ranks.
+
+Note [Restarts]: torchrun's agent lends its store to the ranks, and from torch 2.5 on it is the same store after a
+restart (https://github.com/pytorch/pytorch/issues/135712). Keys of the ranks that died are still there: gloo then
+connects to their addresses ("Connection refused"), and counters go on where they stood. The number of restarts cannot
+tell the attempts apart, as each node counts its own. So the ranks first agree on a name that no attempt had before,
+and everything after that happens under it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+POLL = 0.01  # seconds
+
+
+def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 300.0, **options: Any) -> None:
+    """Makes the default process group from torchrun's environment: nccl for a CUDA ``device``, else gloo.
+
+    Unlike ``torch.distributed.init_process_group`` it works after a restart of the ranks (``--max-restarts``), too.
+
+    Args:
+        timeout: seconds to wait for the other ranks to start.
+        options: of ``torch.distributed.init_process_group``.
+
+    Raises:
+        RuntimeError: ranks did not come in time; names them.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    name = attempt_name(store, rank, world_size, timeout)
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    store = dist.PrefixStore(name, store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+
+
+def attempt_name(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
+    """A name that the ``world_size`` ranks that are alive now share, and that none before had.
+
+    Each rank says hello with a number of its own. The first rank answers with the hellos that it sees; a rank believes
+    an answer only if its own hello is in it, and says so. Until all have, the first rank looks again: what it saw may
+    have been said by a rank that is dead.
+    """
+    store = dist.PrefixStore("shardtrace/attempt", store)
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(f"hello/{rank}", mine)
+    missing = list(range(world_size))
+    while time.monotonic() < deadline:
+        if rank == 0:
+            keys = [f"hello/{r}" for r in range(world_size)]
+            hellos = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            store.set("answer", json.dumps([mine, hellos]))
+        if store.check(["answer"]):
+            name, hellos = json.loads(store.get("answer"))
+            if rank < len(hellos) and hellos[rank] == mine:
+                store.set(f"heard/{rank}", name)
+                if rank > 0:
+                    return str(name)
+                missing = [r for r in missing if not store.check([k := f"heard/{r}"]) or store.get(k).decode() != mine]
+                if not missing:
+                    return mine
+        time.sleep(POLL)
+    late = f"rank(s) {', '.join(map(str, missing))}" if rank == 0 else "rank 0"
+    raise RuntimeError(f"{late} did not start within {timeout:g} s")

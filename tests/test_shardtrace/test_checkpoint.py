@@ -1,0 +1,232 @@
+"""Checkpoints of any number of ranks and any strategy, loaded by any other; resumed training; export."""
+
+import io
+import json
+
+import shardtrace  # isort: split
+
+from shardtrace.checkpoint import progress, writer
+
+import checkpoint_workers as workers
+import pytest
+import torch
+from models import Zoo, tokens
+from safetensors.torch import load_file, load_model
+
+
+def trained(steps=3, seed=0):
+    """A model of a single process whose optimizer has state."""
+    torch.manual_seed(seed)
+    model = Zoo()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        model(*tokens(4, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def new():
+    model = Zoo()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def assert_same(mine, theirs):
+    """Models and optimizers are equal to the bit."""
+    (model, optimizer), (other, other_optimizer) = mine, theirs
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        state, other_state = optimizer.state.get(p, {}), other_optimizer.state.get(q, {})
+        assert state.keys() == other_state.keys(), name
+        for key, value in state.items():
+            assert torch.equal(value, other_state[key]), f"{name}: {key}"
+            assert value.dtype == other_state[key].dtype
+    for group, other_group in zip(optimizer.param_groups, other_optimizer.param_groups, strict=True):
+        assert {**group, "params": None} == {**other_group, "params": None}
+
+
+MIXED = {"blocks.0.*": "owner", "embedding.*": "ddp", "*": "zero2"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [(2, "zero3"), (3, "owner"), (2, "ddp"), (3, "zero3")],
+        [(3, MIXED), (2, "owner"), (2, "zero3")],
+        [(4, "hybrid_zero3"), (3, "zero3")],
+    ],
+)
+def test_from_one_process_over_ranks_and_strategies_back_to_one(path, tmp_path, request):
+    before = trained()
+    shardtrace.save_checkpoint(tmp_path / "0", *before, step=7)
+    for number, (ranks, strategy) in enumerate(path):
+        ranks = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
+        source, target = tmp_path / str(number), tmp_path / str(number + 1)
+        ranks.run(workers.load_and_save, source=str(source), target=str(target), strategy=strategy)
+    after = new()
+    loaded = shardtrace.load_checkpoint(tmp_path / str(len(path)), *after)
+    assert loaded.step == 7
+    assert loaded.ranks == path[-1][0]
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize(("strategy", "background"), [("zero3", False), (MIXED, True)])
+def test_a_resumed_training_goes_on_bit_for_bit(two_ranks, tmp_path, strategy, background):
+    two_ranks.run(workers.resumes_bit_for_bit, path=str(tmp_path), strategy=strategy, background=background)
+
+
+def test_a_training_resumed_inside_an_accumulation(two_ranks, tmp_path):
+    two_ranks.run(workers.resumes_inside_an_accumulation, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "owner"])
+def test_plain_dcp_and_fsdp2(two_ranks, tmp_path, strategy):
+    two_ranks.run(workers.plain_dcp, path=str(tmp_path), strategy=strategy)
+
+
+def test_optimizers_by_name(tmp_path):
+    """Parameters in other groups and another order; tensors, None and numbers as state and options."""
+
+    def sgd(model, order, lr):
+        groups = [{"params": [dict(model.named_parameters())[n] for n in names]} for names in order]
+        groups[0] |= {"lr": torch.tensor(lr), "weight_decay": 0.5}
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+    one, two = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    saved = sgd(one, [["weight"], ["bias"]], 0.25)
+    one.weight.grad = torch.ones(2, 3)
+    saved.step()
+    saved.state[one.bias]["momentum_buffer"] = None
+    shardtrace.save_checkpoint(tmp_path, one, saved, step=1)
+    loaded = sgd(two, [["bias"], ["weight"]], 0.125)
+    shardtrace.load_checkpoint(tmp_path, two, loaded)
+    assert torch.equal(loaded.state[two.weight]["momentum_buffer"], saved.state[one.weight]["momentum_buffer"])
+    assert loaded.state[two.bias] == {"momentum_buffer": None}
+    assert [group["weight_decay"] for group in loaded.param_groups] == [0, 0.5]
+    assert torch.equal(loaded.param_groups[1]["lr"], torch.tensor(0.25))
+    assert loaded.param_groups[0]["lr"] == 0.25
+
+    together = torch.optim.SGD(two.parameters(), lr=1.0, momentum=0.9)
+    with pytest.raises(shardtrace.CheckpointError, match="weight and bias are in group 0, and had different options"):
+        shardtrace.load_checkpoint(tmp_path, two, together)
+    with pytest.raises(shardtrace.CheckpointError, match="the optimizer is a Adam, the checkpoint's was a SGD"):
+        shardtrace.load_checkpoint(tmp_path, two, torch.optim.Adam(two.parameters()))
+    alien = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    with pytest.raises(shardtrace.CheckpointError, match=r"parameter 0 of group 0 .* of shape \(3,\), is not a param"):
+        shardtrace.save_checkpoint(tmp_path / "alien", two, alien, step=1)
+
+
+def test_state_of_another_dtype_than_its_parameter(tmp_path):
+    model, other = torch.nn.Linear(2, 2).bfloat16(), torch.nn.Linear(2, 2).bfloat16()
+    optimizer, other_optimizer = (torch.optim.AdamW(m.parameters()) for m in (model, other))
+    master = torch.rand(2, 2)
+    optimizer.state[model.weight] = {"master": master, "step": torch.tensor(3.0)}
+    shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
+    shardtrace.load_checkpoint(tmp_path, other, other_optimizer)
+    assert torch.equal(other_optimizer.state[other.weight]["master"], master)
+
+
+def test_an_optimizer_whose_state_cannot_be_sharded(two_ranks, tmp_path):
+    two_ranks.run(workers.factored, path=str(tmp_path / "sharded"))
+    model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)  # whole, it can be saved
+    optimizer, other_optimizer = (torch.optim.Adafactor(m.parameters()) for m in (model, other))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
+    shardtrace.load_checkpoint(tmp_path, other, other_optimizer)
+    assert_same((model, optimizer), (other, other_optimizer))
+
+
+class Dtypes(torch.nn.Module):
+    """A buffer of each dtype, an extra state, and a parameter that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(3, 4).t())
+        for name in ("bfloat16", "float16", "float64", "bool", "uint8", "int8", "int16", "int64", "float8_e4m3fn"):
+            self.register_buffer(f"in_{name}", torch.randint(0, 2, (3, 2)).to(getattr(torch, name)))
+        self.register_buffer("scalar", torch.randint(0, 99, ()))
+        self.seen = {"steps": [torch.randint(0, 99, ()).item()], (1, 2): torch.rand(2)}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_dtypes_buffers_and_extra_state(tmp_path):
+    model, other = Dtypes(), Dtypes()
+    shardtrace.save_checkpoint(tmp_path, model, step=1)
+    shardtrace.load_checkpoint(tmp_path, other)
+    for (name, value), found in zip(model.named_buffers(), other.buffers(), strict=True):
+        assert value.dtype == found.dtype
+        assert torch.equal(value.float(), found.float()), name
+    assert torch.equal(model.weight, other.weight)
+    assert other.seen["steps"] == model.seen["steps"]
+    assert torch.equal(other.seen[1, 2], model.seen[1, 2])
+
+
+def test_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "FILE_BYTES", 300)
+    before, after = trained(), new()
+    path = shardtrace.save_checkpoint(tmp_path, *before, step=1)
+    files = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(files) > 10
+    shardtrace.load_checkpoint(tmp_path, *after)
+    assert_same(before, after)
+
+
+def test_tied_and_untied(tmp_path):
+    tied, untied = Zoo(), Zoo()
+    untied.head.weight = torch.nn.Parameter(untied.head.weight.detach().clone())
+    shardtrace.save_checkpoint(tmp_path / "tied", tied, step=1)
+    shardtrace.load_checkpoint(tmp_path / "tied", untied)
+    assert torch.equal(untied.head.weight, tied.embedding.weight)
+    assert untied.head.weight is not untied.embedding.weight
+    shardtrace.save_checkpoint(tmp_path / "untied", untied, step=1)
+    with pytest.raises(shardtrace.CheckpointError, match=r"head.weight and embedding.weight are tied in the model"):
+        shardtrace.load_checkpoint(tmp_path / "untied", tied)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", MIXED])
+def test_export_is_loaded_by_plain_pytorch(two_ranks, tmp_path, strategy):
+    expected, _ = two_ranks.run(workers.export, path=str(tmp_path / "one"), strategy=strategy)
+    model = Zoo()
+    assert load_model(model, tmp_path / "one" / "model.safetensors") == (set(), [])
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    two_ranks.run(workers.export, path=str(tmp_path / "many"), strategy=strategy, max_file_bytes=500)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    found = {}
+    for file in files:
+        found |= load_file(tmp_path / "many" / file)
+    assert found.keys() == index["weight_map"].keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+def test_export_is_loaded_by_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install 'shardtrace[examples]'")
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path)
+    shardtrace.export_safetensors(tmp_path, model, max_file_bytes=2e4)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_a_bar_for_what_takes_long(monkeypatch, show):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with progress.Progress("save", show=show).of(3_000_000) as advance:
+        advance(3_000_000)
+    assert ("save: 100%" in terminal.getvalue() and "B/s" in terminal.getvalue()) == show
