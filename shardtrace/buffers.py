@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 
 from passes.compat import all_gather_single
@@ -37,7 +38,18 @@ def sync_buffers(model: nn.Module) -> None:
             broadcast(buffer, first, group)
 
 
-def differing_buffers(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
+def warn_of_differing_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Warns if the ranks would save different buffers. A collective."""
+    if differ := _differing_buffers(module, group):
+        others = " and others" if len(differ) > 1 else ""
+        warnings.warn(
+            f"{len(differ)} buffers differ between ranks ({differ[0]!r}{others}): each rank has its own in its state "
+            "dict, and a checkpoint gets the first rank's; call shardtrace.sync_buffers(model) before",
+            stacklevel=3,
+        )
+
+
+def _differing_buffers(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """The names of the buffers in ``module.state_dict()`` that are not equal on all ranks. A collective."""
     persistent = module.state_dict(keep_vars=True)
     held = {name: buffer for name, buffer in module.named_buffers() if name in persistent and buffer.numel()}

@@ -19,8 +19,8 @@ def test_a_parameter_that_is_not_contiguous(two_ranks):
 def test_batch_norm_buffers(two_ranks):
     for warnings in two_ranks.run(workers.batch_norm_buffers):
         assert warnings == [
-            "2 buffers differ between ranks ('1.running_mean' and others), and each rank has its own in the state dict: "
-            "call shardtrace.sync_buffers(model) before it"
+            "2 buffers differ between ranks ('1.running_mean' and others): each rank has its own in its state dict, and "
+            "a checkpoint gets the first rank's; call shardtrace.sync_buffers(model) before"
         ]
 
 

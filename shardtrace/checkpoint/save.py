@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrace.buffers import warn_of_differing_buffers
 from shardtrace.checkpoint.accumulated import accumulated
 from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.codec import encode
@@ -95,6 +96,8 @@ def prepare(
     Raises CheckpointError on every rank.
     """
     root, error, prepared = Path(path).absolute(), None, None
+    if model.group is not None:
+        warn_of_differing_buffers(model.module, model.group)
     try:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
