@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.fake import compile_sharded, fake_ranks, parse_arguments
 from shardtrace.inspector.modules import layout
+from shardtrace.inspector.profile import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
+from shardtrace.inspector.units import count
 from shardtrace.state import state_of, states_in
 
 import thunder
@@ -21,8 +23,12 @@ from torch import nn
 
 class CollectiveRow(NamedTuple):
     """One collective of a step. ``bytes`` are those of the unsharded bucket, with padding; ``issue`` and ``wait`` lines
-    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, as the cost model predicts
-    them, and ``exposed`` the seconds for which compute waits for it."""
+    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, and ``exposed`` the seconds
+    for which compute waits for it.
+
+    ``times`` says what these are: "predicted" by the cost model, or "measured". A measured ``start`` is that of its
+    issue, ``stop`` the end of its wait: it arrived in between.
+    """
 
     phase: str
     kind: str
@@ -35,6 +41,7 @@ class CollectiveRow(NamedTuple):
     start: float
     stop: float
     exposed: float
+    times: str
     why_issued: str
     why_waited: str
 
@@ -70,6 +77,11 @@ class Inspection:
         """Each pass of forward, then of backward: ``name``, ``phase``, ``seconds``, ``lines``, ``changes``."""
         return self.record.stages
 
+    @property
+    def times(self) -> str:
+        """What its times are: "predicted", or "measured" if it was made with a profile."""
+        return self.record.times
+
     @cached_property
     def collectives(self) -> Rows[CollectiveRow]:
         """The collectives of a step in the order in which they are issued: a list of named tuples, with
@@ -79,8 +91,9 @@ class Inspection:
             spans = {span.issue: span for span in phase.timeline.spans}
             for c, issue in zip(phase.collectives, sorted(spans), strict=True):
                 s = spans[issue]
-                where = (s.issue, s.wait, s.start, s.stop, s.exposed, phase.why[s.issue], phase.why[s.wait])
-                rows.append(CollectiveRow(c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters, *where))
+                when = (s.issue, s.wait, s.start, s.stop, s.exposed, self.times)
+                what = (c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters)
+                rows.append(CollectiveRow(*what, *when, phase.why[s.issue], phase.why[s.wait]))
         return rows
 
     @cached_property
@@ -97,7 +110,7 @@ class Inspection:
         return _write(path, page.render(self.record))
 
     def to_chrome_trace(self, path: str | Path) -> Path:
-        """Writes the predicted timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
+        """Writes the timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
         return _write(path, chrome.render(self.record))
 
     def __str__(self) -> str:
@@ -125,10 +138,11 @@ def inspect(
     world_size: int | None = None,
     rank: int = 0,
     compilation: int | None = None,
+    profile: Profile | None = None,
     jit_options: Mapping[str, Any] | None = None,
     **fsdp_options: Any,
 ) -> Inspection:
-    """Shows what a step does: its passes, the predicted timeline and memory, and what each line is for.
+    """Shows what a step does: its passes, the timeline and the memory, and what each line is for.
 
     ``inspect(cmodel)`` looks at what ``thunder.jit`` has compiled. ``inspect(model, example_inputs, world_size=64)``
     compiles a copy of ``model`` for one of so many ranks that do not exist, and runs nothing: it needs no GPU, no
@@ -142,6 +156,7 @@ def inspect(
         rank: the one that is shown; all of them run the same lines.
         compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
             the order of compilation; default: that of the last call.
+        profile: of a jitted model, what :func:`profile` measured: its times are shown instead of predicted ones.
         jit_options: for ``thunder.jit``, with fake ranks.
         fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ... Without
             ``cost_model``, times are those of its pessimistic figures, the same on every machine.
@@ -149,6 +164,7 @@ def inspect(
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not go with it.
         IndexError: if there is no such compilation.
+        ValueError: if what is to be shown did not run in the profile; if there is no such rank.
         RuntimeError: for fake ranks, if this process is in a process group already.
     """
     if thunder.compile_data(model) is not None:
@@ -157,7 +173,9 @@ def inspect(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
                 "or pass the module itself, not sharded, to compile it for fake ranks"
             )
-        return Inspection(_record(model, compilation))
+        return Inspection(_record(model, compilation, profile))
+    if profile is not None:
+        raise TypeError("a profile is of a jitted model: pass that, as in inspect(cmodel, profile=p)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect takes what thunder.jit returned, or a module, not {type(model).__name__}")
     if states_in(model):
@@ -170,10 +188,10 @@ def inspect(
     with fake_ranks(world_size, rank):
         arguments = parse_arguments(example_inputs)
         ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
-        return Inspection(_record(ours, None))
+        return Inspection(_record(ours, None, None))
 
 
-def _record(cmodel: Any, compilation: int | None) -> Record:
+def _record(cmodel: Any, compilation: int | None, profile: Profile | None) -> Record:
     forward, backward, notes = _compiled(cmodel, compilation)
     module = cmodel._model if isinstance(cmodel, ThunderModule) else None
     name = type(module).__name__ if module is not None else getattr(cmodel, "__name__", type(cmodel).__name__)
@@ -182,7 +200,13 @@ def _record(cmodel: Any, compilation: int | None) -> Record:
     plan = next((plan for state in states for plan in state.plans.values()), None)
     if not forward:
         notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
-    shown = record(forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes)
+    times = profile.times(forward) if profile is not None else None
+    if times is not None:
+        steps = count(times.steps, "step")
+        notes.append(f"Times are medians over {steps} on this rank; why a line stands where it stands was predicted.")
+    shown = record(
+        forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes, times=times
+    )
     if forward and not shown.setup.strategy:
         no_collectives = (
             "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."

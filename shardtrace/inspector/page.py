@@ -62,9 +62,12 @@ def _cards(record: Record) -> str:
     total, idle = seconds(record), exposed(record)
     number = sum(len(p.collectives) for p in record.phases)
     share = f"{100 * idle / total:.0f} % of the step" if total else ""
+    beside = count(sum(len(p.lines) for p in record.phases), "line")
+    if record.measured_steps:
+        beside = f"{duration(record.predicted_seconds)} predicted"
     where = f'<a href="#" data-at="{top.phase}:{top.line}">line {top.line} of {top.phase}</a>'
     cards = [
-        ("step, predicted", duration(total), f"{count(sum(len(p.lines) for p in record.phases), 'line')}", ""),
+        (f"step, {record.times}", duration(total), beside, ""),
         ("exposed communication", duration(idle), share, "idle" if idle else ""),
         ("peak memory", size(top.bytes), where, ""),
         ("sent by each rank", size(sent_bytes(record)), count(number, "collective"), ""),
@@ -89,7 +92,7 @@ def _timeline(record: Record) -> str:
     )
     return (
         f'<section id="timeline" tabindex="0" aria-label="timeline">{drawn}</section>'
-        f'<div class="legend"><div>{legend()}</div>{zoom}</div>'
+        f'<div class="legend"><div>{legend(record)}</div>{zoom}</div>'
     )
 
 
