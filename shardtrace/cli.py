@@ -1,9 +1,13 @@
 """Shows what a training step does, compiled for ranks that need not exist: no GPU, no torchrun.
 
 TARGET is a factory, ``file.py:function`` or ``package.module:function``, that returns a module and what it is called
-with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a script, ``file.py``, that
-shards a model, jits it and calls it: it is run as one of the fake ranks (collectives do nothing there), with the
-arguments that follow ``--``, and the jitted model that it leaves in a global variable is shown.
+with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a training script, ``file.py``,
+written for torchrun: it is run as one of the fake ranks, with the arguments that follow ``--``, up to its first call
+of a sharded model that has a backward, which is compiled and not run:
+
+    shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
+
+Its own collectives do nothing there. Exit codes: 0; 1 if the target cannot be loaded or compiled; 2 for a wrong usage.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from shardtrace.inspector import Inspection, inspect
-from shardtrace.inspector.fake import fake_ranks
+from shardtrace.inspector.script import NothingCompiledError, run_script
 
 import thunder
 
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {shown.to_html(options.out)}")
             if options.chrome_trace:
                 print(f"wrote {shown.to_chrome_trace(options.chrome_trace)}")
-    except TargetError as error:
+    except (TargetError, NothingCompiledError) as error:
         print(f"shardtrace: {error}", file=sys.stderr)
         return 1
     except Exception as error:
@@ -67,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--sharding-strategy", metavar="S", help="for a factory, as in shardtrace.fsdp (zero3)")
         command.add_argument("--bucketing-strategy", metavar="B", type=_number_or_name, help="for a factory (block)")
         command.add_argument("--prefetch", type=int, metavar="K", help="for a factory (1)")
-        command.add_argument("--name", help="the global variable of a script that holds the jitted model")
         command.add_argument("--traceback", action="store_true", help="show where an error comes from")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="the page (trace.html)")
@@ -90,7 +93,8 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     """Compiles the target and inspects it. Raises TargetError if it is not one, and what the target raises."""
     place, colon, function = options.target.rpartition(":")
     if not colon:
-        return _run_script(Path(options.target), options, script_arguments)
+        _check_file(Path(options.target))
+        return run_script(Path(options.target), script_arguments, world_size=options.world_size, rank=options.rank)
     made = _factory(place, function)()
     if thunder.compile_data(made) is not None:
         return inspect(made)
@@ -120,35 +124,6 @@ def _factory(place: str, function: str) -> Callable[[], Any]:
     return found
 
 
-def _run_script(path: Path, options: argparse.Namespace, arguments: Sequence[str]) -> Inspection:
-    _check_file(path)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.argv = [str(path), *arguments]
-    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": options.world_size}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    with fake_ranks(options.world_size, options.rank):
-        try:
-            left = runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as stop:
-            raise TargetError(f"{path} left by sys.exit({stop.code}), with its variables: let it end") from stop
-        jitted = {name: value for name, value in left.items() if thunder.compile_data(value) is not None}
-        called = {name: value for name, value in jitted.items() if thunder.compile_stats(value).last_traces}
-        if options.name is not None and options.name not in jitted:
-            raise TargetError(f"{path} leaves no jitted model called {options.name}; it leaves {_names(jitted)}")
-        chosen = options.name or next(reversed(called or jitted), None)
-        if chosen is None:
-            raise TargetError(
-                f"{path} leaves no jitted model in a global variable, as in `cmodel = thunder.jit(model)`"
-            )
-        if len(called) > 1 and options.name is None:
-            print(f"showing {chosen}; --name chooses among {_names(called)}", file=sys.stderr)
-        return inspect(jitted[chosen])
-
-
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise TargetError(f"there is no file {path}")
-
-
-def _names(found: dict[str, Any]) -> str:
-    return ", ".join(sorted(found)) or "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from shardtrace.inspector.units import count
 from shardtrace.state import state_of, states_in
 
 import thunder
-from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from torch import nn
 
@@ -173,7 +172,7 @@ def inspect(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
                 "or pass the module itself, not sharded, to compile it for fake ranks"
             )
-        return Inspection(_record(model, compilation, profile))
+        return Inspection(_record(thunder.compile_data(model).fn, _traces(model, compilation), profile))
     if profile is not None:
         raise TypeError("a profile is of a jitted model: pass that, as in inspect(cmodel, profile=p)")
     if not isinstance(model, nn.Module):
@@ -188,13 +187,26 @@ def inspect(
     with fake_ranks(world_size, rank):
         arguments = parse_arguments(example_inputs)
         ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
-        return Inspection(_record(ours, None, None))
+        return inspect_traces(thunder.compile_data(ours).fn, _traces(ours, None))
 
 
-def _record(cmodel: Any, compilation: int | None, profile: Profile | None) -> Record:
-    forward, backward, notes = _compiled(cmodel, compilation)
-    module = cmodel._model if isinstance(cmodel, ThunderModule) else None
-    name = type(module).__name__ if module is not None else getattr(cmodel, "__name__", type(cmodel).__name__)
+class Traces(NamedTuple):
+    """Of one compilation, in the order of the passes, and what to tell about the choice of it."""
+
+    forward: Sequence[TraceCtx]
+    backward: Sequence[TraceCtx]
+    notes: tuple[str, ...] = ()
+
+
+def inspect_traces(function: Any, traces: Traces) -> Inspection:
+    """Of the function or module that ``thunder.jit`` was given."""
+    return Inspection(_record(function, traces, None))
+
+
+def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
+    forward, backward, notes = traces.forward, traces.backward, [*traces.notes]
+    module = function if isinstance(function, nn.Module) else None
+    name = _class_name(module) if module is not None else getattr(function, "__name__", type(function).__name__)
     forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
     states = states_in(module) if module is not None else []
     plan = next((plan for state in states for plan in state.plans.values()), None)
@@ -219,8 +231,7 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP") if state_of(module) else type(module).__name__
 
 
-def _compiled(cmodel: Any, compilation: int | None) -> tuple[list[TraceCtx], list[TraceCtx], list[str]]:
-    """The forward and the backward traces of one compilation, and what to tell about the choice."""
+def _traces(cmodel: Any, compilation: int | None) -> Traces:
     stats = thunder.compile_stats(cmodel)
     entries = stats.interpreter_cache
     if compilation is not None:
@@ -228,12 +239,15 @@ def _compiled(cmodel: Any, compilation: int | None) -> tuple[list[TraceCtx], lis
             entry = entries[compilation]
         except IndexError:
             raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}") from None
-        return entry.computation_traces, entry.backward_traces, [_choice(compilation % len(entries), len(entries))]
+        return Traces(
+            entry.computation_traces, entry.backward_traces, (_choice(compilation % len(entries), len(entries)),)
+        )
     forward = stats.last_traces or []
     at = next((i for i, e in enumerate(entries) if e.computation_traces is forward), None)
     if at is None:
-        return forward, stats.last_backward_traces or [], []
-    return forward, entries[at].backward_traces, [_choice(at, len(entries))] if len(entries) > 1 else []
+        return Traces(forward, stats.last_backward_traces or [])
+    notes = (_choice(at, len(entries)),) if len(entries) > 1 else ()
+    return Traces(forward, entries[at].backward_traces, notes)
 
 
 def _choice(at: int, of: int) -> str:
