@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import runpy
 import sys
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
+    if options.world_size is None:
+        options.world_size = math.prod(options.mesh_shape) if options.mesh_shape else 8
     print(f"compiling {options.target} for rank {options.rank} of {options.world_size} ...", file=sys.stderr)
     try:
         shown = load(options, arguments[cut + 1 :])
@@ -66,10 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.\n\n{__doc__}", formatter_class=_Format)
         command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
-        command.add_argument("--world-size", type=int, default=8, metavar="N", help="number of ranks (8)")
+        command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is shown (0)")
         command.add_argument("--sharding-strategy", metavar="S", help="for a factory, as in shardtrace.fsdp (zero3)")
         command.add_argument("--bucketing-strategy", metavar="B", type=_number_or_name, help="for a factory (block)")
+        what = "for a factory and a hybrid strategy: replicas x shards, as in 8x8"
+        command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=what)
         command.add_argument("--prefetch", type=int, metavar="K", help="for a factory (1)")
         command.add_argument("--traceback", action="store_true", help="show where an error comes from")
         if name == "inspect":
@@ -89,6 +94,14 @@ def _number_or_name(text: str) -> str | float:
         return text
 
 
+def _mesh_shape(text: str) -> tuple[int, int]:
+    try:
+        replicas, shards = map(int, text.split("x"))
+        return replicas, shards
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not replicas x shards, as in 8x8") from None
+
+
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
     """Compiles the target and inspects it. Raises TargetError if it is not one, and what the target raises."""
     place, colon, function = options.target.rpartition(":")
@@ -103,7 +116,7 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
             f"{options.target} must return a module and what it is called with, as in `return model, (x, y)`, "
             f"not {type(made).__name__}"
         )
-    names = ("sharding_strategy", "bucketing_strategy", "prefetch")
+    names = ("mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return inspect(*made, world_size=options.world_size, rank=options.rank, **given)
 

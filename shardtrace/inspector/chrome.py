@@ -20,7 +20,7 @@ def render(record: Record) -> str:
     setup = record.setup
     name = f"{setup.model}, {setup.strategy} over {setup.world_size} ranks" if setup.strategy else setup.model
     events = [_metadata("process_name", f"{name}, {record.times}"), _metadata("thread_name", "compute", COMPUTE)]
-    links = record.phases[0].timeline.links if record.phases else []
+    links = record.phases[-1].timeline.links if record.phases else []
     for phase in record.phases:
         events += [*_lines(phase), *_memory(phase)]
         for k, link in enumerate(links):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.fake import compile_sharded, fake_ranks, parse_arguments
+from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.modules import layout
 from shardtrace.inspector.profile import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
@@ -18,6 +18,7 @@ from shardtrace.state import state_of, states_in
 import thunder
 from thunder.core.trace import TraceCtx
 from torch import nn
+from torch.distributed import init_device_mesh
 
 
 class CollectiveRow(NamedTuple):
@@ -135,6 +136,7 @@ def inspect(
     example_inputs: Any = None,
     *,
     world_size: int | None = None,
+    mesh_shape: tuple[int, int] | None = None,
     rank: int = 0,
     compilation: int | None = None,
     profile: Profile | None = None,
@@ -152,6 +154,7 @@ def inspect(
         example_inputs: what the module is called with: a tuple of arguments, a mapping of keyword arguments, or the
             only argument. Their values do not matter.
         world_size: the number of fake ranks.
+        mesh_shape: of the fake ranks, for a hybrid strategy: (replicas, shards). ``world_size`` may then be left out.
         rank: the one that is shown; all of them run the same lines.
         compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
             the order of compilation; default: that of the last call.
@@ -163,11 +166,12 @@ def inspect(
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not go with it.
         IndexError: if there is no such compilation.
-        ValueError: if what is to be shown did not run in the profile; if there is no such rank.
+        ValueError: if what is to be shown did not run in the profile; if there is no such rank; if ``mesh_shape`` is
+            not that of ``world_size`` ranks.
         RuntimeError: for fake ranks, if this process is in a process group already.
     """
     if thunder.compile_data(model) is not None:
-        if example_inputs is not None or world_size is not None or jit_options or fsdp_options:
+        if example_inputs is not None or world_size is not None or mesh_shape or jit_options or fsdp_options:
             raise TypeError(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
                 "or pass the module itself, not sharded, to compile it for fake ranks"
@@ -179,12 +183,16 @@ def inspect(
         raise TypeError(f"inspect takes what thunder.jit returned, or a module, not {type(model).__name__}")
     if states_in(model):
         raise TypeError(f"this {type(model).__name__} is sharded: pass what thunder.jit made of it, after a call")
+    if mesh_shape is not None:
+        world_size = count_ranks(mesh_shape, world_size)
     if example_inputs is None or world_size is None:
         raise TypeError(
             "a module that is not jitted is compiled for fake ranks: pass example_inputs and world_size as well, "
             "as in inspect(model, (x, y), world_size=64)"
         )
     with fake_ranks(world_size, rank):
+        if mesh_shape is not None:
+            fsdp_options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(example_inputs)
         ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
         return inspect_traces(thunder.compile_data(ours).fn, _traces(ours, None))

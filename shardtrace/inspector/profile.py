@@ -18,11 +18,11 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 class LineTimes(NamedTuple):
-    """Median seconds of each line of the executed traces, over so many ``steps``."""
+    """Median ``seconds`` of each line over so many ``steps``: of the executed forward, then of the backward if there
+    is one."""
 
     steps: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
 
 
 class Profile:
@@ -47,8 +47,8 @@ class Profile:
             raise ValueError("what is to be shown did not run inside profile(): call it there as it is called here")
         if timed.backward is not None and not timed.backward.runs:
             raise ValueError("its backward did not run inside profile(): call .backward() there too")
-        backward = timed.backward.medians() if timed.backward is not None else ()
-        return LineTimes(len(timed.forward.runs), timed.forward.medians(), backward)
+        watches = [watch for watch in (timed.forward, timed.backward) if watch is not None]
+        return LineTimes(len(timed.forward.runs), tuple(watch.medians() for watch in watches))
 
 
 @contextmanager

@@ -153,8 +153,8 @@ def record(
     buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))
     plan = buckets[0].plan if buckets else plan
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
-    expected = _predicted(last, cost)
-    clocks = _measured(last, times) if times is not None else expected
+    expected = predicted(last, cost)
+    clocks = measured(last, times.seconds) if times is not None else expected
     phases = _phases(last, stages, clocks, layout) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
@@ -203,20 +203,6 @@ def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
 
 
 # ---- phases ----
-
-
-def _predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
-    clocks: list[Timeline] = []
-    for trace in traces:
-        clocks.append(predicted(trace, cost, begin=clocks[-1].end if clocks else 0.0))
-    return clocks
-
-
-def _measured(traces: Sequence[TraceCtx], times: LineTimes) -> list[Timeline]:
-    clocks: list[Timeline] = []
-    for trace, seconds in zip(traces, (times.forward, times.backward), strict=False):
-        clocks.append(measured(trace, seconds, begin=clocks[-1].end if clocks else 0.0))
-    return clocks
 
 
 def _phases(

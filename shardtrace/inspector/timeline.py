@@ -35,7 +35,8 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """``starts[i]`` is when line i begins, in seconds; one more is the end. ``spans`` are the collectives."""
+    """``starts[i]`` is when line i begins, in seconds; one more is the end. ``spans`` are the collectives, ``links``
+    the names of the groups that had any so far in the step."""
 
     starts: list[float]
     spans: list[Span]
@@ -51,11 +52,25 @@ class Timeline(NamedTuple):
         return sum(span.exposed for span in self.spans)
 
 
-def predicted(trace: TraceCtx, cost: CostModel, *, begin: float = 0.0) -> Timeline:
-    """Runs an executed trace by the clock, from ``begin`` on. Collectives of a group follow each other on its link."""
+def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
+    """Runs the executed traces of a step by the clock. Collectives of a group follow each other on its link."""
+    links, clocks = _Links(), list[Timeline]()
+    for trace in traces:
+        clocks.append(_predict(trace, cost, clocks[-1].end if clocks else 0.0, links))
+    return clocks
+
+
+def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]]) -> list[Timeline]:
+    """The same of lines that took so many ``seconds`` each, one after another."""
+    links, clocks = _Links(), list[Timeline]()
+    for trace, taken in zip(traces, seconds, strict=True):
+        clocks.append(_lay_out(trace, taken, clocks[-1].end if clocks else 0.0, links))
+    return clocks
+
+
+def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> Timeline:
     now, starts, spans = begin, list[float](), list[Span]()
     is_free: dict[object, float] = {}
-    links = _Links()
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
@@ -73,10 +88,8 @@ def predicted(trace: TraceCtx, cost: CostModel, *, begin: float = 0.0) -> Timeli
     return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)
 
 
-def measured(trace: TraceCtx, seconds: Sequence[float], *, begin: float = 0.0) -> Timeline:
-    """The same of lines that took so many ``seconds`` each, one after another."""
+def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Links) -> Timeline:
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
-    links = _Links()
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         if is_issue(bsym):
@@ -88,7 +101,7 @@ def measured(trace: TraceCtx, seconds: Sequence[float], *, begin: float = 0.0) -
 
 
 class _Links:
-    """The groups of collectives, numbered in the order in which they come."""
+    """The groups of a step's collectives, numbered in the order in which they come."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}

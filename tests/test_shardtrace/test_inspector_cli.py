@@ -75,6 +75,18 @@ def test_inspect_factory(folder, capsys):
     assert (folder / "trace.json").exists()
 
 
+def test_hybrid(folder, capsys):
+    arguments = ["explain", "factory_for_cli.py:model", "--sharding-strategy", "hybrid_zero3"]
+    assert main([*arguments, "--mesh", "8x2", "--rank", "15"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Sequential: hybrid ZeRO-3 over 16 ranks, seen from rank 15")
+    assert "backward all_reduce" in text
+    assert main(arguments) == 1
+    assert "for fake ranks mesh_shape=(replicas, shards)" in capsys.readouterr().err
+    assert main([*arguments, "--mesh", "8x2", "--world-size", "8"]) == 1
+    assert "a mesh of shape (8, 2) has 16 ranks, not world_size=8" in capsys.readouterr().err
+
+
 def test_explain_module(folder, capsys):
     assert main(["explain", "factory_for_cli:model", "--sharding-strategy", "zero2"]) == 0
     assert capsys.readouterr().out.startswith("Sequential: ZeRO-2 over 8 ranks, seen from rank 0")
@@ -130,7 +142,9 @@ def test_errors(folder, capsys, target, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["inspect"], ["explain", "x.py", "--world-size", "many"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["inspect"], ["explain", "x.py", "--world-size", "many"], ["explain", "x.py", "--mesh", "8"]]
+)
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -50,8 +50,8 @@ def test_medians_over_steps(jitted):
     assert times.steps == profiled.steps == 3
     assert "medians over 3 steps" in str(shardtrace.inspect(jitted, profile=profiled))
     runs = profiled._timed[0].backward.runs
-    lines = [[marks[i + 1] - marks[i] for marks in runs] for i in range(len(times.backward))]
-    assert times.backward == tuple(sorted(line)[1] for line in lines)
+    lines = [[marks[i + 1] - marks[i] for marks in runs] for i in range(len(times.seconds[1]))]
+    assert times.seconds[1] == tuple(sorted(line)[1] for line in lines)
 
 
 def test_what_was_compiled_is_back_afterwards(jitted):
