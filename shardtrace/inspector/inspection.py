@@ -74,7 +74,8 @@ class Inspection:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each pass of forward, then of backward: ``name``, ``phase``, ``seconds``, ``lines``, ``changes``."""
+        """Each pass of forward, then of backward, then of the prologue, which checks what a call is given: ``name``,
+        ``phase``, ``seconds``, ``lines``, ``changes``."""
         return self.record.stages
 
     @property
@@ -203,6 +204,7 @@ class Traces(NamedTuple):
 
     forward: Sequence[TraceCtx]
     backward: Sequence[TraceCtx]
+    prologue: Sequence[TraceCtx]
     notes: tuple[str, ...] = ()
 
 
@@ -212,7 +214,7 @@ def inspect_traces(function: Any, traces: Traces) -> Inspection:
 
 
 def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
-    forward, backward, notes = traces.forward, traces.backward, [*traces.notes]
+    forward, notes = traces.forward, [*traces.notes]
     module = function if isinstance(function, nn.Module) else None
     name = _class_name(module) if module is not None else getattr(function, "__name__", type(function).__name__)
     forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
@@ -225,7 +227,15 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
         steps = count(times.steps, "step")
         notes.append(f"Times are medians over {steps} on this rank; why a line stands where it stands was predicted.")
     shown = record(
-        forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes, times=times
+        forward,
+        traces.backward,
+        traces.prologue,
+        model=name,
+        layout=layout(module),
+        forms=forms,
+        plan=plan,
+        notes=notes,
+        times=times,
     )
     if forward and not shown.setup.strategy:
         no_collectives = (
@@ -247,15 +257,16 @@ def _traces(cmodel: Any, compilation: int | None) -> Traces:
             entry = entries[compilation]
         except IndexError:
             raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}") from None
-        return Traces(
-            entry.computation_traces, entry.backward_traces, (_choice(compilation % len(entries), len(entries)),)
-        )
+        return _of_entry(entry, _choice(compilation % len(entries), len(entries)))
     forward = stats.last_traces or []
     at = next((i for i, e in enumerate(entries) if e.computation_traces is forward), None)
     if at is None:
-        return Traces(forward, stats.last_backward_traces or [])
-    notes = (_choice(at, len(entries)),) if len(entries) > 1 else ()
-    return Traces(forward, entries[at].backward_traces, notes)
+        return Traces(forward, stats.last_backward_traces or [], stats.last_prologue_traces or [])
+    return _of_entry(entries[at], *([_choice(at, len(entries))] if len(entries) > 1 else []))
+
+
+def _of_entry(entry: Any, *notes: str) -> Traces:
+    return Traces(entry.computation_traces, entry.backward_traces, entry.prologue_traces, notes)
 
 
 def _choice(at: int, of: int) -> str:

@@ -109,7 +109,7 @@ def _tabs() -> str:
 
 
 def _passes(record: Record) -> str:
-    phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward"))
+    phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward", "prologue"))
     toolbar = (
         '<div class="toolbar"><h2 id="stage"></h2>'
         '<span class="modes" role="group">'
@@ -130,6 +130,9 @@ def _stage_list(record: Record, phase: str) -> str:
     stages = [(k, stage) for k, stage in enumerate(record.stages) if stage.phase == phase]
     if not stages:
         return ""
+    if phase == "prologue":  # what checks the arguments of a call: seldom of interest
+        inside = "".join(_stage_entry(k, s) for k, s in stages)
+        return f"<details><summary><h3>{phase}</h3></summary>{inside}</details>"
     shown = "".join(_stage_entry(k, s) for k, s in stages if not s.is_unchanged)
     idle = [(k, s) for k, s in stages if s.is_unchanged]
     if idle:

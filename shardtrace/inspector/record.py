@@ -41,7 +41,7 @@ class Stage(NamedTuple):
     ``rows`` is the difference to the stage before it in the same phase; without one, all lines are new.
     """
 
-    phase: str  # "forward" or "backward"
+    phase: str  # "forward", "backward" or "prologue"
     name: str
     seconds: float | None
     lines: tuple[Line, ...]
@@ -134,6 +134,7 @@ class Record(NamedTuple):
 def record(
     forward: Sequence[TraceCtx],
     backward: Sequence[TraceCtx],
+    prologue: Sequence[TraceCtx] = (),
     *,
     model: str,
     layout: Layout,
@@ -142,12 +143,12 @@ def record(
     notes: Sequence[str] = (),
     times: LineTimes | None = None,
 ) -> Record:
-    """Of one compilation: the stages of its forward and of its backward, in order; either may be empty.
+    """Of one compilation: the stages of its forward, backward and prologue, in order; any may be empty.
 
     ``forms`` are the classes of the model's modules by name; ``plan`` is that of the model, for where no trace tells;
     ``times`` are shown instead of predicted ones.
     """
-    stages = _stages("forward", forward) + _stages("backward", backward)
+    stages = _stages("forward", forward) + _stages("backward", backward) + _stages("prologue", prologue)
     ends = (next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward))
     last = [trace for trace in ends if trace is not None]  # forward, then backward if there is one
     buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))

@@ -40,7 +40,7 @@ class _Watch(Transform):
         if is_backward(computation_trace):  # after the forward that belongs to it
             raise _Compiled
         data, stats = _compile_data.get()
-        self.seen.append((data.fn, Traces(stats.last_traces, stats.last_backward_traces)))
+        self.seen.append((data.fn, Traces(stats.last_traces, stats.last_backward_traces, stats.last_prologue_traces)))
         return computation_trace
 
 

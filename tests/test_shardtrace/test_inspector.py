@@ -60,14 +60,18 @@ largest tensors saved for backward:
 
 
 def test_stages(shown):
-    names = [stage.name for stage in shown.stages if stage.is_ours]
+    names = [stage.name for stage in shown.stages if stage.is_ours and stage.phase != "prologue"]
     ours = [f"shardtrace: {name}" for name in ("shard_parameters", "insert_synchronize", "regather", "schedule")]
     assert names == [*ours, "shardtrace: schedule"]
     unchanged = {stage.name for stage in shown.stages if stage.is_unchanged}
     assert "shardtrace: regather" in unchanged  # tags alone
-    scheduled = shown.stages[-1]
-    assert scheduled.phase == "backward"
+    scheduled = [stage for stage in shown.stages if stage.phase == "backward"][-1]
     assert set(scheduled.changes) == {"kept", "moved"}
+    prologue = shown.stages[-1]
+    assert prologue.phase == "prologue"
+    assert "check_tensor_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)" in [
+        line.code for line in prologue.lines
+    ]
 
 
 def test_collectives(zoo):
