@@ -14,7 +14,7 @@ from passes.recognise import bucket_of, is_collective, is_issue
 from passes.traffic import Collective, collectives
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
-from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold
+from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
 from shardtrace.inspector.profile import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 
@@ -156,7 +156,8 @@ def record(
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
-    phases = _phases(last, stages, clocks, layout) if last else ()
+    traced = origins(forward[0].bound_symbols, layout) if last else {}
+    phases = _phases(last, stages, clocks, layout, traced) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
     shapes: dict[Name, list[Any]] = {}
@@ -207,14 +208,18 @@ def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
 
 
 def _phases(
-    last: Sequence[TraceCtx], stages: Sequence[Stage], clocks: Sequence[Timeline], layout: Layout
+    last: Sequence[TraceCtx],
+    stages: Sequence[Stage],
+    clocks: Sequence[Timeline],
+    layout: Layout,
+    traced: Mapping[str, Name],
 ) -> tuple[Phase, ...]:
     step = step_liveness(last[0], last[1] if len(last) > 1 else None)
     memories = [memory for memory in step if memory is not None]
     printed = {stage.phase: stage.lines for stage in stages}  # of the last stage of each phase
     phases: list[Phase] = []
     for name, trace, memory, clock in zip(("forward", "backward"), last, memories, clocks, strict=False):
-        modules = assign_modules(trace.bound_symbols, layout, modules_by_name(phases))
+        modules = assign_modules(trace.bound_symbols, layout, modules_by_name(phases), traced)
         phases.append(_phase(name, printed[name], trace, memory, clock, modules))
     return tuple(phases)
 

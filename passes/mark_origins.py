@@ -1,0 +1,34 @@
+"""What a line of a lowered trace comes from: each traced line is marked, and autodiff and lowering hand the mark on.
+
+Nothing is computed differently. A line of backward so tells which line of the user's program it is the gradient of.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+
+
+class Origin(NamedTuple):
+    """A tag of a line: the name of the first result of the traced line that it was made of."""
+
+    result: str
+
+
+def mark_origins(computation: TraceCtx) -> TraceCtx:
+    """Marks each line that has a result with itself."""
+    new = from_trace(computation)
+    new.bound_symbols = [_marked(bsym) for bsym in computation.bound_symbols]
+    return new
+
+
+def _marked(bsym: BoundSymbol) -> BoundSymbol:
+    results = bsym.flat_proxy_outs
+    return bsym.from_bsym(tags=bsym.tags | {Origin(results[0].name)}) if results else bsym
+
+
+def origin_of(bsym: BoundSymbol) -> str | None:
+    """The name of the first result of the traced line that a line comes from; None where nothing tells."""
+    return next((tag.result for tag in bsym.tags if isinstance(tag, Origin)), None)
