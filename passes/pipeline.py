@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.insert_synchronize import insert_synchronize
-from passes.mark_origins import mark_origins
 from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
@@ -126,17 +125,11 @@ def compare_ranks(trace: TraceCtx) -> None:
             agree(lines)
 
 
-def _shard_and_mark(prologue: TraceCtx, computation: TraceCtx, enlisted: Enlisted) -> tuple[TraceCtx, TraceCtx]:
-    """Marks the lines that were traced, before others are inserted."""
-    prologue, sharded = shard_parameters(prologue, computation, enlisted=enlisted)
-    return prologue, sharded if sharded is computation else mark_origins(sharded)
-
-
 def pipeline(compilation: Compilation) -> list[Pass]:
     """The passes, in the order in which Thunder calls them."""
     return [
         # parameters are shards from here on; first, as the next pass needs to know which inputs are parameters
-        PassBeforeAutodiff("shard_parameters", compilation, _shard_and_mark),
+        PassBeforeAutodiff("shard_parameters", compilation, lambda p, c, e: shard_parameters(p, c, enlisted=e)),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
         # before autodiff, as that reads the tags; after the gathers are there

@@ -15,7 +15,7 @@ from passes import Collective, VerificationError
 from shardtrace.api import ddp, fsdp
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
-from shardtrace.inspector import Inspection, Profile, inspect, profile
+from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
 
@@ -23,7 +23,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Collective",
+    "CollectiveRow",
     "Inspection",
+    "MemoryRow",
     "Profile",
     "RankMismatchError",
     "ShardingStrategy",

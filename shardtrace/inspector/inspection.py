@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.modules import layout
-from shardtrace.inspector.profile import Profile
+from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
 from shardtrace.inspector.units import count
 from shardtrace.state import state_of, states_in

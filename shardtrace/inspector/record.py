@@ -15,7 +15,7 @@ from passes.traffic import Collective, collectives
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
 from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
-from shardtrace.inspector.profile import LineTimes
+from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 
 from thunder.core.proxies import TensorProxy

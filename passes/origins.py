@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
 
 
 class Origin(NamedTuple):
@@ -17,16 +16,10 @@ class Origin(NamedTuple):
     result: str
 
 
-def mark_origins(computation: TraceCtx) -> TraceCtx:
-    """Marks each line that has a result with itself."""
-    new = from_trace(computation)
-    new.bound_symbols = [_marked(bsym) for bsym in computation.bound_symbols]
-    return new
-
-
-def _marked(bsym: BoundSymbol) -> BoundSymbol:
+def marked(bsym: BoundSymbol) -> BoundSymbol:
+    """A traced line, marked with itself if it has a result."""
     results = bsym.flat_proxy_outs
-    return bsym.from_bsym(tags=bsym.tags | {Origin(results[0].name)}) if results else bsym
+    return bsym.from_bsym(tags=bsym.tags | {Origin(results[0].name)}) if results else bsym.from_bsym()
 
 
 def origin_of(bsym: BoundSymbol) -> str | None:
