@@ -64,7 +64,9 @@ def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tenso
 # ---- symbols ----
 
 
-def _symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **kwargs: Any) -> Symbol:
+def symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **kwargs: Any) -> Symbol:
+    """A symbol that runs ``fn``; one without a function is lowered to its subsymbols."""
+
     def bind_function(bsym: BoundSymbol) -> None:
         bsym._call_ctx = {name: fn}
 
@@ -103,20 +105,20 @@ def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[T
     )
 
 
-all_gather = _symbol("all_gather", _all_gather_meta, _issue_all_gather)
-wait_all_gather = _symbol("wait_all_gather", _wait_all_gather_meta, _finish_all_gather)
-reduce_scatter = _symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_scatter)
-wait_reduce_scatter = _symbol("wait_reduce_scatter", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+all_gather = symbol("all_gather", _all_gather_meta, _issue_all_gather)
+wait_all_gather = symbol("wait_all_gather", _wait_all_gather_meta, _finish_all_gather)
+reduce_scatter = symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_scatter)
+wait_reduce_scatter = symbol("wait_reduce_scatter", _wait_reduce_scatter_meta, _finish_reduce_scatter)
 
 
-broadcast = _symbol("broadcast", _all_gather_meta, _issue_all_gather)
-wait_broadcast = _symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gather)
-reduce = _symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
-wait_reduce = _symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+broadcast = symbol("broadcast", _all_gather_meta, _issue_all_gather)
+wait_broadcast = symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gather)
+reduce = symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
+wait_reduce = symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
 
-replicated = _symbol("replicated", _replicated_meta, _cast)
-all_reduce = _symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
-wait_all_reduce = _symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
+replicated = symbol("replicated", _replicated_meta, _cast)
+all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
+wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 
 GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
 REDUCTIONS = {
@@ -151,7 +153,7 @@ def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProx
 
 # Has no function of its own: lowering takes its subsymbols. Thunder's autodiff treats a symbol whose arguments
 # all are frozen as a constant and leaves it whole, but never one that is called "synchronize".
-synchronize = _symbol("synchronize", unshard, None)
+synchronize = symbol("synchronize", unshard, None)
 
 
 def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
@@ -172,4 +174,4 @@ def _check_parameters(guard: Any) -> None:
 
 
 # A line of the prologue: raises, and so makes Thunder trace again, if a parameter was replaced since it was sharded.
-check_parameters = _symbol("check_parameters", lambda guard: None, _check_parameters, tags=[OpTags.DONT_DCE])
+check_parameters = symbol("check_parameters", lambda guard: None, _check_parameters, tags=[OpTags.DONT_DCE])

@@ -13,12 +13,24 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from passes.accumulate import accumulate, accumulated
 from passes.collectives import GATHERS, REDUCTIONS, all_gather
 from passes.dry_run import Values, blank, dry_run, storage_key, storages
-from passes.recognise import is_backward, is_deletion, is_issue, is_return, is_unpack, is_wait, names, unsharded_values
+from passes.recognise import (
+    bucket_of,
+    is_backward,
+    is_deletion,
+    is_issue,
+    is_return,
+    is_unpack,
+    is_wait,
+    names,
+    unsharded_values,
+)
 
 import torch
 from thunder.core import prims
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
@@ -99,11 +111,13 @@ def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: i
     """The memory of a training step: :func:`liveness` of both traces, the backward's beginning as the forward's ends.
 
     During backward what the forward was given and what it returned are alive, as its caller holds them, and what it
-    saved is until backward deletes it.
+    saved is until backward deletes it. Gradients that are kept for a later step are taken to be there from the start.
     """
-    memory = _Memory(persistent)
+    memory = _Memory(persistent + (sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0))
     before = memory.run(forward)
-    return StepLiveness(before, memory.left_by(forward).run(backward) if backward is not None else None)
+    if backward is None:
+        return StepLiveness(before, None)
+    return StepLiveness(before, memory.left_by(forward, persistent).run(backward))
 
 
 class _Memory:
@@ -123,6 +137,8 @@ class _Memory:
         given = _parameters(trace) | shards.keys()
         unsharded = unsharded_values(trace)
         temporary = []
+        for name, value in _sums(trace).items():
+            self._hold(name, value, "gradients", born=0)
         for self.line, bsym in enumerate(trace.bound_symbols):
             temporary.append(0)
             if is_unpack(bsym):
@@ -133,13 +149,13 @@ class _Memory:
             elif is_return(bsym):
                 self._assign(names(bsym.args) if is_backward(trace) else set(), "gradients")
                 self._assign({p.name for p in _saved(trace)}, "saved")
-            elif not is_deletion(bsym):
+            elif not is_deletion(bsym) and bsym.sym.id not in (accumulate.id, accumulated.id):
                 temporary[-1] = self._call(bsym, unsharded)
         return Liveness(_rows(self.buffers, temporary, self.persistent), self.buffers)
 
-    def left_by(self, forward: TraceCtx) -> _Memory:
+    def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
         """What is alive when ``forward`` has returned, for its backward to start with."""
-        then = _Memory(self.persistent)
+        then = _Memory(persistent)
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
@@ -246,6 +262,19 @@ def _shards(trace: TraceCtx) -> Values:
             pieces = flat.split([t.numel() for t in tensors])
             for a, piece, t in zip(bsym.args[0], pieces, tensors, strict=True):
                 found[a.name] = piece.view(t.shape)
+    return found
+
+
+def _sums(trace: TraceCtx) -> Values:
+    """Gradients of earlier steps: by the names that they get when they are given up, or by one of the caller's."""
+    found: Values = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id == accumulated.id:
+            found |= {o.name: blank(o) for o in bsym.flat_proxy_outs}
+        elif bsym.sym.id == accumulate.id:
+            bucket = bucket_of(bsym)
+            dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+            found |= {f"{CALLER}sum of {g.name}": blank(g).to(dtype) for g in bsym.args[0]}
     return found
 
 

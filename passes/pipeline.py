@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from passes.accumulate import accumulate_gradients
 from passes.insert_synchronize import insert_synchronize
 from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
@@ -136,6 +137,10 @@ def pipeline(compilation: Compilation) -> list[Pass]:
         PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
         # after lowering, as it mends what fusions have done to what is saved
         PassAfterLowering("save_shards", compilation, lambda t: save_shards(t, swapped=compilation.swapped)),
+        # after lowering, when backward is there; before what is done with reduced gradients
+        PassAfterLowering(
+            "accumulate", compilation, lambda t: accumulate_gradients(t, gradients=compilation.enlisted.gradients)
+        ),
         # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
         # for gradients before it
         PassAfterLowering("share_overflow", compilation, share_overflow),

@@ -36,6 +36,15 @@ class Placement(Enum):
     REPLICATE = "replicate"
 
 
+class Gradients(Enum):
+    """What a compiled step does with the gradients of a plan: reduces them; keeps them, to be reduced by a later step;
+    or adds those that were kept, if any, and reduces the sum."""
+
+    REDUCED = "reduced"
+    KEPT = "kept"
+    ADDED = "added"
+
+
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
     """The shape of each rank's (padded) shard of a parameter of shape ``full_shape``."""
     rows, *rest = full_shape or (1,)
@@ -57,6 +66,8 @@ class Plan:
         everyone: the process group of all ranks of the model.
         param_dtype: of floating-point parameters from gather to use; None: the one that they have at rest.
         reduce_dtype: in which their gradients are averaged; None: the one in which they are computed.
+        sum_dtype: in which gradients of lower precision are added up over steps; None: the one they are computed in.
+        sums: where gradients are kept from step to step (passes/accumulate.py).
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
         prefetch: buckets whose gather is issued ahead of use.
@@ -65,7 +76,8 @@ class Plan:
         cost: how long collectives and compute take.
         direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
         averages: the backend's reduce_scatter can average.
-        guard: called at each step; raises if a parameter is no longer the one that was sharded.
+        guard: called at each step with what it does with gradients; raises if that is not what is wanted now, or if a
+            parameter is no longer the one that was sharded.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
         announce: called with an error of this rank, so that the others raise where they come to agree.
     """
@@ -80,6 +92,8 @@ class Plan:
     everyone: Any = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None
+    sum_dtype: dtypes.dtype | None = dtypes.float32
+    sums: Any = None
     regather: bool = True
     bucketing: str | float = "block"
     prefetch: int = 1
@@ -87,7 +101,7 @@ class Plan:
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
-    guard: Callable[[], None] | None = None
+    guard: Callable[[Gradients | None], None] | None = None
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None
 
@@ -98,6 +112,11 @@ class Plan:
     def reduced_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
         """In which the gradient of a parameter that has ``dtype`` at rest is averaged."""
         return self.reduce_dtype if self.reduce_dtype is not None else self.unsharded_dtype(dtype)
+
+    def summed_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
+        """In which gradients of a parameter that has ``dtype`` at rest are added up over steps."""
+        computed = self.unsharded_dtype(dtype)
+        return self.sum_dtype if self.sum_dtype is not None and computed.bytes < self.sum_dtype.bytes else computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,12 +260,13 @@ def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
 
 @dataclass
 class Enlisted:
-    """What one tracing found: which trace inputs are sharded parameters.
+    """What one tracing found: which trace inputs are sharded parameters, and what is wanted with their gradients.
 
     A proxy is known by its ``history`` (Thunder's record of where the value came from), which survives renaming.
     """
 
     by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
+    gradients: dict[Plan, Gradients] = field(default_factory=dict)  # empty where no gradients are computed
 
     def add(self, history: Any, parameter: ShardedParameter) -> None:
         self.by_history[id(history)] = (history, parameter)  # holding it keeps the id from being reused

@@ -167,18 +167,19 @@ class _Placement:
 
     # ---- gathers ----
 
-    def _issue_gathers(self, used_now: int = 0) -> None:
+    def _issue_gathers(self, leaving: Plan | None = None) -> None:
+        """Issues what may be; ``leaving`` is the plan of a bucket that is being waited for, and so not ahead any more."""
         while self.gathers:
-            obstacle = self._obstacle_to(self.gathers[0], used_now)
+            obstacle = self._obstacle_to(self.gathers[0], leaving)
             if obstacle:
                 self.obstacle[self.gathers[0].output.name] = obstacle
                 return
             self._issue_gather()
 
-    def _obstacle_to(self, gather: BoundSymbol, used_now: int) -> str:
+    def _obstacle_to(self, gather: BoundSymbol, leaving: Plan | None) -> str:
         """Why a gather is not to be issued now; empty if it is."""
         bucket = bucket_of(gather)
-        if self.ahead[bucket.plan] >= bucket.plan.prefetch + used_now:
+        if self.ahead[bucket.plan] - (bucket.plan is leaving) >= bucket.plan.prefetch:
             return f"more than prefetch={bucket.plan.prefetch} would be gathered ahead of use"
         if not self._has_room(bucket):
             return self._no_room(bucket.plan)
@@ -241,7 +242,7 @@ class _Placement:
             while future not in self.available:
                 self._make_room(bucket_of(self.gathers[0]))
                 self._issue_gather()
-            self._issue_gathers(used_now=1)  # the one waited for leaves its place to the next
+            self._issue_gathers(leaving=bucket.plan)  # the one waited for leaves its place to the next
             flight = self.gathering.pop(future)
             self.ahead[bucket.plan] -= 1
             held_back = self.held_back is not None and self.held_back <= self.order[future]

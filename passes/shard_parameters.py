@@ -8,6 +8,8 @@ computation is left as it was, but for marks that tell what a line comes from (:
 
 from __future__ import annotations
 
+import functools
+
 from passes.collectives import check_parameters
 from passes.origins import marked
 from passes.plan import Enlisted
@@ -62,8 +64,9 @@ def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> Boun
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
-    guards = dict.fromkeys(plan.guard for plan in enlisted.plans if plan.guard is not None)  # one for each model
-    last = prologue.bound_symbols.pop()  # the return
-    for i, guard in enumerate(guards):
-        prologue.bound_symbols.append(check_parameters.bind(ContextObject(f"guard_{i}", guard), output=None))
-    prologue.bound_symbols.append(last)
+    """One line for each model, ahead of the others: which of several compiled steps is the right one shows there."""
+    guards = dict.fromkeys((plan.guard, enlisted.gradients.get(plan)) for plan in enlisted.plans if plan.guard)
+    prologue.bound_symbols[:0] = [
+        check_parameters.bind(ContextObject(f"guard_{i}", functools.partial(guard, gradients)), output=None)
+        for i, (guard, gradients) in enumerate(guards)
+    ]

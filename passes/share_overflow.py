@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.collectives import executor
+from passes.collectives import symbol
 from passes.recognise import bucket_of, is_backward, is_gather, is_return, is_wait, names
 
 import torch
@@ -18,7 +18,6 @@ from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 
@@ -55,16 +54,4 @@ def _add_nan_if_any(grads: tuple[torch.Tensor, ...], ranks: Any) -> None:
         mine[0].view(-1)[:1].add_(flag)
 
 
-def _bind_function(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {"share_overflow": _add_nan_if_any}
-
-
-_share_overflow = Symbol(
-    name="share_overflow",
-    meta=lambda grads, ranks: None,
-    id="shardtrace.share_overflow",
-    executor=executor,
-    is_prim=True,
-    tags=[OpTags.DONT_DCE],
-    _bind_postprocess=_bind_function,
-)
+_share_overflow = symbol("share_overflow", lambda grads, ranks: None, _add_nan_if_any, tags=[OpTags.DONT_DCE])

@@ -12,7 +12,9 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
+from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
+from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
@@ -30,6 +32,7 @@ __all__ = [
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",
+    "clip_grad_norm_",
     "collectives",
     "ddp",
     "fsdp",
@@ -38,5 +41,6 @@ __all__ = [
     "inspect",
     "load_full_state_dict",
     "memory",
+    "no_sync",
     "profile",
 ]

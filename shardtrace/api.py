@@ -46,6 +46,7 @@ def fsdp(
     prefetch: int | None = None,
     max_inflight_bytes: int | None = None,
     cost_model: CostModel | None = None,
+    accumulation_dtype: torch.dtype | None = torch.float32,
     timeout: float = 300.0,
     **spelling: Any,
 ) -> M:
@@ -89,6 +90,7 @@ def fsdp(
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
+        accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
@@ -115,6 +117,7 @@ def fsdp(
         _parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
         _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout,
+        accumulation_dtype,
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
     blocks = repeated_blocks(model) if wrap is None else chosen_blocks(model, wrap)

@@ -10,21 +10,17 @@ from typing import Any
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.materialize import broadcast, replace_data
 from shardtrace.sharding import shard, unshard
-from shardtrace.state import Entry, ShardedState, states_in
+from shardtrace.state import Entry, ShardedState, sharded_states
 
 import torch
 import torch.distributed as dist
-from thunder.core.module import ThunderModule
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 
 def _sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
     """The module itself (not jitted), the sharded states in it, and by id of each shard its entry."""
-    module = model._model if isinstance(model, ThunderModule) else model
-    states = states_in(module)
-    if not states:
-        raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
+    module, states = sharded_states(model)
     if any(state.unsharded for state in states):
         raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
     return module, states, {id(e.shard): e for state in states for e in state.entries}

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from passes.accumulate import Sums
 from passes.cost import CostModel
-from passes.plan import Placement, Plan, Shape, ShardedParameter
+from passes.plan import Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.consensus import announce, compare
 from shardtrace.flat import lay_out_flat
 from shardtrace.mesh import Groups, transport
@@ -20,6 +21,8 @@ from shardtrace.strategy import Rules, ShardingStrategy
 import torch
 import torch.distributed as dist
 from thunder.core.dtypes import to_dtype
+from thunder.core.module import ThunderModule
+from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -27,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: the same
+SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Options:
     prefetch: int | None
     max_inflight_bytes: int | None
     timeout: float
+    accumulation_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +107,8 @@ class ShardedState:
         self.entries = entries
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
+        self.keeps_gradients = False  # inside no_sync
+        self.sums = Sums()
         self._agreed: set[tuple[str, ...]] = set()
         self.cost = cost
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
@@ -112,6 +119,8 @@ class ShardedState:
             for index, e in enumerate(entries)
         }
         self.by_shard = {id(e.shard): e for e in entries}
+        for e in entries:
+            setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in entries)
 
     def _plan(self, strategy: ShardingStrategy) -> Plan:
@@ -127,7 +136,9 @@ class ShardedState:
             "prefetch": self.options.prefetch if self.options.prefetch is not None else 1 if strategy.regathers else 3,
             "max_inflight_bytes": self.options.max_inflight_bytes,
             "cost": self.cost,
-            "guard": self.check_owners,
+            "sum_dtype": to_dtype(self.options.accumulation_dtype) if self.options.accumulation_dtype else None,
+            "sums": self.sums,
+            "guard": self.check_step,
             "agree": self.agree,
             "announce": self.announce,
         }
@@ -163,10 +174,22 @@ class ShardedState:
         new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]
         return new
 
-    def check_owners(self) -> None:
-        """The check of every step, as cheap as can be: tracing anew says what is wrong."""
+    def gradients(self) -> Gradients | None:
+        """What a step that begins now is to do with gradients; None if it computes none."""
+        if not torch.is_grad_enabled():
+            return None
+        if self.keeps_gradients or get_skip_data_parallel_grad_sync():  # which Thunder's own no_sync sets
+            return Gradients.KEPT
+        return Gradients.ADDED if self.sums.used else Gradients.REDUCED
+
+    def check_step(self, gradients: Gradients | None) -> None:
+        """The check of every step, as cheap as can be: tracing anew says what is wrong, or compiles another step."""
+        if gradients is not self.gradients():
+            raise RuntimeError("compiled for another use of gradients")
         if self.unsharded:
             raise RuntimeError("inside full_params")
+        if self.sums.left_behind():
+            raise RuntimeError("gradients were left behind")
         for parameters, attribute, entry in self._places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
@@ -203,6 +226,12 @@ class ShardedState:
             raise RuntimeError(
                 f"a jitted {self.model_name} was called inside full_params: call the model itself, or leave the context"
             )
+        if left := self.sums.left_behind():
+            self.sums.clear()
+            raise RuntimeError(
+                f"parameter {left[0]!r} has gradients from no_sync that the step after it did not reduce, as it did "
+                "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
+            )
         for entry in self.entries:
             entry.check_unchanged()
 
@@ -230,6 +259,21 @@ class ShardedState:
                 parameters[attribute] = entry.shard
 
 
+class Link:
+    """What a shard knows of the model it is of. Pickled as None: who saves a shard saves a tensor."""
+
+    def __init__(self, state: ShardedState, entry: Entry) -> None:
+        self.state, self.entry = state, entry
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def link_of(parameter: torch.Tensor) -> Link | None:
+    """The model and the entry of a shard; None for any other tensor."""
+    return getattr(parameter, SHARD_ATTRIBUTE, None)
+
+
 def state_of(module: nn.Module) -> ShardedState | None:
     """The state of a module that was sharded itself."""
     return module.__dict__.get(ATTRIBUTE)
@@ -238,3 +282,15 @@ def state_of(module: nn.Module) -> ShardedState | None:
 def states_in(module: nn.Module) -> list[ShardedState]:
     """The states of all sharded modules in ``module``, itself included."""
     return [state for m in module.modules() if (state := state_of(m)) is not None]
+
+
+def sharded_states(model: nn.Module) -> tuple[nn.Module, list[ShardedState]]:
+    """The module itself, if ``model`` is a jitted one, and the states of the sharded modules in it.
+
+    Raises ValueError if there are none.
+    """
+    module = model._model if isinstance(model, ThunderModule) else model
+    states = states_in(module)
+    if not states:
+        raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
+    return module, states

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.pipeline import Compilation, Pass, pipeline
+from shardtrace.accumulation import no_sync
 from shardtrace.casts import with_casts
 from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
 
@@ -48,6 +49,8 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
+    if (gradients := state.gradients()) is not None:
+        compilation.enlisted.gradients.update(dict.fromkeys(state.plans.values(), gradients))
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
         try:
@@ -120,6 +123,9 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
             "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
         )
 
+    def no_sync_method(self: nn.Module, *, reduce_each: bool = False) -> Any:
+        return no_sync(self, reduce_each=reduce_each)
+
     namespace = {
         "forward": forward,
         "__deepcopy__": __deepcopy__,
@@ -128,6 +134,8 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
+    if root:
+        namespace["no_sync"] = functools.wraps(no_sync)(no_sync_method)
     return type(name, (cls,), namespace)
 
 

@@ -1,0 +1,125 @@
+"""Pass (gradient accumulation): gradients are kept unreduced for later steps, or what was kept is added to them.
+
+    accumulate(grads, bucket)               in place of their reduction: adds them to what is kept
+    grads = accumulated(grads, bucket)      before their reduction: with what was kept, which is given up
+
+Works on a lowered backward. Which of the two a model wants, if any, is decided when its forward is traced
+(:class:`passes.plan.Gradients`), as Thunder keeps a compiled step for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from passes.collectives import symbol
+from passes.layout import summed_to
+from passes.plan import Bucket, Gradients, Plan, ShardedParameter
+from passes.recognise import is_backward, is_deletion, is_gather, is_issue, is_unpack, is_wait
+
+import torch
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import OpTags
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.executors.passes import del_last_used
+
+
+def accumulate_gradients(trace: TraceCtx, *, gradients: Mapping[Plan, Gradients]) -> TraceCtx:
+    """Returns a backward that keeps the gradients of the plans that say so, and returns None for them, or adds to those
+    of others what was kept; any other trace as it is."""
+    if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
+        return trace
+    new = from_trace(trace)
+    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
+    first = sum(is_unpack(b) for b in lines)  # a gradient may be what backward is called with
+    inserted: dict[int, list[BoundSymbol]] = {}  # by the line before which they stand: right where gradients exist
+    kept: set[str] = set()  # futures and gradients that there are none of
+    replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
+    for bsym in lines:
+        if is_gather(bsym):
+            continue
+        if is_wait(bsym) and bsym.args[0].name in kept:
+            kept.update(o.name for o in bsym.flat_proxy_outs)
+        if not is_issue(bsym):
+            continue
+        grads, bucket = bsym.args
+        mode = gradients.get(bucket.plan)
+        at = max(first, 1 + max(made[g.name] for g in grads))
+        if grads[0].name in kept:  # the second reduction of a hybrid strategy
+            kept.add(bsym.output.name)
+        elif mode is Gradients.KEPT:
+            kept.add(bsym.output.name)
+            inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))
+        elif mode is Gradients.ADDED:
+            with tracectx(new):
+                sums = _accumulated_meta(grads, bucket)
+            inserted.setdefault(at, []).append(accumulated.bind(grads, bucket, output=sums))
+            replaced[bsym.output.name] = bsym.from_bsym(args=(sums, bucket))
+
+    for i, bsym in enumerate(lines):
+        new.bound_symbols += inserted.get(i, [])
+        if is_issue(bsym):
+            if bsym.output.name not in kept:
+                new.bound_symbols.append(replaced.get(bsym.output.name, bsym))
+        elif not (is_wait(bsym) and bsym.args[0].name in kept):
+            new.bound_symbols.append(bsym)
+    last = new.bound_symbols.pop()
+    args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in kept else x, last.args)
+    new.bound_symbols.append(last.from_bsym(args=args))
+    return del_last_used(new, clear_mutable_collections=True)
+
+
+class Sums:
+    """The gradients of a model that wait to be reduced, whole and by parameter. Lives from step to step."""
+
+    def __init__(self) -> None:
+        self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
+        self.used = False  # some were kept once
+        self.reducing = False  # some were given up since any was kept
+
+    def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
+        self.used, self.reducing = True, False
+        sums, addends = [], []
+        for grad, m in zip(grads, bucket.members, strict=True):
+            grad = summed_to(grad, m.parameter.full_shape)
+            if (known := self.by_parameter.get(m.parameter)) is None:
+                dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+                # a copy: two parameters may have one gradient, and backward's caller may own it
+                self.by_parameter[m.parameter] = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            else:
+                sums.append(known)
+                addends.append(grad)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        self.reducing = True
+        known = [self.by_parameter.pop(m.parameter, None) for m in bucket.members]
+        return tuple(
+            grad if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
+            for grad, total, m in zip(grads, known, bucket.members, strict=True)
+        )
+
+    def left_behind(self) -> list[str]:
+        """The names of parameters that the last reduction should have reduced and did not."""
+        return [p.name for p in self.by_parameter] if self.reducing else []
+
+    def clear(self) -> None:
+        self.by_parameter.clear()
+
+
+def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    dtype = bucket.plan.summed_dtype(bucket.rest_dtype)
+    return tuple(TensorProxy(like=g, dtype=dtype, requires_grad=False) for g in grads)
+
+
+accumulate = symbol(
+    "accumulate",
+    lambda grads, bucket: None,
+    lambda grads, bucket: bucket.plan.sums.add(grads, bucket),
+    tags=[OpTags.DONT_DCE],
+)
+accumulated = symbol("accumulated", _accumulated_meta, lambda grads, bucket: bucket.plan.sums.take(grads, bucket))

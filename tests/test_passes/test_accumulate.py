@@ -1,0 +1,103 @@
+"""Lines that keep gradients, or add what was kept. (That the sums are right: tests/test_shardtrace/test_accumulation.py.)"""
+
+import shardtrace
+
+import thunder
+import torch
+from expecttest import assert_expected_inline
+from golden import stage, text
+from torch import nn
+
+
+def compiled(fake_ranks, *, steps, **options):
+    """After the steps: True is one inside no_sync."""
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Linear(6, 4), **options)
+    cmodel = thunder.jit(model)
+    for inside in steps:
+        if inside:
+            with model.no_sync():
+                cmodel(torch.ones(3, 6)).sum().backward()
+        else:
+            cmodel(torch.ones(3, 6)).sum().backward()
+    return cmodel
+
+
+def backward(cmodel):
+    return text(stage(cmodel, "accumulate", thunder.last_backward_traces), dels=False)
+
+
+def test_kept(fake_ranks):
+    cmodel = compiled(fake_ranks, steps=[True])
+    assert_expected_inline(
+        backward(cmodel),
+        """\
+C0, C1, = saved_for_backward
+clear_mutable_collection(saved_for_backward)
+clear_mutable_collection(C1)
+t0, = cotangents
+clear_mutable_collection(cotangents)
+input, = C0
+clear_mutable_collection(C0)
+t1 = torch.reshape(t0, (-1, 4))
+t2 = torch.permute(t1, (1, 0))
+t3 = torch.reshape(input, (-1, 6))
+t4 = torch.matmul(t2, t3)
+t5 = torch.sum(t0, (0,), False, dtype=None)
+accumulate((t4, t5), b_root)
+return (None, None, None)""",
+    )
+
+
+def test_added(fake_ranks):
+    cmodel = compiled(fake_ranks, steps=[True, False])
+    assert_expected_inline(
+        backward(cmodel),
+        """\
+C0, C1, = saved_for_backward
+clear_mutable_collection(saved_for_backward)
+clear_mutable_collection(C1)
+t0, = cotangents
+clear_mutable_collection(cotangents)
+input, = C0
+clear_mutable_collection(C0)
+t1 = torch.reshape(t0, (-1, 4))
+t2 = torch.permute(t1, (1, 0))
+t3 = torch.reshape(input, (-1, 6))
+t4 = torch.matmul(t2, t3)
+t5 = torch.sum(t0, (0,), False, dtype=None)
+(t6, t7) = accumulated((t4, t5), b_root)
+ft8 = reduce_scatter((t6, t7), b_root)
+(t9, t10) = wait_reduce_scatter(ft8, b_root)
+return (None, t10, t9)""",
+    )
+
+
+def test_a_step_without_no_sync_before_it_is_as_ever(fake_ranks):
+    cmodel = compiled(fake_ranks, steps=[False])
+    lines = [b.sym.name for b in thunder.last_backward_traces(cmodel)[-1].bound_symbols]
+    assert "reduce_scatter" in lines
+    assert not any("accumulate" in name for name in lines)
+
+
+def test_each_kind_of_step_is_compiled_once(fake_ranks):
+    cmodel = compiled(fake_ranks, steps=[False, True, True, False, True, False, False])
+    assert thunder.cache_misses(cmodel) == 3
+    with torch.no_grad():
+        cmodel(torch.ones(3, 6))
+        with cmodel._model.no_sync():
+            cmodel(torch.ones(3, 6))
+    assert thunder.cache_misses(cmodel) == 4
+
+
+def test_memory_of_what_is_kept(fake_ranks):
+    """Whole gradients, in fp32 although they are computed in bf16, are there throughout."""
+    sums = 4 * (6 * 4 + 4)
+    for steps in ([True], [True, False]):
+        plain = shardtrace.memory(compiled(fake_ranks, steps=[False], mp_policy="bf16"))
+        torch.distributed.destroy_process_group()
+        kept = shardtrace.memory(compiled(fake_ranks, steps=steps, mp_policy="bf16"))
+        torch.distributed.destroy_process_group()
+        assert kept.forward.peak.during == plain.forward.peak.during + sums
+        assert kept.backward.lines[0].gradients == plain.backward.lines[0].gradients + sums
+    assert kept.backward.lines[-1].gradients == plain.backward.lines[-1].gradients  # given up when reduced
