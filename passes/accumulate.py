@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from passes.collectives import symbol
 from passes.layout import summed_to
-from passes.plan import Bucket, Gradients, Plan, ShardedParameter
+from passes.plan import Bucket, Gradients, Plan, ShardedParameter, Step
 from passes.recognise import is_backward, is_deletion, is_gather, is_issue, is_unpack, is_wait
 
 import torch
@@ -26,9 +26,10 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 
-def accumulate_gradients(trace: TraceCtx, *, gradients: Mapping[Plan, Gradients]) -> TraceCtx:
+def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> TraceCtx:
     """Returns a backward that keeps the gradients of the plans that say so, and returns None for them, or adds to those
     of others what was kept; any other trace as it is."""
+    gradients = {plan: step.gradients for plan, step in steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)
@@ -37,19 +38,22 @@ def accumulate_gradients(trace: TraceCtx, *, gradients: Mapping[Plan, Gradients]
     first = sum(is_unpack(b) for b in lines)  # a gradient may be what backward is called with
     inserted: dict[int, list[BoundSymbol]] = {}  # by the line before which they stand: right where gradients exist
     kept: set[str] = set()  # futures and gradients that there are none of
+    reduced: set[str] = set()  # what is reduced a second time, with a hybrid strategy
     replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
     for bsym in lines:
         if is_gather(bsym):
             continue
-        if is_wait(bsym) and bsym.args[0].name in kept:
-            kept.update(o.name for o in bsym.flat_proxy_outs)
+        if is_wait(bsym):
+            outputs = {o.name for o in bsym.flat_proxy_outs}
+            reduced |= outputs
+            kept |= outputs if bsym.args[0].name in kept else set()
         if not is_issue(bsym):
             continue
         grads, bucket = bsym.args
         mode = gradients.get(bucket.plan)
         at = max(first, 1 + max(made[g.name] for g in grads))
-        if grads[0].name in kept:  # the second reduction of a hybrid strategy
-            kept.add(bsym.output.name)
+        if grads[0].name in reduced:
+            kept |= {bsym.output.name} if grads[0].name in kept else set()
         elif mode is Gradients.KEPT:
             kept.add(bsym.output.name)
             inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))

@@ -16,6 +16,7 @@ parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from passes import direct, native
 from passes.plan import Bucket, Placement
 
 import torch
+from thunder.core.codeutils import ContextObject
 from thunder.core.prims import OpTags, get_grad, put_grad
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -33,26 +35,47 @@ from thunder.extend import OperatorExecutor
 executor = OperatorExecutor("shardtrace", version="0.1")
 
 
+def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], Any]:
+    """``function`` with an error that says so where another rank is the cause of one."""
+
+    @functools.wraps(function)
+    def run(value: Any, bucket: Bucket) -> Any:
+        try:
+            return function(value, bucket)
+        except RuntimeError as error:
+            if bucket.plan.blame is not None:
+                bucket.plan.blame(error, bucket.label)
+            raise
+
+    return run
+
+
+@_blaming
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
 
 
+@_blaming
 def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
 
 
+@_blaming
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
+@_blaming
 def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
+@_blaming
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return native.issue_all_reduce(grads, bucket)
 
 
+@_blaming
 def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return native.finish_reduce_scatter(future, bucket)
 
@@ -169,9 +192,12 @@ def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[
 register_grad(synchronize, _synchronize_grad)
 
 
-def _check_parameters(guard: Any) -> None:
-    guard.obj()
+def _call(check: ContextObject) -> None:
+    check.obj()
 
 
-# A line of the prologue: raises, and so makes Thunder trace again, if a parameter was replaced since it was sharded.
-check_parameters = symbol("check_parameters", lambda guard: None, _check_parameters, tags=[OpTags.DONT_DCE])
+# A line of the prologue. By raising it makes Thunder trace again, if a parameter was replaced since it was sharded, or
+# look for another compiled step, if another one is wanted.
+check_parameters = symbol("check_parameters", lambda guard: None, _call, tags=[OpTags.DONT_DCE])
+# The first line of a forward: raises if ranks are about to run different steps.
+check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])

@@ -13,6 +13,7 @@ from typing import Any
 
 from passes.accumulate import accumulate_gradients
 from passes.insert_synchronize import insert_synchronize
+from passes.meet import meet
 from passes.plan import Enlisted
 from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
@@ -111,19 +112,29 @@ class PassAfterLowering(Pass):
                 verify(new)
         if new is not computation_trace:
             self.finish(new, start)
-            compare_ranks(new)
         return new
 
 
-def compare_ranks(trace: TraceCtx) -> None:
-    """Lets each model compare the trace's collectives with those of its other ranks."""
-    models: dict[Callable[[list[str]], None] | None, list[str]] = {}
-    issues = [b for b in trace.bound_symbols if is_issue(b)]
-    for bsym, row in zip(issues, collectives(trace), strict=True):
-        models.setdefault(bucket_of(bsym).plan.agree, []).append(f"{row.phase}: {row}")
-    for agree, lines in models.items():
-        if agree is not None:
-            agree(lines)
+class CompareRanks(Pass):
+    """Lets each model compare the collectives of what will be executed with those of its other ranks: now, and by a
+    line at the top of forward whenever it runs."""
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        start = time.perf_counter()
+        enlisted = self.compilation.enlisted
+        models: dict[Callable[[list[str]], None] | None, list[str]] = {}
+        issues = [b for b in computation_trace.bound_symbols if is_issue(b)]
+        for bsym, row in zip(issues, collectives(computation_trace), strict=True):
+            plan, line = bucket_of(bsym).plan, f"{row.phase}: {row}"
+            models.setdefault(plan.agree, []).append(line)
+            enlisted.step_of(plan).collectives.append(line)
+        for agree, lines in models.items():
+            if agree is not None:
+                agree(lines)
+        new = meet(computation_trace, enlisted=enlisted)
+        if new is not computation_trace:
+            self.finish(new, start)
+        return new
 
 
 def pipeline(compilation: Compilation) -> list[Pass]:
@@ -139,11 +150,12 @@ def pipeline(compilation: Compilation) -> list[Pass]:
         PassAfterLowering("save_shards", compilation, lambda t: save_shards(t, swapped=compilation.swapped)),
         # after lowering, when backward is there; before what is done with reduced gradients
         PassAfterLowering(
-            "accumulate", compilation, lambda t: accumulate_gradients(t, gradients=compilation.enlisted.gradients)
+            "accumulate", compilation, lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps)
         ),
         # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
         # for gradients before it
         PassAfterLowering("share_overflow", compilation, share_overflow),
-        # last: executors and fusions have had their say about the order of lines
+        # the last pass: executors and fusions have had their say about the order of lines
         PassAfterLowering("schedule", compilation, schedule),
+        CompareRanks("compare_ranks", compilation),
     ]

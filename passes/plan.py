@@ -45,6 +45,15 @@ class Gradients(Enum):
     ADDED = "added"
 
 
+@dataclass(eq=False)
+class Step:
+    """One compiled step of a model: what it does with gradients (None: it computes none), and, when it is compiled, the
+    collectives that it sends, in order, a text for each."""
+
+    gradients: Gradients | None
+    collectives: list[str] = field(default_factory=list)
+
+
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
     """The shape of each rank's (padded) shard of a parameter of shape ``full_shape``."""
     rows, *rest = full_shape or (1,)
@@ -76,8 +85,10 @@ class Plan:
         cost: how long collectives and compute take.
         direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
         averages: the backend's reduce_scatter can average.
-        guard: called at each step with what it does with gradients; raises if that is not what is wanted now, or if a
-            parameter is no longer the one that was sharded.
+        guard: called before each step; raises if it is not the one that is wanted now, or if a parameter is no longer
+            the one that was sharded.
+        meet: called before each step that will run; raises on every rank if ranks are about to run different ones.
+        blame: called with an error of a collective; raises a better one if another rank is the cause.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
         announce: called with an error of this rank, so that the others raise where they come to agree.
     """
@@ -101,7 +112,9 @@ class Plan:
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
-    guard: Callable[[Gradients | None], None] | None = None
+    guard: Callable[[Step], None] | None = None
+    meet: Callable[[Step], None] | None = None
+    blame: Callable[[Exception, str], None] | None = None
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None
 
@@ -260,13 +273,13 @@ def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
 
 @dataclass
 class Enlisted:
-    """What one tracing found: which trace inputs are sharded parameters, and what is wanted with their gradients.
+    """What one tracing found: which trace inputs are sharded parameters, and the step that is being compiled.
 
     A proxy is known by its ``history`` (Thunder's record of where the value came from), which survives renaming.
     """
 
     by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
-    gradients: dict[Plan, Gradients] = field(default_factory=dict)  # empty where no gradients are computed
+    steps: dict[Plan, Step] = field(default_factory=dict)
 
     def add(self, history: Any, parameter: ShardedParameter) -> None:
         self.by_history[id(history)] = (history, parameter)  # holding it keeps the id from being reused
@@ -274,6 +287,9 @@ class Enlisted:
     def get(self, proxy: Any) -> ShardedParameter | None:
         found = self.by_history.get(id(getattr(proxy, "history", None)))
         return found[1] if found else None
+
+    def step_of(self, plan: Plan) -> Step:
+        return self.steps.setdefault(plan, Step(Gradients.REDUCED))
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -168,7 +168,7 @@ class _Placement:
     # ---- gathers ----
 
     def _issue_gathers(self, leaving: Plan | None = None) -> None:
-        """Issues what may be; ``leaving`` is the plan of a bucket that is being waited for, and so not ahead any more."""
+        """Issues what may be; ``leaving`` is the plan of a bucket that is waited for, and so not ahead any more."""
         while self.gathers:
             obstacle = self._obstacle_to(self.gathers[0], leaving)
             if obstacle:

@@ -16,6 +16,7 @@ from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
 from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
+from shardtrace.failure import RankFailedError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.report import collectives, memory
@@ -29,6 +30,7 @@ __all__ = [
     "Inspection",
     "MemoryRow",
     "Profile",
+    "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",

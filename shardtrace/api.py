@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from passes.cost import CostModel
 from passes.plan import Placement
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.costs import load_cost_model
+from shardtrace.failure import tell_others_of_failure
 from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.mesh import Groups, Mesh, resolve_device, resolve_groups
 from shardtrace.names import Place, Wrap, chosen_blocks, is_wrap, places, repeated_blocks
@@ -47,6 +49,7 @@ def fsdp(
     max_inflight_bytes: int | None = None,
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
+    check_steps: bool | None = None,
     timeout: float = 300.0,
     **spelling: Any,
 ) -> M:
@@ -91,6 +94,9 @@ def fsdp(
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
         accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
+        check_steps: compare before each step whether all ranks are about to run the same collectives. Default: those
+            of models that have compiled several steps which differ in them, such as training and evaluation; or all,
+            if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
@@ -118,6 +124,7 @@ def fsdp(
         _parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout,
         accumulation_dtype,
+        _check_steps_of_environment() if check_steps is None else check_steps,
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
     blocks = repeated_blocks(model) if wrap is None else chosen_blocks(model, wrap)
@@ -151,6 +158,7 @@ def fsdp(
         for p, s, dtype in zip(found, stand_ins, dtypes, strict=True)
         if s.numel() and (groups.everyone.size() > 1 or options.precision is not None)
     )
+    tell_others_of_failure(groups.everyone)
     attach(model, ShardedState(type(model).__name__, groups, options, entries, cost))
     return _jit_again(jitted) if jitted is not None else model
 
@@ -161,6 +169,10 @@ def _parse_count(name: str, value: Any, expected: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be {expected}, not {value!r}")
     return value
+
+
+def _check_steps_of_environment() -> bool | None:
+    return True if os.environ.get("SHARDTRACE_CHECK_STEPS") == "1" else None
 
 
 def ddp(model: M, **options: Any) -> M:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from datetime import timedelta
 
+from shardtrace.failure import wait_for
 from shardtrace.mesh import is_alone
 
 import torch.distributed as dist
@@ -16,7 +17,14 @@ class RankMismatchError(RuntimeError):
 
 
 def compare(
-    group: dist.ProcessGroup, what: str, lines: list[str], *, timeout: float, error: str | None = None, hint: str = ""
+    group: dist.ProcessGroup,
+    what: str,
+    lines: list[str],
+    *,
+    timeout: float,
+    error: str | None = None,
+    hint: str = "",
+    likely: bool = False,
 ) -> None:
     """Raises :class:`RankMismatchError` on every rank unless ``lines`` is the same on all ranks of ``group``.
 
@@ -27,19 +35,22 @@ def compare(
         what: the name of what is compared, for the message ("the model's parameters").
         hint: what may help, for the message of a difference.
         timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
+        likely: the lines are likely to be equal, and compared by a digest first, which costs each rank a few messages
+            to the store, however many ranks and lines there are.
     """
     if is_alone(group):
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
-    store, turn = _say(group, what, lines, error, hint)
+    store, turn = _next_turn(group)
+    if _equal_at_first_sight(store, turn, group.size(), lines if likely and not error else None, timeout):
+        return
+    _say(store, turn, group, what, lines, error, hint)
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", _verdict(store, turn, what, dist.get_process_group_ranks(group), timeout))
-    try:
-        store.wait([f"{turn}/verdict"], timedelta(seconds=timeout + 10))  # the first rank gives up a little earlier
-    except RuntimeError:  # which of its subclasses a time-out raises differs between stores
+    if not wait_for(store, f"{turn}/verdict", timeout + 10):  # the first rank gives up a little earlier
         first = dist.get_process_group_ranks(group)[0]
-        raise RankMismatchError(f"rank {first} did not come to compare {what} within {timeout + 10:g} s") from None
+        raise RankMismatchError(f"rank {first} did not come to compare {what} within {timeout + 10:g} s")
     verdict = store.get(f"{turn}/verdict").decode()
     if verdict:
         raise RankMismatchError(verdict)
@@ -49,18 +60,48 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     """Makes the other ranks raise ``error`` where they come to compare ``what``, without waiting for them."""
     if is_alone(group):
         return
-    store, turn = _say(group, what, [], error, "")
+    store, turn = _next_turn(group)
+    _equal_at_first_sight(store, turn, group.size(), None, 0)
+    _say(store, turn, group, what, [], error, "")
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
 
 
-def _say(group: dist.ProcessGroup, what: str, lines: list[str], error: str | None, hint: str) -> tuple[dist.Store, int]:
-    """Writes this rank's part of the next comparison; returns the store and the comparison's number."""
-    rank = dist.get_rank(group)
+def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
+    """The store, and the number of the comparison: the n-th of each rank meets the n-th of the others."""
     store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
-    turn = store.add(f"turn/{rank}", 1)  # the n-th comparison of each rank meets the n-th of the others
-    store.set(f"{turn}/{rank}", json.dumps({"what": what, "lines": lines, "error": error, "hint": hint}))
-    return store, turn
+    return store, store.add(f"turn/{dist.get_rank(group)}", 1)
+
+
+def _equal_at_first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> bool:
+    """True on every rank if all have these lines; waits only with some. The last rank to come counts who has the same,
+    and drops the keys of the turn before, which all have left."""
+    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest() if lines is not None else ""
+    if digest:
+        store.add(f"{turn}/{digest}", 1)
+    if store.add(f"{turn}/came", 1) == ranks:
+        store.set(f"{turn}/equal", digest if digest and store.add(f"{turn}/{digest}", 0) == ranks else "")
+        for key in (digest, "came", "equal", "verdict"):
+            store.delete_key(f"{turn - 1}/{key}")
+    if not digest:
+        return False
+    if not wait_for(store, f"{turn}/equal", timeout):  # somebody did not come: the full comparison says who
+        return False
+    return store.get(f"{turn}/equal").decode() == digest
+
+
+def _say(
+    store: dist.Store,
+    turn: int,
+    group: dist.ProcessGroup,
+    what: str,
+    lines: list[str],
+    error: str | None,
+    hint: str,
+) -> None:
+    """Writes this rank's part of a comparison."""
+    said = {"what": what, "lines": lines, "error": error, "hint": hint}
+    store.set(f"{turn}/{dist.get_rank(group)}", json.dumps(said))
 
 
 def _verdict(store: dist.Store, turn: int, what: str, ranks: list[int], timeout: float) -> str:
@@ -69,9 +110,7 @@ def _verdict(store: dist.Store, turn: int, what: str, ranks: list[int], timeout:
     absent: list[int] = []
     deadline = time.monotonic() + timeout
     for rank, key in zip(ranks, keys, strict=True):
-        try:
-            store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        except RuntimeError:  # which of its subclasses a time-out raises differs between stores
+        if not wait_for(store, key, deadline - time.monotonic()):
             absent.append(rank)
     said = {r: json.loads(store.get(key)) for r, key in zip(ranks, keys, strict=True) if r not in absent}
     for rank, one in said.items():

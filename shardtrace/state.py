@@ -11,10 +11,11 @@ from typing import Any
 
 from passes.accumulate import Sums
 from passes.cost import CostModel
-from passes.plan import Gradients, Placement, Plan, Shape, ShardedParameter
+from passes.plan import Gradients, Placement, Plan, Shape, ShardedParameter, Step
 from shardtrace.consensus import announce, compare
+from shardtrace.failure import blame
 from shardtrace.flat import lay_out_flat
-from shardtrace.mesh import Groups, transport
+from shardtrace.mesh import Groups, is_alone, transport
 from shardtrace.sharding import Home
 from shardtrace.strategy import Rules, ShardingStrategy
 
@@ -45,6 +46,7 @@ class Options:
     max_inflight_bytes: int | None
     timeout: float
     accumulation_dtype: torch.dtype | None
+    check_steps: bool | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,7 @@ class ShardedState:
         self.keeps_gradients = False  # inside no_sync
         self.sums = Sums()
         self._agreed: set[tuple[str, ...]] = set()
+        self._sent: set[tuple[str, ...]] = set()  # the collectives of each step that was run
         self.cost = cost
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
@@ -139,6 +142,8 @@ class ShardedState:
             "sum_dtype": to_dtype(self.options.accumulation_dtype) if self.options.accumulation_dtype else None,
             "sums": self.sums,
             "guard": self.check_step,
+            "meet": None if self.options.check_steps is False or is_alone(self.group) else self.meet,
+            "blame": blame,
             "agree": self.agree,
             "announce": self.announce,
         }
@@ -182,9 +187,9 @@ class ShardedState:
             return Gradients.KEPT
         return Gradients.ADDED if self.sums.used else Gradients.REDUCED
 
-    def check_step(self, gradients: Gradients | None) -> None:
+    def check_step(self, step: Step) -> None:
         """The check of every step, as cheap as can be: tracing anew says what is wrong, or compiles another step."""
-        if gradients is not self.gradients():
+        if step.gradients is not self.gradients():
             raise RuntimeError("compiled for another use of gradients")
         if self.unsharded:
             raise RuntimeError("inside full_params")
@@ -203,6 +208,15 @@ class ShardedState:
         if known not in self._agreed:
             compare(self.group, self.what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
             self._agreed.add(known)
+
+    def meet(self, step: Step) -> None:
+        """Raises on every rank if the ranks are about to run different steps. Compared are those of a model that has
+        several which differ in their collectives, or with ``check_steps`` all."""
+        sends = tuple(step.collectives)
+        self._sent.add(sends)
+        if len(self._sent) > 1 if self.options.check_steps is None else self.options.check_steps:
+            timeout = self.options.timeout
+            compare(self.group, self.what, step.collectives, timeout=timeout, hint=ORDER_HINT, likely=True)
 
     def announce(self, error: str) -> None:
         """Makes the other ranks raise ``error`` too, where they compare the trace that this one fails to compile."""

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.pipeline import Compilation, Pass, pipeline
+from passes.plan import Step
 from shardtrace.accumulation import no_sync
 from shardtrace.casts import with_casts
 from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
@@ -49,8 +50,9 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
-    if (gradients := state.gradients()) is not None:
-        compilation.enlisted.gradients.update(dict.fromkeys(state.plans.values(), gradients))
+    step = Step(state.gradients())
+    for plan in state.plans.values():
+        compilation.enlisted.steps |= {plan: step} | ({plan.outer: step} if plan.outer is not None else {})
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
         try:

@@ -2,6 +2,7 @@ import os
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["SHARDTRACE_CHECK_STEPS"] = "1"
 os.environ["SHARDTRACE_CACHE"] = tempfile.mkdtemp(prefix="shardtrace-cache")  # not what this machine was calibrated to
 
 import shardtrace  # noqa: F401  makes thunder importable on torch 2.13

@@ -197,3 +197,41 @@ def clip_nonfinite(value: float) -> list[str]:
         norm = shardtrace.clip_grad_norm_(model, 1.0, norm_type)
         assert torch.equal(norm, torch.tensor(value)) or (norm.isnan() and value != value)
     return messages
+
+
+# ---- ranks that are about to run different steps, and ranks that fail ----
+
+
+def different_steps(how: str, check_steps: bool | None) -> None:
+    """All have compiled the same steps; then the first rank runs another one than the others."""
+    model = shardtrace.fsdp(torch.nn.Linear(4, 4), check_steps=check_steps, timeout=20)
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+
+    def step(kind: str) -> None:
+        with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "kept" else nullcontext():
+            loss = cmodel(x).sum()
+        if kind != "eval":
+            loss.backward()
+
+    for kind in ("kept", "eval", "reduced"):
+        step(kind)
+    lines = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
+    assert ("check_ranks" in lines) == (check_steps is not False)
+    step(how if dist.get_rank() == 0 else "reduced")
+
+
+def time_of_checks(steps: int = 50) -> dict[str, float]:
+    """Seconds of an empty step of tiny parameters, checked and not."""
+    import time
+
+    found = {}
+    for check in (False, True):
+        model = shardtrace.fsdp(torch.nn.Linear(4, 4), check_steps=check)
+        cmodel, x = thunder.jit(model), torch.ones(2, 4)
+        with torch.no_grad():
+            cmodel(x)
+            start = time.perf_counter()
+            for _ in range(steps):
+                cmodel(x)
+        found[f"check_steps={check}"] = (time.perf_counter() - start) / steps
+    return found

@@ -47,7 +47,7 @@ def test_enlisted_once_and_ahead_of_the_users_transforms(fake_ranks):
     for rows in (1, 2, 3):
         cmodel(torch.ones(rows, 4))
     kinds = [type(t).__name__ for t in thunder.compile_data(cmodel).transforms]
-    assert kinds == ["PassBeforeAutodiff"] * 3 + ["PassAfterLowering"] * 3 + ["Own"]
+    assert kinds == ["PassBeforeAutodiff"] * 3 + ["PassAfterLowering"] * 4 + ["CompareRanks", "Own"]
 
 
 def test_our_passes_and_verify_take_less_than_a_tenth_of_the_compile_time(fake_ranks):
