@@ -9,8 +9,8 @@ from passes import compat
 compat.install()
 
 from passes.insert_synchronize import insert_synchronize  # noqa: E402
-from passes.pipeline import Compilation, Pass, pipeline  # noqa: E402
-from passes.plan import Bucket, Plan, ShardedParameter  # noqa: E402
+from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff, pipeline  # noqa: E402
+from passes.plan import Bucket, Enlisted, Plan, ShardedParameter, Wire  # noqa: E402
 from passes.regather import regather  # noqa: E402
 from passes.schedule import schedule  # noqa: E402
 from passes.shard_parameters import shard_parameters  # noqa: E402
@@ -21,10 +21,14 @@ __all__ = [
     "Bucket",
     "Collective",
     "Compilation",
+    "Enlisted",
     "Pass",
+    "PassAfterLowering",
+    "PassBeforeAutodiff",
     "Plan",
     "ShardedParameter",
     "VerificationError",
+    "Wire",
     "collectives",
     "insert_synchronize",
     "pipeline",

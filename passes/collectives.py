@@ -52,11 +52,15 @@ def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], 
 
 @_blaming
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return bucket.wire.issue(shards, bucket)
     return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
 
 
 @_blaming
 def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
     return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
 
 
@@ -104,8 +108,9 @@ def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureT
 
 
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
+    dtype = bucket.plan.unsharded_dtype(bucket.rest_dtype)
     return tuple(
-        TensorProxy(shape=m.parameter.full_shape, device=future.device, dtype=future.dtype, requires_grad=m.trainable)
+        TensorProxy(shape=m.parameter.full_shape, device=future.device, dtype=dtype, requires_grad=m.trainable)
         for m in bucket.members
     )
 

@@ -132,7 +132,7 @@ def _silent(bucket: Bucket) -> Bucket:
     """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
     plan = bucket.plan
     plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size))
-    return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype)
+    return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:

@@ -7,14 +7,15 @@ Each pass is one Thunder Transform, so that each stage shows up by its name in `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
+from passes.collectives import synchronize
 from passes.insert_synchronize import insert_synchronize
 from passes.meet import meet
-from passes.plan import Enlisted
+from passes.plan import Enlisted, Plan
 from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
@@ -22,12 +23,12 @@ from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.share_overflow import share_overflow
 from passes.traffic import collectives
-from passes.verify import verify
+from passes.verify import VerificationError, verify
 
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
 
-Stage = Callable[[TraceCtx, TraceCtx, Enlisted], tuple[TraceCtx, TraceCtx]]
+Run = Callable[[TraceCtx], TraceCtx]
 
 
 class Compilation:
@@ -51,76 +52,120 @@ class Compilation:
 
 
 class Pass(Transform):
-    """One pass as a Transform. ``seconds`` is what its last run took."""
+    """One pass as a Transform. ``seconds`` is what its last run took.
 
-    def __init__(self, name: str, compilation: Compilation) -> None:
+    :class:`PassBeforeAutodiff` and :class:`PassAfterLowering` make one of a function, ours or a user's:
+    ``thunder.jit(model, transforms=[PassAfterLowering(my_pass)])``. :func:`pipeline` says where it runs.
+    """
+
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.compilation = compilation
         self.seconds = 0.0
 
     def __repr__(self) -> str:
         return f"shardtrace.{self.name}"
 
     @contextmanager
-    def announcing_errors(self) -> Iterator[None]:
-        """An error of a pass on this rank becomes one on every rank, instead of a wait for this one."""
+    def running(self, plans: Iterable[Plan]) -> Iterator[None]:
+        """Times what is done inside. An error on this rank becomes one on every rank of ``plans``, instead of a wait
+        for this one."""
+        start = time.perf_counter()
         try:
             yield
         except Exception as error:
-            for announce in dict.fromkeys(plan.announce for plan in self.compilation.enlisted.plans):
+            for announce in dict.fromkeys(plan.announce for plan in plans):
                 if announce is not None:
                     announce(f"{type(error).__name__}: {error}")
             raise
-
-    def finish(self, trace: TraceCtx, start: float) -> None:
         self.seconds = time.perf_counter() - start
+
+    def sign(self, trace: TraceCtx) -> None:
         trace.set_provenance(TraceProvenance(f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"))
 
 
-class PassBeforeAutodiff(Pass):
-    """A pass over the prologue and the computation as they were traced."""
+class ShardParameters(Pass):
+    """The first pass: the only one that changes the prologue too."""
 
-    def __init__(self, name: str, compilation: Compilation, stage: Stage) -> None:
-        super().__init__(name, compilation)
-        self.stage = stage
+    def __init__(self, compilation: Compilation) -> None:
+        super().__init__("shard_parameters")
+        self.compilation = compilation
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        start = time.perf_counter()
-        with self.announcing_errors():
+        enlisted = self.compilation.enlisted
+        with self.running(enlisted.plans):
             self.compilation.end()
-            prologue, computation = self.stage(prologue_trace, computation_trace, self.compilation.enlisted)
-        for new, old in ((prologue, prologue_trace), (computation, computation_trace)):
-            if new is not old:
-                self.finish(new, start)
+            prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
+        if computation is not computation_trace:
+            self.sign(prologue)
+            self.sign(computation)
         return prologue, computation, epilogue_trace
 
 
-class PassAfterLowering(Pass):
-    """A pass over the forward, then the backward, as they will be executed; its result is verified."""
+class PassBeforeAutodiff(Pass):
+    """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
-    def __init__(self, name: str, compilation: Compilation, stage: Callable[[TraceCtx], TraceCtx]) -> None:
-        super().__init__(name, compilation)
-        self.stage = stage
+    ``name`` is the function's, unless another is given.
+    """
+
+    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
+        super().__init__(name or run.__name__)
+        self.run = run
+        self.compilation = compilation  # of a pass that runs before the trace itself tells its plans
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        plans = self.compilation.enlisted.plans if self.compilation is not None else plans_in(computation_trace)
+        with self.running(plans):
+            computation = self.run(computation_trace)
+        if computation is not computation_trace:
+            self.sign(computation)
+        return prologue_trace, computation, epilogue_trace
+
+
+class PassAfterLowering(Pass):
+    """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
+
+    What it returns is verified. ``name`` is the function's, unless another is given.
+    """
+
+    def __init__(self, run: Run, name: str = "") -> None:
+        super().__init__(name or run.__name__)
+        self.run = run
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        start = time.perf_counter()
-        with self.announcing_errors():
-            new = self.stage(computation_trace)
+        with self.running(plans_in(computation_trace)):
+            new = self.run(computation_trace)
             if new is not computation_trace:
-                verify(new)
+                self._verify(new)
         if new is not computation_trace:
-            self.finish(new, start)
+            self.sign(new)
         return new
+
+    def _verify(self, trace: TraceCtx) -> None:
+        try:
+            verify(trace)
+        except VerificationError as error:
+            raise VerificationError(f"after pass {self.name}: {error}") from None
+
+
+def plans_in(trace: TraceCtx) -> tuple[Plan, ...]:
+    """The plans of the buckets that a trace synchronizes, gathers or reduces."""
+    lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
+    return tuple(dict.fromkeys(bucket_of(b).plan for b in lines))
 
 
 class CompareRanks(Pass):
     """Lets each model compare the collectives of what will be executed with those of its other ranks: now, and by a
     line at the top of forward whenever it runs."""
 
+    def __init__(self, compilation: Compilation) -> None:
+        super().__init__("compare_ranks")
+        self.compilation = compilation
+
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        start = time.perf_counter()
         enlisted = self.compilation.enlisted
         models: dict[Callable[[list[str]], None] | None, list[str]] = {}
         issues = [b for b in computation_trace.bound_symbols if is_issue(b)]
@@ -133,29 +178,33 @@ class CompareRanks(Pass):
                 agree(lines)
         new = meet(computation_trace, enlisted=enlisted)
         if new is not computation_trace:
-            self.finish(new, start)
+            self.sign(new)
         return new
 
 
-def pipeline(compilation: Compilation) -> list[Pass]:
-    """The passes, in the order in which Thunder calls them."""
+def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
+    """The passes, in the order in which Thunder calls them, and among them the user's ``transforms``."""
     return [
         # parameters are shards from here on; first, as the next pass needs to know which inputs are parameters
-        PassBeforeAutodiff("shard_parameters", compilation, lambda p, c, e: shard_parameters(p, c, enlisted=e)),
+        ShardParameters(compilation),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
-        PassBeforeAutodiff("insert_synchronize", compilation, lambda p, c, e: (p, insert_synchronize(c, enlisted=e))),
-        # before autodiff, as that reads the tags; after the gathers are there
-        PassBeforeAutodiff("regather", compilation, lambda p, c, e: (p, regather(c))),
-        # after lowering, as it mends what fusions have done to what is saved
-        PassAfterLowering("save_shards", compilation, lambda t: save_shards(t, swapped=compilation.swapped)),
-        # after lowering, when backward is there; before what is done with reduced gradients
-        PassAfterLowering(
-            "accumulate", compilation, lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps)
+        PassBeforeAutodiff(
+            lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
         ),
+        # before autodiff, as that reads the tags; after the gathers are there
+        PassBeforeAutodiff(regather),
+        # after lowering, as it mends what fusions have done to what is saved
+        PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
+        # after lowering, when backward is there; before what is done with reduced gradients
+        PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
         # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
         # for gradients before it
-        PassAfterLowering("share_overflow", compilation, share_overflow),
+        PassAfterLowering(share_overflow),
+        # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
+        *(t for t in transforms if isinstance(t, Pass)),
         # the last pass: executors and fusions have had their say about the order of lines
-        PassAfterLowering("schedule", compilation, schedule),
-        CompareRanks("compare_ranks", compilation),
+        PassAfterLowering(schedule),
+        CompareRanks(compilation),
+        # Thunder's own Transforms, such as CUDA graphs, work on what will run
+        *(t for t in transforms if not isinstance(t, Pass)),
     ]

@@ -16,6 +16,7 @@ from typing import Any
 from passes.cost import CostModel, default_cost_model
 from passes.layout import Layout, OwnedLayout
 
+import torch
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 
@@ -185,19 +186,44 @@ class Member:
         return math.prod(self.parameter.shard_shape)
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Another way to gather a bucket's shards, for a pass that puts it in place of the plan's: compressed, say.
+
+    Args:
+        issue: ``issue(shards, bucket)`` starts to send this rank's shards, and returns a future of any kind.
+        finish: ``finish(future, bucket)`` waits, and returns the unsharded parameters in the dtype of their use.
+        bytes: ``bytes(bucket)`` travel for the whole group.
+    """
+
+    issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
+    finish: Callable[[Any, Bucket], tuple[torch.Tensor, ...]]
+    bytes: Callable[[Bucket], int]
+
+
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
     Thunder prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``. How the members lie
-    on the wire: :mod:`passes.layout`; ``dtype`` is the one that they have there.
+    on the wire: :mod:`passes.layout`; ``dtype`` is the one that they have there. A bucket with a ``wire`` of its own is
+    gathered by that, and never reduced.
     """
 
-    def __init__(self, label: str, name: str, plan: Plan, members: tuple[Member, ...], dtype: dtypes.dtype) -> None:
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        plan: Plan,
+        members: tuple[Member, ...],
+        dtype: dtypes.dtype,
+        wire: Wire | None = None,
+    ) -> None:
         super().__init__(name, self)  # ``name`` is an identifier, unique in its trace
         self.label = label  # what users know: the qualified name of a module
         self.plan = plan
         self.members = members
         self.dtype = dtype
+        self.wire = wire
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
         self.full_numel = sum(m.parameter.full_numel for m in members)  # and all ranks, padding included
 
@@ -250,7 +276,7 @@ class Bucket(ContextObject):
     @property
     def bytes(self) -> int:
         """Bytes of the unsharded bucket, padding included: what a collective moves for the whole group."""
-        return self.full_numel * self.dtype.bytes
+        return self.wire.bytes(self) if self.wire is not None else self.full_numel * self.dtype.bytes
 
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)

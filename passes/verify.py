@@ -3,7 +3,7 @@
 1. Each future is waited for exactly once, and nothing else reads it; no value is used before it exists or after its
    ``del``.
 2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
-   moves exactly the bytes of its bucket's members.
+   moves exactly the bytes of its bucket's members; gradients do not go by a pass's own wire for parameters.
 3. Memory is bounded: at each line no more buckets of a plan are unsharded than those whose gathered values it needs to
    have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
 4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
@@ -115,6 +115,8 @@ def _verify_traffic(trace: TraceCtx) -> None:
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
             _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
+        if not gathers and bucket.wire is not None:
+            _fail(lines, i, f"bucket {bucket.label} is reduced, but its wire can only gather: keep the plan's bucket")
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):

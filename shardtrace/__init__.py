@@ -14,6 +14,7 @@ import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
+from shardtrace.buffers import sync_buffers
 from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.failure import RankFailedError
@@ -45,4 +46,5 @@ __all__ = [
     "memory",
     "no_sync",
     "profile",
+    "sync_buffers",
 ]

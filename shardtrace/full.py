@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from shardtrace.buffers import differing_buffers
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.materialize import broadcast, replace_data
 from shardtrace.sharding import shard, unshard
@@ -37,6 +39,13 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
     """
     module, states, entries = _sharded_entries(model)
+    if differ := differing_buffers(module, states[0].group):
+        others = " and others" if len(differ) > 1 else ""
+        warnings.warn(
+            f"{len(differ)} buffers differ between ranks ({differ[0]!r}{others}), and each rank has its own in the "
+            "state dict: call shardtrace.sync_buffers(model) before it",
+            stacklevel=2,
+        )
     keep = not rank0_only or states[0].group.rank() == 0
     whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
     result: OrderedDict[str, Any] = OrderedDict()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from passes.pipeline import Compilation, Pass, pipeline
+from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.accumulation import no_sync
 from shardtrace.casts import with_casts
@@ -77,10 +77,10 @@ def _compilation() -> Compilation:
     """The compilation that is going on; its passes are enlisted in the jitted function, once."""
     transforms = get_compile_data().transforms
     for transform in transforms:
-        if isinstance(transform, Pass):
+        if isinstance(transform, ShardParameters):
             return transform.compilation
     compilation = Compilation()
-    transforms[:0] = pipeline(compilation)  # the list that thunder.jit goes through after tracing
+    transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing
     return compilation
 
 

@@ -235,3 +235,46 @@ def time_of_checks(steps: int = 50) -> dict[str, float]:
                 cmodel(x)
         found[f"check_steps={check}"] = (time.perf_counter() - start) / steps
     return found
+
+
+def optimizers(kind: str) -> None:
+    """Fused and foreach optimizers, and a schedule of the learning rate, on shards: as on the whole."""
+    torch.manual_seed(0)
+    single, model = Zoo(), build("zero3")
+    cmodel = thunder.jit(model)
+
+    def steps(run: Any, parameters: Any, batch: Any) -> None:
+        if kind == "sgd":
+            optimizer: Any = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, eps=1e-2, **{kind: True})
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+        for step in range(4):
+            run(*batch(step)).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    steps(single, (p for p in single.parameters() if p.requires_grad), lambda step: tokens(ROWS, step))
+    steps(cmodel, cmodel.parameters(), lambda step: mine(tokens(ROWS, step)))
+    found = shardtrace.full_state_dict(model)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def autocast() -> None:
+    """torch.autocast around a sharded model: as around the whole one."""
+    torch.manual_seed(0)
+    single = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model.load_state_dict(single.state_dict())
+    cmodel, x = thunder.jit(shardtrace.fsdp(model)), torch.randn(2 * dist.get_world_size(), 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = single(x), cmodel(x[2 * dist.get_rank() :][:2])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected[2 * dist.get_rank() :][:2], rtol=2e-2, atol=1e-2)
+    expected.float().square().mean().backward()
+    found.float().square().mean().backward()
+    gradients = full_gradients(model)
+    for name, p in single.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)

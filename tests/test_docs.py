@@ -46,6 +46,6 @@ def test_arguments_and_errors_are_lists(reference):
 
 def test_pages(reference):
     assert {str(page.relative_to(reference)) for page in reference.rglob("*.html")} == {
-        "index.html", "passes.html", "passes/cost.html", "shardtrace.html",
+        "index.html", "passes.html", "passes/cost.html", "shardtrace.html", "shardtrace/testing.html",
     }  # fmt: skip
     assert cost.CostModel.__doc__.partition(".")[0] in (reference / "passes/cost.html").read_text()

@@ -12,6 +12,7 @@ from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, 
 from shardtrace.inspector.modules import layout
 from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
+from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
 from shardtrace.inspector.units import count
 from shardtrace.state import state_of, states_in
 
@@ -66,6 +67,17 @@ class MemoryRow(NamedTuple):
     gradients: int
 
 
+class Totals(NamedTuple):
+    """A step in five numbers: ``seconds`` (predicted or measured), ``exposed`` ones of them in which compute waits for
+    the network, ``peak`` bytes of tensors, bytes ``sent`` by each rank, and the number of ``collectives``."""
+
+    seconds: float
+    exposed: float
+    peak: int
+    sent: int
+    collectives: int
+
+
 class Inspection:
     """What :func:`inspect` returns. ``print`` shows the summary, a notebook the whole page."""
 
@@ -96,6 +108,13 @@ class Inspection:
                 what = (c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters)
                 rows.append(CollectiveRow(*what, *when, phase.why[s.issue], phase.why[s.wait]))
         return rows
+
+    @property
+    def totals(self) -> Totals:
+        """The step in five numbers, to compare one with another. All are 0 if nothing was compiled."""
+        top, number = peak(self.record), sum(len(phase.collectives) for phase in self.record.phases)
+        most = top.bytes if top is not None else 0
+        return Totals(seconds(self.record), exposed(self.record), most, sent_bytes(self.record), number)
 
     @cached_property
     def memory(self) -> Rows[MemoryRow]:

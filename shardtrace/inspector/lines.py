@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
+import sys
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -54,7 +56,11 @@ class Template(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a line comes from in the user's program; ``text`` is what is written there."""
+    """Where a line comes from in the user's program; ``text`` is what is written there.
+
+    ``file`` is below the folder that Python imports it from ("torch/nn/modules/linear.py"), so that what is shown and
+    stored says nothing of the machine.
+    """
 
     file: str
     line: int
@@ -126,4 +132,10 @@ def _source(bsym: BoundSymbol) -> Source | None:
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
     if not bsym.source_filename or not line:
         return None
-    return Source(bsym.source_filename, line, linecache.getline(bsym.source_filename, line).strip())
+    return Source(_importable(bsym.source_filename), line, linecache.getline(bsym.source_filename, line).strip())
+
+
+def _importable(file: str) -> str:
+    """A path below the nearest folder of ``sys.path``; as it is, if it is below none."""
+    folders = (os.path.join(folder or os.getcwd(), "") for folder in sys.path)
+    return file.removeprefix(max((folder for folder in folders if file.startswith(folder)), key=len, default=""))

@@ -1,12 +1,17 @@
 import time
 
 import shardtrace
-from passes import Pass
+from passes import Bucket, Pass, PassAfterLowering, PassBeforeAutodiff, VerificationError, Wire
+from passes.recognise import is_collective, is_gather, is_issue
 
+import pytest
 import thunder
 import torch
-from golden import compile_fake
+from golden import compile_fake, text
 from models import Zoo, tokens
+from thunder.core import dtypes
+from thunder.core.proxies import variableify
+from thunder.core.trace import from_trace, tracectx
 from thunder.core.transform_common import Transform
 from torch import nn
 
@@ -36,18 +41,113 @@ def test_zero2_needs_no_regather(fake_ranks):
     assert "regather" not in ours(thunder.last_traces(cmodel))
 
 
-def test_enlisted_once_and_ahead_of_the_users_transforms(fake_ranks):
+def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transforms_after(fake_ranks):
     fake_ranks(2)
 
-    class Own(Transform):
-        pass
+    class Other(Transform):
+        def __repr__(self):
+            return "other"
 
-    transforms = [Own()]
+    def early(computation):
+        return computation
+
+    def late(trace):
+        return trace
+
+    transforms = [Other(), PassAfterLowering(late), PassBeforeAutodiff(early)]
     cmodel = thunder.jit(shardtrace.fsdp(linear()), transforms=transforms)
     for rows in (1, 2, 3):
         cmodel(torch.ones(rows, 4))
-    kinds = [type(t).__name__ for t in thunder.compile_data(cmodel).transforms]
-    assert kinds == ["PassBeforeAutodiff"] * 3 + ["PassAfterLowering"] * 4 + ["CompareRanks", "Own"]
+    names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
+    before, after = (
+        ["shard_parameters", "insert_synchronize", "regather"],
+        ["save_shards", "accumulate", "share_overflow"],
+    )
+    assert names == [*before, *after, "late", "early", "schedule", "compare_ranks", "other"]
+
+
+def swapped_tanh(computation):
+    """A user's pass before autodiff: sin in place of tanh."""
+    if not any(b.sym.id == "torch.tanh" for b in computation.bound_symbols):
+        return computation
+    new = from_trace(computation)
+    for bsym in computation.bound_symbols:
+        if bsym.sym.id == "torch.tanh":
+            with tracectx(new):
+                new.push_scope([])
+                result = thunder.torch.sin(*bsym.args)
+                (bsym,) = (b.from_bsym_swap_proxies({variableify(result): bsym.output}) for b in new.pop_scope())
+        new.bound_symbols.append(bsym)
+    return new
+
+
+def test_a_users_pass_before_autodiff_is_differentiated(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        torch.ones(2, 4),
+        transforms=[PassBeforeAutodiff(swapped_tanh)],
+    )
+    assert ours(thunder.last_traces(cmodel))[2:4] == ["regather", "swapped_tanh"]
+    assert "torch.cos(" in text(thunder.last_backward_traces(cmodel)[-1])
+
+
+def on_wire(wire, concerns=is_gather):
+    """A pass after lowering that has collectives which it ``concerns`` go by ``wire``."""
+    buckets = {}
+
+    def carried(trace):
+        if not any(map(concerns, trace.bound_symbols)):
+            return trace
+        new = from_trace(trace)
+        for bsym in trace.bound_symbols:
+            if concerns(bsym):
+                old = bsym.args[1]
+                other = Bucket(old.label, f"{old.name}_half", old.plan, old.members, dtypes.float16, wire)
+                bsym = bsym.from_bsym(args=(bsym.args[0], buckets.setdefault(old, other)))
+            new.bound_symbols.append(bsym)
+        return new
+
+    return carried
+
+
+HALF = Wire(
+    issue=lambda shards, bucket: torch.cat([s.flatten() for s in shards]).half().repeat(bucket.plan.world_size),
+    finish=lambda rows, bucket: bucket.layout.unpack_rows(rows.float()),
+    bytes=lambda bucket: 2 * bucket.full_numel,
+)
+
+
+def test_a_users_pass_after_lowering_is_named_and_scheduled(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(linear, torch.ones(2, 4), transforms=[PassAfterLowering(on_wire(HALF))])
+    assert ours(thunder.last_traces(cmodel))[-2:] == ["carried", "schedule"]
+    assert ours(thunder.last_backward_traces(cmodel)) == ["carried", "schedule"]
+    rows = shardtrace.collectives(cmodel)
+    assert {(r.kind, r.dtype, r.bytes) for r in rows} == {("all_gather", "f16", 40), ("reduce_scatter", "f32", 80)}
+    first = next(line for line in shardtrace.memory(cmodel).forward.lines if line.in_flight)
+    assert first.in_flight == 40
+    assert "f16" in str(shardtrace.inspect(cmodel).collectives[0])
+
+
+def test_what_a_users_pass_breaks_is_told_by_its_name(fake_ranks):
+    fake_ranks(2)
+    everything = PassAfterLowering(on_wire(HALF, is_collective))
+    with pytest.raises(
+        VerificationError, match="after pass carried: bucket 1 is reduced, but its wire can only gather"
+    ):
+        compile_fake(linear, torch.ones(2, 4), transforms=[everything])
+    issues = PassAfterLowering(on_wire(HALF, is_issue))
+    with pytest.raises(VerificationError, match=r"after pass carried: future \w+ is of another bucket"):
+        compile_fake(linear, torch.ones(2, 4), transforms=[issues])
+
+    def lose_waits(trace):
+        new = from_trace(trace)
+        new.bound_symbols = [b for b in trace.bound_symbols if b.sym.name != "wait_reduce_scatter"]
+        return new
+
+    with pytest.raises(VerificationError, match=r"after pass lose_waits: future \w+ is never waited for"):
+        compile_fake(linear, torch.ones(2, 4), transforms=[PassAfterLowering(lose_waits)])
 
 
 def test_our_passes_and_verify_take_less_than_a_tenth_of_the_compile_time(fake_ranks):

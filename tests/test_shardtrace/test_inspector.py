@@ -97,6 +97,15 @@ def test_memory(fake_ranks):
     assert list(rows.to_pandas().columns) == list(rows[0]._fields)
 
 
+def test_totals(zoo):
+    rows, totals = zoo.collectives, zoo.totals
+    assert totals.seconds == zoo.memory[-1].time  # when the last line, the return, begins
+    assert totals.exposed == pytest.approx(sum(row.exposed for row in rows))
+    assert totals.peak == max(row.during for row in zoo.memory)
+    assert totals.collectives == len(rows)
+    assert 0 < totals.sent < sum(row.bytes for row in rows)
+
+
 def test_times_never_run_backwards(zoo):
     times = [row.time for row in zoo.memory]
     assert times == sorted(times)

@@ -1,0 +1,350 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # FSDP by hand
+#
+# PyTorch's FSDP wraps modules and hooks into their forward and backward. In shardtrace, FSDP is a compiler: a few
+# functions that take a program and return a program. Here you call them one after another, look at what each one
+# changes, and end with exactly what `shardtrace.fsdp` compiles; then two real processes run it.
+#
+# You should know what DDP and FSDP do. Thunder is explained on the way. Everything runs on a CPU in half a minute.
+
+# %%
+import re
+import subprocess
+import sys
+import tempfile
+from difflib import SequenceMatcher
+from pathlib import Path
+from textwrap import indent
+
+import passes
+from passes import Enlisted, Plan, ShardedParameter
+from shardtrace.testing import compile_fake, fake_ranks, stage, text
+
+import thunder
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+# %% [markdown]
+# ## The functional trace
+#
+# `thunder.jit` runs the model's Python once, with stand-ins for tensors ("proxies"), and writes down every operation.
+# What comes out is a *trace*: a straight-line program in which each value is assigned once and nothing is changed in
+# place. Parameters are inputs like any other: `t_0_weight` is `model[0].weight`.
+
+# %%
+model = build()
+x = torch.randn(8, 64)
+jitted = thunder.jit(model)
+jitted(x)
+
+prologue = thunder.last_prologue_traces(jitted)[0]  # fetches the inputs at each call, and checks their shapes
+computation = thunder.last_traces(jitted)[2]  # the model; later traces in this list are Thunder's next steps
+
+
+def show(trace):
+    """Prints a trace, without types, comments and bookkeeping."""
+    lines = re.sub(r", 'flat_args': \[.*?\]", ", ...", text(trace, dels=False)).splitlines()
+    print("\n".join(line for line in lines if "clear_mutable_collection" not in line))
+
+
+show(computation)
+
+# %% [markdown]
+# ## The plan
+#
+# Passes never touch the model. They read a *plan*, which is plain data: how many ranks there are, and which parameter
+# is which. A `Plan` with `regather=True` is ZeRO-3. `Enlisted` says which inputs of the trace are sharded parameters.
+
+# %%
+plan = Plan("Sequential", group=None, world_size=2, regather=True)
+inputs = {proxy.name: proxy for proxy in computation.args}
+enlisted = Enlisted()
+for index, (name, parameter) in enumerate(model.named_parameters()):
+    layer = name.partition(".")[0]
+    proxy = inputs["t_" + name.replace(".", "_")]
+    enlisted.add(
+        proxy.history,  # where the value comes from: the identity of a proxy, however it is renamed
+        ShardedParameter(plan, name, tuple(parameter.shape), layer, layer, index, proxy.dtype),
+    )
+
+# %% [markdown]
+# ## Pass 1: parameters are shards
+#
+# Each rank holds half of the rows of every parameter: 64 become 32. The pass changes the inputs' shapes, in the
+# prologue's checks too, and nothing else.
+
+# %%
+prologue, sharded = passes.shard_parameters(prologue, computation, enlisted=enlisted)
+
+for before, after in zip(computation.args, sharded.args, strict=True):
+    print(f"{after.name:10}  {tuple(before.shape)!s:8}  ->  {tuple(after.shape)}")
+
+# %% [markdown]
+# `input` is no parameter: each rank has its own batch. The trace is wrong now, as `linear` expects 64 rows and gets 32.
+#
+# ## Pass 2: whole again where they are used
+#
+# `synchronize` takes shards and returns full parameters. One is put before the first use of each *bucket*: parameters
+# that travel in one message, here a layer's weight and bias.
+
+# %%
+synchronized = passes.insert_synchronize(sharded, enlisted=enlisted)
+show(synchronized)
+
+# %%
+for line in synchronized.bound_symbols:
+    if line.sym.name == "synchronize":
+        bucket = line.args[1]
+        members = ", ".join(m.parameter.name for m in bucket.members)
+        print(f"{bucket.name}: {members}; {bucket.bytes} bytes unsharded, {bucket.bytes // 2} on each rank")
+
+# %% [markdown]
+# ## Autodiff makes the collectives
+#
+# `synchronize` has a rule for Thunder's autodiff, as `linear` and `tanh` have. Forward becomes `all_gather` and a wait.
+# In backward, the gradients of the full parameters become `reduce_scatter` and a wait: what comes back is this rank's
+# shard of the mean over ranks. Gathered in one bucket means reduced in one bucket; no pass is needed for that.
+#
+# This is what `thunder.jit` does next: differentiate, give each operation to an executor (here PyTorch's functions),
+# split what remains into forward and backward.
+
+# %%
+from thunder.common import transform_for_execution
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.transform_common import dce
+from thunder.executors.passes import del_last_used
+from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
+
+
+def lower(computation):
+    data = thunder.compile_data(jitted)
+    with compile_data_and_stats(data, thunder.compile_stats(jitted)):
+        joint = grad_transform_on_trace(dce(computation))
+        lowered = transform_for_execution(joint, executors_list=data.executors_list, use_del_last_used=False)[-1]
+        forward, backward = split_into_forward_and_backward(lowered)
+    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
+
+
+zero2_forward, zero2_backward = lower(synchronized)
+show(zero2_forward)
+
+# %% [markdown]
+# The second part of what is returned is saved for backward. Look at its first entry: it is the gathered weight of the
+# second layer, all 64 rows. A parameter that stays whole from forward to backward is ZeRO-2.
+#
+# ## Pass 3: gather again
+#
+# For ZeRO-3, `regather` tags what can be computed from shards alone. Thunder's autodiff repeats tagged lines in
+# backward instead of saving their results: the activation checkpointing of parameters.
+
+# %%
+zero3_forward, zero3_backward = lower(passes.regather(synchronized))
+for name, forward in (("ZeRO-2", zero2_forward), ("ZeRO-3", zero3_forward)):
+    _, (saved, _) = forward.bound_symbols[-1].args
+    print(f"{name} saves", ", ".join(f"{p.name}{list(p.shape)}" for p in saved))
+
+# %% [markdown]
+# The two backward traces side by side. ZeRO-3 gathers once more (`bw_` marks what is computed again), and needs no
+# gathered parameter from forward:
+
+
+# %%
+def side_by_side(left, right, width=50):
+    """Two traces, their equal lines (numbers of values aside) next to each other."""
+    columns = [[s for s in text(t, dels=False).splitlines() if "clear_mutable" not in s] for t in (left, right)]
+    shapes = [[re.sub(r"bw_|\d+", "", line) for line in column] for column in columns]
+    for _, a, b, c, d in SequenceMatcher(None, *shapes, autojunk=False).get_opcodes():
+        for k in range(max(b - a, d - c)):
+            mine = columns[0][a + k] if a + k < b else ""
+            other = columns[1][c + k] if c + k < d else ""
+            print(f"{mine:{width}}{other}".rstrip())
+
+
+print(f"{'ZeRO-2':50}ZeRO-3\n")
+side_by_side(zero2_backward, zero3_backward)
+
+# %% [markdown]
+# The bias `b_2` is gathered along with its weight and dropped unused: a bucket travels as one message.
+#
+# ## How gradients are averaged
+#
+# Summing over ranks and then dividing by their number is the mean, except in fp16, whose largest number is 65504. Two
+# gradients of 40000 have a mean of 40000, and no sum:
+
+# %%
+a = b = torch.tensor([40000.0], dtype=torch.float16)
+print("sum, then divide:", ((a + b) / 2).item())
+print("divide, then sum:", (a / 2 + b / 2).item())
+
+# %% [markdown]
+# So `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks send each other the pieces of their
+# gradients, and the receiver multiplies each by 1/N as it adds it (`passes/direct.py`). With NCCL the collective is
+# asked for the average, `ReduceOp.AVG`, which scales before it adds. On other backends gradients are divided
+# while they are packed, before the collective (`passes/native.py`). The price is at the other end: what is below
+# fp16's smallest number after the division is lost. That is what loss scaling is for.
+#
+# ## Pass 4: the schedule
+#
+# Each collective is two lines, issue and wait, so overlap is a matter of where they stand. `schedule` moves them, by a
+# model of what takes how long, and deletes each gathered parameter after its last use.
+
+# %%
+forward, backward = passes.schedule(zero3_forward), passes.schedule(zero3_backward)
+print(re.sub(r", 'flat_args': \[.*?\]", ", ...", text(forward)))
+
+# %% [markdown]
+# `ft1` carries the second layer while the first one computes. Each moved line says why it stands where it stands:
+
+# %%
+for line in (*forward.bound_symbols, *backward.bound_symbols):
+    if line.header:
+        print(f"{line.sym.name:20} {line.args[1].name}  {line.header}")
+
+# %% [markdown]
+# ## verify
+#
+# `verify` proves what must hold for any trace: every future waited for once, nothing used after its `del`, no more in
+# memory or in flight than allowed. Our plan promises ZeRO-3. Had we forgotten `regather`, this would happen:
+
+# %%
+passes.verify(forward)
+passes.verify(backward)
+
+try:
+    passes.verify(zero2_forward)
+except passes.VerificationError as error:
+    print(re.sub(r", 'flat_args': \[.*?\]", ", ...", str(error)))
+
+# %% [markdown]
+# ## It is what `fsdp` does
+#
+# `fake_ranks` makes this process rank 0 of two; the other does not exist, and collectives do nothing. That is enough to
+# compile. The traces that you made and those of `shardtrace.fsdp` are the same, line by line:
+
+# %%
+ours = {
+    "zero2": (passes.schedule(zero2_forward), passes.schedule(zero2_backward)),
+    "zero3": (forward, backward),
+}
+for strategy, by_hand in ours.items():
+    with fake_ranks(2):
+        compiled = compile_fake(build, x, sharding_strategy=strategy)
+    theirs = stage(compiled, "schedule"), stage(compiled, "schedule", thunder.last_backward_traces)
+    for mine, its in zip(by_hand, theirs, strict=True):
+        assert text(mine) == text(its)
+    print(f"{strategy}: {sum(len(text(t).splitlines()) for t in theirs)} lines, all equal")
+
+# %% [markdown]
+# ## On two real ranks
+#
+# A trace is a Python program. So take the text of the two traces, put `def` above each, and give its names a meaning:
+# the collectives are functions of `passes.direct`, buckets are data that is passed in. The rest of the script makes
+# shards, and compares with the same step on the whole batch in one process.
+
+# %%
+HEADER = """
+import torch
+import torch.distributed as dist
+from passes import Bucket, Plan, ShardedParameter
+from passes.direct import finish_all_gather as wait_all_gather
+from passes.direct import finish_reduce_scatter as wait_reduce_scatter
+from passes.direct import issue_all_gather as all_gather
+from passes.direct import issue_reduce_scatter as reduce_scatter
+from passes.plan import Member
+from thunder.core import dtypes
+from torch import nn
+
+clear_mutable_collection = list.clear
+"""
+
+MAIN = """
+def make_bucket(name, plan, dtype=dtypes.float32, **shapes):
+    parameters = [ShardedParameter(plan, k, shape, name) for k, shape in shapes.items()]
+    return Bucket(name, name, plan, tuple(Member(p, True) for p in parameters), dtype)
+
+
+def check(what, holds):
+    results = [None, None]
+    dist.all_gather_object(results, bool(holds))
+    if dist.get_rank() == 0:
+        print(f"{what}: {'yes' if all(results) else 'NO'}", flush=True)
+
+
+def main(rank):
+    plan = Plan("Sequential", dist.group.WORLD, world_size=2, rank=rank, direct=True)
+    b_0 = make_bucket("b_0", plan, weight=(64, 64), bias=(64,))
+    b_2 = make_bucket("b_2", plan, weight=(64, 64), bias=(64,))
+
+    torch.manual_seed(0)  # equal on both ranks
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    batch = torch.randn(16, 64)
+    whole = model(batch)
+    whole.square().mean().backward()
+
+    w0, b0, w2, b2 = (p.detach().chunk(2)[rank].clone() for p in model.parameters())
+    result, (saved, other) = forward(batch.chunk(2)[rank], b0, w0, b2, w2, b_0, b_2)
+    (y,) = result["output"]
+    check("the forward equals that of a single process", torch.allclose(y, whole.chunk(2)[rank], atol=1e-6))
+
+    cotangent = 2 * y / y.numel()  # the gradient of the mean square
+    _, *grads = backward([list(saved), list(other)], [cotangent], b_0, b_2)
+    expected = [p.grad.chunk(2)[rank] for p in (model[0].bias, model[0].weight, model[2].bias, model[2].weight)]
+    check("so do the shards of all gradients", all(map(torch.allclose, grads, expected)))
+
+    half = make_bucket("half", plan, dtypes.float16, weight=(4, 4))
+    (mean,) = wait_reduce_scatter(reduce_scatter((torch.full((4, 4), 40000.0).half(),), half), half)
+    check("fp16 gradients of 40000 on both ranks average to 40000", (mean == 40000).all())
+
+
+dist.init_process_group("gloo")
+main(dist.get_rank())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def function(name, arguments, trace):
+    return f"def {name}({', '.join(arguments)}, b_0, b_2):\n{indent(text(trace), '    ')}\n\n\n"
+
+
+source = HEADER + "\n\n"
+source += function("forward", [p.name for p in forward.args], forward)
+source += function("backward", ["saved_for_backward", "cotangents"], backward) + MAIN.lstrip()
+
+with tempfile.TemporaryDirectory() as folder:
+    script = Path(folder, "step.py")
+    script.write_text(source)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(torchrun, capture_output=True, text=True)
+checks = [line for line in done.stdout.splitlines() if line.endswith((": yes", ": NO"))]
+print("\n".join(checks))
+assert [line[-3:] for line in checks] == ["yes"] * 3, done.stderr
+
+# %% [markdown]
+# ## What `fsdp` does besides
+#
+# - It makes the plan from your module: blocks, tied and frozen weights, rows that the number of ranks does not divide.
+# - It keeps the shards as the module's parameters, so that any optimizer works on them.
+# - It adds the passes to `thunder.jit` by itself, and compares on all ranks what was compiled.
+#
+# ```python
+# cmodel = thunder.jit(shardtrace.fsdp(model, sharding_strategy="zero3"))
+# cmodel(x).square().mean().backward()
+# ```
+#
+# Next: [write_a_pass](write_a_pass.ipynb) adds a pass of your own to these. For larger models
+# `shardtrace.inspect(cmodel)` shows in one page what you have printed here.

@@ -1,0 +1,74 @@
+"""The notebooks: ``python tests/execute_notebooks.py [names]`` executes them and stores their outputs.
+
+Of a pair the ``.py`` is the source: the ``.ipynb`` is made of its cells and of what they print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+SOURCES = sorted(FOLDER.glob("*.py"))
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+# Thunder warns that it is there without a library that it does not need
+WARNINGS = "ignore:transformer_engine module not found"
+
+
+def read_source(path: Path) -> NotebookNode:
+    """The notebook of a ``.py``, without outputs; cells are numbered, so that one made anew differs in nothing else."""
+    notebook = jupytext.read(path)
+    notebook.metadata = METADATA
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02}"
+    return notebook
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Runs all cells from top to bottom in ``folder`` and puts their outputs into ``notebook``.
+
+    Raises nbclient.exceptions.CellExecutionError, with the cell and its traceback, if one fails.
+    """
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=240,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute(env={**os.environ, "PYTHONWARNINGS": WARNINGS})
+    notebook.metadata = METADATA
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            data.update({kind: without_machine(text) for kind, text in data.items() if isinstance(text, str)})
+
+
+def without_machine(text: str) -> str:
+    """Paths of source files, which the inspector shows, without the folder in which this machine keeps libraries or
+    a kernel its cells."""
+    return re.sub(r"/tmp/ipykernel_\d+/(?=\d+\.py)", "cell ", text.replace(f"{sysconfig.get_path('purelib')}/", ""))
+
+
+def main(names: list[str]) -> None:
+    for path in [FOLDER / f"{name}.py" for name in names] or SOURCES:
+        print(f"executing {path.stem}", flush=True)
+        notebook = read_source(path)
+        execute(notebook, FOLDER)
+        nbformat.write(notebook, path.with_suffix(".ipynb"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""The notebooks run from top to bottom, and what is stored of them is what they print."""
+
+import re
+import shutil
+
+import nbformat
+import pytest
+from execute_notebooks import FOLDER, SOURCES, execute, read_source
+
+CHANGES = "run `make notebooks` after a change of a notebook's .py"
+ABSOLUTE = re.compile(r"/(?:home|root|tmp|Users|usr|venv|site-packages)/")
+
+pytestmark = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+
+
+def cells(notebook):
+    return [(cell.id, cell.cell_type, cell.metadata, cell.source) for cell in notebook.cells]
+
+
+def printed(cell):
+    """What a cell prints and shows, as text."""
+    return "\n".join(
+        o.text if o.output_type == "stream" else o.get("data", {}).get("text/plain", "") for o in cell.outputs
+    )
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.fixture
+def stored(path):
+    return nbformat.read(path.with_suffix(".ipynb"), as_version=nbformat.NO_CONVERT)
+
+
+def test_stored(path, stored):
+    nbformat.validate(stored)
+    source = read_source(path)
+    assert cells(stored) == cells(source), CHANGES
+    assert stored.metadata == source.metadata
+    for count, cell in enumerate(code(stored), 1):
+        assert cell.execution_count == count, CHANGES
+        for output in cell.outputs:
+            assert output.output_type != "error", output
+            assert output.get("name") != "stderr", output.text
+    text = path.with_suffix(".ipynb").read_text()
+    assert not ABSOLUTE.search(text)
+    assert len(text) < 1.5e6
+
+
+def test_runs_and_prints_what_is_stored(path, stored, tmp_path):
+    """Cells tagged "varies" print times, or numbers that hang on the machine."""
+    folder = shutil.copytree(FOLDER, tmp_path / "notebooks")
+    fresh = read_source(path)
+    execute(fresh, folder)
+    for old, new in zip(code(stored), code(fresh), strict=True):
+        if "varies" not in old.metadata.get("tags", ()):
+            assert printed(new) == printed(old), CHANGES
