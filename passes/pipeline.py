@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
+from passes.checkpoint_activations import checkpoint_activations
 from passes.collectives import synchronize
 from passes.insert_synchronize import insert_synchronize
 from passes.meet import meet
@@ -191,6 +192,9 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(
             lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
         ),
+        # before autodiff, as that reads the tags; before regather, which takes lines apart that mix activations with
+        # parameters: the parts inherit the tags
+        PassBeforeAutodiff(checkpoint_activations),
         # before autodiff, as that reads the tags; after the gathers are there
         PassBeforeAutodiff(regather),
         # after lowering, as it mends what fusions have done to what is saved

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from passes.collectives import GATHERS, REDUCTIONS, synchronize
 from passes.plan import Bucket
 
+import torch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 from thunder.executors.pythonex import clear_mutable_collection
+from thunder.torch import scaled_dot_product_attention
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -60,6 +64,10 @@ RANDOM_NAMES = (
     "dropout",
     "philox",
     "normal_",
+    "rrelu",
+    "gumbel",
+    "fractional_max_pool",
+    "multi_head_attention",
     "scaled_dot_product",
     "sdpa",
 )
@@ -68,11 +76,38 @@ CONSTANT_NAMES = frozenset({"arange", "iota", "full", "zeros", "ones", "tensor_f
 
 def is_repeatable(bsym: BoundSymbol) -> bool:
     """True if computing it again gives the same values and changes nothing."""
-    return not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE}) and not _is_random(bsym)
+    return not has_tags(bsym, {prims.OpTags.IN_PLACE}) and not is_random(bsym)
 
 
-def _is_random(bsym: BoundSymbol) -> bool:
-    return any(name in bsym.sym.name for name in RANDOM_NAMES) or any(_is_random(part) for part in bsym.subsymbols)
+def is_random(bsym: BoundSymbol) -> bool:
+    """True if it may draw random numbers. Custom operators are taken not to."""
+    if bsym.sym.id == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
+        return False
+    return has_tags(bsym, {prims.OpTags.RANDOM_OP}) or _draws(bsym.sym.name) or any(map(is_random, bsym.subsymbols))
+
+
+@functools.cache
+def _draws(name: str) -> bool:
+    """True if PyTorch says so of its operator of that name, or the name does."""
+    overloads = getattr(torch.ops.aten, name, None)
+    tags = {tag for o in overloads.overloads() for tag in getattr(overloads, o).tags} if overloads else set()
+    return torch.Tag.nondeterministic_seeded in tags or any(random in name for random in RANDOM_NAMES)
+
+
+def _dropout_of_attention(bsym: BoundSymbol) -> Any:
+    positional = bsym.args[4] if len(bsym.args) > 4 else 0.0
+    return bsym.kwargs.get("dropout_p", positional)
+
+
+def is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
+    """True where Thunder has no grad rule for the symbol as a whole and differentiates its parts."""
+    return not (
+        is_constant_for_vjp(bsym)
+        or bsym.sym.is_prim
+        or _get_gradfn_and_executor(bsym)[0] is not None
+        or bsym.sym.id in augmented_forward_impls
+        or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
+    )
 
 
 def is_constant(bsym: BoundSymbol) -> bool:
@@ -89,7 +124,12 @@ def constant_inputs(trace: TraceCtx) -> set[str]:
         a.name for b in trace.bound_symbols if b.sym.id == synchronize.id or b.sym.id in GATHERS for a in b.args[0]
     }
     held = {p.name for p in trace.args if isinstance(p, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in p.tags}
-    return held - shards - {name for b in trace.bound_symbols for name in _updated(b)}
+    return held - shards - updated_in_place(trace)
+
+
+def updated_in_place(trace: TraceCtx) -> set[str]:
+    """Values that some line of the trace changes."""
+    return {name for b in trace.bound_symbols for name in _updated(b)}
 
 
 def _updated(bsym: BoundSymbol) -> Iterator[str]:
@@ -110,6 +150,11 @@ def bucket_of(bsym: BoundSymbol) -> Bucket:
 def names(values: Any) -> set[str]:
     """The names of all proxies in a nested structure."""
     return {p.name for p in tree_iter(values) if isinstance(p, Proxy)}
+
+
+def nbytes(values: Iterable[Any]) -> int:
+    """Bytes of the tensors among some proxies."""
+    return sum(p.numel * p.dtype.bytes for p in values if isinstance(p, TensorProxy))
 
 
 def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from passes.collectives import synchronize
-from passes.recognise import constant_inputs, is_constant, is_repeatable, is_return, names
+from passes.recognise import constant_inputs, is_constant, is_decomposed_by_autodiff, is_repeatable, is_return, names
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace
-from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 
 
 def regather(computation: TraceCtx) -> TraceCtx:
@@ -55,7 +54,7 @@ def _tagged(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
             derived.parameters.update(outputs)
             yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
             return
-    elif _has_derived_part(bsym, derived) and _is_decomposed_by_autodiff(bsym):
+    elif _has_derived_part(bsym, derived) and is_decomposed_by_autodiff(bsym):
         for part in bsym.subsymbols:
             yield from _tagged(part.from_bsym(tags=part.tags | bsym.tags), derived)
         return
@@ -85,14 +84,3 @@ def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
     if not any(a.name in derived.parameters for a in bsym.flat_proxy_args):
         return False
     return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
-
-
-def _is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
-    """True where Thunder has no grad rule for the symbol as a whole and differentiates its parts."""
-    return not (
-        is_constant_for_vjp(bsym)
-        or bsym.sym.is_prim
-        or _get_gradfn_and_executor(bsym)[0] is not None
-        or bsym.sym.id in augmented_forward_impls
-        or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
-    )

@@ -8,6 +8,8 @@
    have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
 4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
    computed from parameters alone should not be either: that is a warning.
+5. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
+   Thunder finds that no more is saved by it.)
 
 That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
 knows nothing of other ranks.
@@ -38,7 +40,7 @@ from passes.recognise import (
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceTag
 
 
@@ -58,6 +60,7 @@ def verify(trace: TraceCtx) -> None:
     _verify_live_buckets(lines, values)
     _verify_inflight(lines)
     _verify_saved(trace, values)
+    _verify_recomputed(trace)
 
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
@@ -237,3 +240,15 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
             "and saved for backward unsharded, as Thunder's autodiff hides how to compute it again",
             stacklevel=2,
         )
+
+
+def _verify_recomputed(trace: TraceCtx) -> None:
+    lines = trace.bound_symbols
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
+        return
+    _, (saved, _) = lines[-1].args
+    kept = names(saved)
+    for i, bsym in enumerate(lines):
+        found = kept & names(bsym.flat_proxy_outs)
+        if found and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
+            _fail(lines, i, f"{min(found)} is saved for backward, where it is to be computed again")

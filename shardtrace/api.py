@@ -13,7 +13,16 @@ from shardtrace.costs import load_cost_model
 from shardtrace.failure import tell_others_of_failure
 from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.mesh import Groups, Mesh, resolve_device, resolve_groups
-from shardtrace.names import Place, Wrap, chosen_blocks, is_wrap, places, repeated_blocks
+from shardtrace.names import (
+    Checkpointed,
+    Place,
+    Wrap,
+    checkpointed_blocks,
+    chosen_blocks,
+    is_wrap,
+    places,
+    repeated_blocks,
+)
 from shardtrace.owners import Owned, assign_owners
 from shardtrace.precision import parse_precision
 from shardtrace.sharding import Home, shard, unshard
@@ -47,6 +56,7 @@ def fsdp(
     evenness: float = 1.0,
     prefetch: int | None = None,
     max_inflight_bytes: int | None = None,
+    activation_checkpointing: Checkpointed = None,
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
     check_steps: bool | None = None,
@@ -90,6 +100,10 @@ def fsdp(
             them, so that those gathered ahead take no more memory in the end, 3.
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction is under way at once (one bucket alone
             may be larger); default: as many as ``prefetch + 1`` of the largest bucket.
+        activation_checkpointing: blocks of which only the inputs are saved for backward, which computes them again:
+            their class (or several), a predicate on ``(module)`` or ``(name, module)``, or n for every n-th repeated
+            block (True: each). A ZeRO-3 bucket is still gathered once in backward, before its block is computed. Random
+            numbers are not drawn again: of a dropout the mask is saved, one byte for each element.
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
@@ -128,6 +142,7 @@ def fsdp(
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
     blocks = repeated_blocks(model) if wrap is None else chosen_blocks(model, wrap)
+    checkpointed = checkpointed_blocks(model, activation_checkpointing)
     found = places(model, exclude, blocks)
     strategies = assign(options.rules, [p.name for p in found])
     target = resolve_device(device, found[0].parameter.device if found else None)
@@ -135,7 +150,7 @@ def fsdp(
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(groups.everyone)[0]
 
-    _agree(model, found, options, broadcast_from, param_init_fn, cost_model, groups.everyone)
+    _agree(model, found, options, broadcast_from, param_init_fn, cost_model, list(checkpointed), groups.everyone)
     cost = cost_model or load_cost_model(target, groups.everyone)
     homes = _homes(found, strategies, groups, options.evenness)
     dtypes = [p.parameter.dtype for p in found]
@@ -159,7 +174,7 @@ def fsdp(
         if s.numel() and (groups.everyone.size() > 1 or options.precision is not None)
     )
     tell_others_of_failure(groups.everyone)
-    attach(model, ShardedState(type(model).__name__, groups, options, entries, cost))
+    attach(model, ShardedState(type(model).__name__, groups, options, entries, cost), checkpointed.values())
     return _jit_again(jitted) if jitted is not None else model
 
 
@@ -216,6 +231,7 @@ def _agree(
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
     cost_model: CostModel | None,
+    checkpointed: list[str],
     group: dist.ProcessGroup,
 ) -> None:
     """Raises on every rank if the model cannot be sharded on one, or is not the same on all."""
@@ -229,7 +245,7 @@ def _agree(
             for p in found
         ]
     )
-    lines.append(f"options {options} broadcast_from={broadcast_from} cost_model={cost_model}")
+    lines.append(f"options {options} broadcast_from={broadcast_from} cost_model={cost_model} {checkpointed=}")
     what = f"the parameters of {type(model).__name__}"
     try:
         compare(group, what, lines, timeout=options.timeout, error=str(error or ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeGuard
@@ -72,6 +73,7 @@ def _holds_blocks(module: nn.Module) -> bool:
     return any(count > 1 for count in Counter(map(type, entries)).values())
 
 
+Checkpointed = int | type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any] | None
 Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 
@@ -119,3 +121,38 @@ def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, bloc
         blocks.append(name)
         return numel
     return inside
+
+
+def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
+    """The modules whose activations are computed again, by their qualified names.
+
+    ``chosen``: None or False (none), True (each repeated block), an int n (every n-th one), a class or several, or a
+    predicate on ``(module)`` or ``(name, module)``. Raises ValueError if it is something else or chooses nothing.
+    """
+    if chosen is None or chosen is False:
+        return {}
+    modules = dict(model.named_modules())
+    if isinstance(chosen, int) and chosen > 0:
+        found = {name: modules[name] for name in repeated_blocks(model)[chosen - 1 :: chosen]}
+    elif is_wrap(chosen):
+        chooses = _predicate(chosen)
+        found = {name: module for name, module in modules.items() if chooses(name, module)}
+    else:
+        raise ValueError(
+            f"activation_checkpointing={chosen!r}: pass the class of a block (or several), a predicate on modules, "
+            "or n for every n-th repeated block"
+        )
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no module that activation_checkpointing={chosen!r} chooses")
+    for name, module in found.items():
+        if "forward" in module.__dict__:
+            raise ValueError(f"module {name} has a forward set on the instance, which cannot be checkpointed")
+    return found
+
+
+def _predicate(chosen: Wrap) -> Callable[[str, nn.Module], bool]:
+    if isinstance(chosen, type) or not callable(chosen):
+        classes = (chosen,) if isinstance(chosen, type) else tuple(chosen)
+        return lambda name, module: isinstance(module, classes)
+    takes_name = len(inspect.signature(chosen).parameters) > 1
+    return chosen if takes_name else lambda name, module: bool(chosen(module))

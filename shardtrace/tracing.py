@@ -2,8 +2,9 @@
 
 The class of a sharded module is swapped for a subclass, as are those of the modules inside that own shards. Thunder's
 interpreter finds a lookaside for the ``forward`` of such a class: for the sharded module itself one that enlists the
-passes and puts full-shape stand-ins in place, for the modules inside one that checks that they are there. Without
-Thunder, the plain ``forward`` says what is wrong. (A hook on each module would do for the check, but Thunder's
+passes and puts full-shape stand-ins in place, for the modules inside one that checks that they are there. Checkpointed
+blocks are swapped too: their lookaside marks the lines that they add to the trace. Without Thunder, the plain
+``forward`` says what is wrong. (A hook on each module would do for the check, but Thunder's
 interpreter takes half as long again to trace modules with hooks.)
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
+from passes.checkpoint_activations import mark_block
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.accumulation import no_sync
@@ -30,6 +32,7 @@ from torch import nn
 # Transforms that every jitted function with a sharded module gets after its own: how the command line sees what a
 # script compiles.
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
+CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are computed again in backward
 
 
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
     inner, original = original, with_casts(original, state.options.precision)
     if state.tracing:  # called within its own forward
-        return _interpret_call(inner, module, *args, **kwargs)
+        return _interpret_block(inner, module, *args, **kwargs)
     try:
         state.check_traceable()
     except RuntimeError as error:
@@ -45,8 +48,6 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         raise
     transforms = get_compile_data().transforms
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
-    if not state.entries:
-        return _interpret_call(original, module, *args, **kwargs)
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
@@ -56,7 +57,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
         try:
-            result = _interpret_call(original, module, *args, **kwargs)
+            result = _interpret_block(original, module, *args, **kwargs)
         except Exception:
             _refuse_values(state, proxied)  # the likely cause, and the better message
             raise
@@ -70,7 +71,18 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
 def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
-    return _interpret_call(original, module, *args, **kwargs)
+    return _interpret_block(original, module, *args, **kwargs)
+
+
+def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces a module's forward; marks the lines that it adds if its activations are to be computed again."""
+    if CHECKPOINTED not in unwrap(module).__dict__:
+        return _interpret_call(forward, module, *args, **kwargs)
+    lines = get_jit_ctx().computation_trace.scopes[-1]
+    before = len(lines)
+    result = _interpret_call(forward, module, *args, **kwargs)
+    mark_block(lines[before:])
+    return result
 
 
 def _compilation() -> Compilation:
@@ -141,11 +153,16 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
     return type(name, (cls,), namespace)
 
 
-def attach(model: nn.Module, state: ShardedState) -> None:
-    """Makes ``model`` an instance of its sharded class, and the modules inside that own shards parts of it."""
+def attach(model: nn.Module, state: ShardedState, checkpointed: Iterable[nn.Module] = ()) -> None:
+    """Makes ``model`` an instance of its sharded class, and the modules inside that own shards or are checkpointed
+    parts of it."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True)  # type: ignore[arg-type]
-    for module in {module for entry in state.entries for module, _ in entry.owners} - {model}:
-        if "forward" not in module.__dict__:  # one that was set on the instance goes before the class's
+    for module in checkpointed:
+        module.__dict__[CHECKPOINTED] = True
+    parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)
+    for module in parts - {model}:
+        # a forward that was set on the instance goes before the class's; modules sharded by themselves stay their own
+        if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__dict__[PART_ATTRIBUTE] = state
             module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]

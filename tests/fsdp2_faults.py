@@ -129,10 +129,11 @@ def flipped_bit() -> Any:
     if rank() == 0:
         name = next(f for f in sorted(os.listdir(path)) if f.endswith(".distcp"))
         with open(os.path.join(path, name), "r+b") as file:
-            file.seek(-2000, 2)
-            byte = file.read(1)
-            file.seek(-2000, 2)
-            file.write(bytes([byte[0] ^ 64]))
+            middle = os.path.getsize(file.name) // 2
+            file.seek(middle)
+            (byte,) = file.read(1)
+            file.seek(middle)
+            file.write(bytes([byte ^ 64]))
     dist.barrier()
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=path)

@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Zoo, tokens
+from models import Block, Zoo, tokens
 
 
 def reference(
@@ -619,3 +619,33 @@ def profiled_step(late: float) -> None:
     assert str(shown).count("step, measured") == 1
     assert "measured time" in shown._repr_html_()
     assert shardtrace.inspect(cmodel).times == "predicted"
+
+
+# ---- passes.checkpoint_activations ----
+
+
+class Dropped(torch.nn.Module):
+    """Zoo's block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.block(x), 0.2)
+
+
+def checkpointed(strategy: str, precision: str | None, bucketing: Any) -> None:
+    """Gradients of a step are those without checkpointing, bit for bit."""
+    found = []
+    for checkpointing in (None, Dropped):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), Dropped(), Dropped())
+        options = {"sharding_strategy": strategy, "mp_policy": precision, "bucketing_strategy": bucketing}
+        shardtrace.fsdp(model, activation_checkpointing=checkpointing, **options)
+        cmodel = thunder.jit(model)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            cmodel(torch.randn(3, 6)).float().pow(2).mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))

@@ -1,5 +1,6 @@
-from shardtrace.names import places, repeated_blocks
+from shardtrace.names import checkpointed_blocks, places, repeated_blocks
 
+import pytest
 from torch import nn
 
 
@@ -52,3 +53,40 @@ def test_a_parameter_has_one_place_and_all_its_owners():
         "1.0.weight": ("1.0", "1.0", 1),
         "1.0.bias": ("1.0", "1.0", 1),
     }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, []),
+        (False, []),
+        (True, ["h.0", "h.1", "h.2"]),
+        (2, ["h.1"]),
+        (nn.ReLU, ["act"]),
+        ((nn.ReLU, nn.ModuleList), ["h", "act"]),
+        (lambda module: isinstance(module, nn.ReLU), ["act"]),
+        (lambda name, module: name.endswith("2"), ["h.2"]),
+    ],
+)
+def test_checkpointed_blocks(chosen, names):
+    model = nn.ModuleDict({"h": nn.ModuleList([linear(), linear(), linear()]), "act": nn.ReLU()})
+    assert list(checkpointed_blocks(model, chosen)) == names
+
+
+@pytest.mark.parametrize("chosen", [4, nn.Conv2d, lambda module: False])
+def test_no_block_is_chosen(chosen):
+    with pytest.raises(ValueError, match=r"ModuleDict has no module that activation_checkpointing=.* chooses"):
+        checkpointed_blocks(nn.ModuleDict({"h": nn.ModuleList([linear(), linear(), linear()])}), chosen)
+
+
+@pytest.mark.parametrize("chosen", [0, -1, 1.5, "Block", [], int])
+def test_what_chooses_no_blocks(chosen):
+    with pytest.raises(ValueError, match="pass the class of a block"):
+        checkpointed_blocks(linear(), chosen)
+
+
+def test_a_block_with_a_forward_of_its_own():
+    model = nn.ModuleList([linear()])
+    model[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="module 0 has a forward set on the instance"):
+        checkpointed_blocks(model, nn.Linear)
