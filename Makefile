@@ -19,7 +19,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench gpu notebooks lint clean
+.PHONY: help train test bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -40,6 +40,9 @@ bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SE
 gpu: $(VENV)/.dev  ## what needs a GPU: its tests, then the benchmarks on CUDA
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python examples/benchmarks/compare.py cuda $(BENCH_ARGS)
+
+docs: $(VENV)/.dev  ## the API reference, built of the docstrings: build/api/index.html
+	$(BIN)/python docs/build.py build/api
 
 notebooks: $(VENV)/.dev  ## execute the notebooks and store their outputs; NOTEBOOKS=name for some
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/execute_notebooks.py $(NOTEBOOKS)

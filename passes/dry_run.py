@@ -136,8 +136,8 @@ def _silent(bucket: Bucket) -> Bucket:
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
-    """What a line of a trace calls, if that is a plain function of tensors."""
-    if getattr(bsym.sym.executor, "name", None) not in EXECUTORS:
+    """What a line of a trace calls, if that is a plain function of tensors: not one that is called for its effect."""
+    if getattr(bsym.sym.executor, "name", None) not in EXECUTORS or not bsym.flat_proxy_outs:
         return None
     name = bsym.sym.name
     if name == "scaled_dot_product_attention":

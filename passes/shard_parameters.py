@@ -2,7 +2,8 @@
 
 The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape and dtype, in
 the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of the
-computation is left as it was: :mod:`passes.insert_synchronize` gives it the full parameters back.
+computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.origins`):
+:mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 
 from passes.collectives import check_parameters
+from passes.origins import marked
 from passes.plan import Enlisted
 
 from thunder.core import prims
@@ -38,7 +40,7 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
     }
     new_computation.args = tuple(inputs.get(variableify(p), p) for p in computation.args)
     new_computation.bound_symbols = [
-        b.from_bsym_swap_proxies(inputs) if b.sym is prims.unpack_trivial else b.from_bsym()
+        b.from_bsym_swap_proxies(inputs) if b.sym is prims.unpack_trivial else marked(b)
         for b in computation.bound_symbols
     ]
     return new_prologue, new_computation

@@ -29,7 +29,7 @@ from shardtrace.clipping import clip_grad_norm_
 from shardtrace.consensus import RankMismatchError
 from shardtrace.failure import RankFailedError
 from shardtrace.full import full_params, full_state_dict, load_full_state_dict
-from shardtrace.inspector import Inspection, inspect
+from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.rendezvous import init_process_group
 from shardtrace.report import collectives, memory
 from shardtrace.strategy import ShardingStrategy
@@ -41,7 +41,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Collective",
+    "CollectiveRow",
     "Inspection",
+    "MemoryRow",
+    "Profile",
     "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
@@ -60,6 +63,7 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "no_sync",
+    "profile",
     "save_checkpoint",
     "sharded_state_dict",
     "sync_buffers",

@@ -1,15 +1,20 @@
 """Shows what a training step does, compiled for ranks that need not exist: no GPU, no torchrun.
 
 TARGET is a factory, ``file.py:function`` or ``package.module:function``, that returns a module and what it is called
-with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a script, ``file.py``, that
-shards a model, jits it and calls it: it is run as one of the fake ranks (collectives do nothing there), with the
-arguments that follow ``--``, and the jitted model that it leaves in a global variable is shown.
+with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a training script, ``file.py``,
+written for torchrun: it is run as one of the fake ranks, with the arguments that follow ``--``, up to its first call
+of a sharded model that has a backward, which is compiled and not run:
+
+    shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
+
+Its own collectives do nothing there. Exit codes: 0; 1 if the target cannot be loaded or compiled; 2 for a wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import runpy
 import sys
@@ -19,7 +24,7 @@ from typing import Any
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from shardtrace.inspector import Inspection, inspect
-from shardtrace.inspector.fake import fake_ranks
+from shardtrace.inspector.script import NothingCompiledError, run_script
 
 import thunder
 
@@ -33,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
+    if options.world_size is None:
+        options.world_size = math.prod(options.mesh_shape) if options.mesh_shape else 8
     print(f"compiling {options.target} for rank {options.rank} of {options.world_size} ...", file=sys.stderr)
     try:
         shown = load(options, arguments[cut + 1 :])
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {shown.to_html(options.out)}")
             if options.chrome_trace:
                 print(f"wrote {shown.to_chrome_trace(options.chrome_trace)}")
-    except TargetError as error:
+    except (TargetError, NothingCompiledError) as error:
         print(f"shardtrace: {error}", file=sys.stderr)
         return 1
     except Exception as error:
@@ -62,12 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.\n\n{__doc__}", formatter_class=_Format)
         command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
-        command.add_argument("--world-size", type=int, default=8, metavar="N", help="number of ranks (8)")
+        command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is shown (0)")
         command.add_argument("--sharding-strategy", metavar="S", help="for a factory, as in shardtrace.fsdp (zero3)")
         command.add_argument("--bucketing-strategy", metavar="B", type=_number_or_name, help="for a factory (block)")
+        what = "for a factory and a hybrid strategy: replicas x shards, as in 8x8"
+        command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=what)
         command.add_argument("--prefetch", type=int, metavar="K", help="for a factory (1)")
-        command.add_argument("--name", help="the global variable of a script that holds the jitted model")
         command.add_argument("--traceback", action="store_true", help="show where an error comes from")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="the page (trace.html)")
@@ -86,11 +94,20 @@ def _number_or_name(text: str) -> str | float:
         return text
 
 
+def _mesh_shape(text: str) -> tuple[int, int]:
+    try:
+        replicas, shards = map(int, text.split("x"))
+        return replicas, shards
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not replicas x shards, as in 8x8") from None
+
+
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
     """Compiles the target and inspects it. Raises TargetError if it is not one, and what the target raises."""
     place, colon, function = options.target.rpartition(":")
     if not colon:
-        return _run_script(Path(options.target), options, script_arguments)
+        _check_file(Path(options.target))
+        return run_script(Path(options.target), script_arguments, world_size=options.world_size, rank=options.rank)
     made = _factory(place, function)()
     if thunder.compile_data(made) is not None:
         return inspect(made)
@@ -99,7 +116,7 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
             f"{options.target} must return a module and what it is called with, as in `return model, (x, y)`, "
             f"not {type(made).__name__}"
         )
-    names = ("sharding_strategy", "bucketing_strategy", "prefetch")
+    names = ("mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return inspect(*made, world_size=options.world_size, rank=options.rank, **given)
 
@@ -120,35 +137,6 @@ def _factory(place: str, function: str) -> Callable[[], Any]:
     return found
 
 
-def _run_script(path: Path, options: argparse.Namespace, arguments: Sequence[str]) -> Inspection:
-    _check_file(path)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.argv = [str(path), *arguments]
-    ranks = {"RANK": options.rank, "LOCAL_RANK": options.rank, "WORLD_SIZE": options.world_size}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    with fake_ranks(options.world_size, options.rank):
-        try:
-            left = runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as stop:
-            raise TargetError(f"{path} left by sys.exit({stop.code}), with its variables: let it end") from stop
-        jitted = {name: value for name, value in left.items() if thunder.compile_data(value) is not None}
-        called = {name: value for name, value in jitted.items() if thunder.compile_stats(value).last_traces}
-        if options.name is not None and options.name not in jitted:
-            raise TargetError(f"{path} leaves no jitted model called {options.name}; it leaves {_names(jitted)}")
-        chosen = options.name or next(reversed(called or jitted), None)
-        if chosen is None:
-            raise TargetError(
-                f"{path} leaves no jitted model in a global variable, as in `cmodel = thunder.jit(model)`"
-            )
-        if len(called) > 1 and options.name is None:
-            print(f"showing {chosen}; --name chooses among {_names(called)}", file=sys.stderr)
-        return inspect(jitted[chosen])
-
-
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise TargetError(f"there is no file {path}")
-
-
-def _names(found: dict[str, Any]) -> str:
-    return ", ".join(sorted(found)) or "none"

@@ -35,7 +35,8 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> 
         found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(
             f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}: pass "
-            "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...))"
+            "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...)), "
+            "for fake ranks mesh_shape=(replicas, shards)"
         )
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None

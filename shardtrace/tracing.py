@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
@@ -25,8 +26,12 @@ from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
+from thunder.core.transform_common import Transform
 from torch import nn
 
+# Transforms that every jitted function with a sharded module gets after its own: how the command line sees what a
+# script compiles.
+watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
 CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are computed again in backward
 
 
@@ -41,6 +46,8 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     except RuntimeError as error:
         state.announce(str(error))
         raise
+    transforms = get_compile_data().transforms
+    transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -579,6 +581,44 @@ def replicas_start_equal() -> None:
     values = [torch.empty_like(model.weight) for _ in range(dist.get_world_size())]
     dist.all_gather(values, model.weight.detach())
     assert all(torch.equal(v, values[0]) for v in values)
+
+
+def profiled_step(late: float) -> None:
+    """Rank 0 profiles steps for which rank 1 is so many seconds late: gradients are as before, and waits are long."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+    cmodel, inputs = thunder.jit(shardtrace.fsdp(model, check_steps=False)), torch.randn(3, 6) + dist.get_rank()
+
+    def gradients() -> list[Any]:
+        cmodel.zero_grad()
+        cmodel(inputs).sum().backward()
+        return [p.grad for p in cmodel.parameters()]
+
+    before, began = gradients(), time.perf_counter()
+    if dist.get_rank() == 1:
+        for _ in range(2):
+            time.sleep(late)
+            gradients()
+        return
+    with shardtrace.profile(cmodel) as profiled:
+        after = [gradients() for _ in range(2)]
+    ended = time.perf_counter()
+    for again in after:
+        assert all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
+
+    assert profiled.steps == 2
+    predicted, shown = shardtrace.inspect(cmodel), shardtrace.inspect(cmodel, profile=profiled)
+    assert (predicted.times, shown.times) == ("predicted", "measured")
+    forward, backward = (phase.timeline for phase in shown.record.phases)
+    assert all(a < b for clock in (forward, backward) for a, b in pairwise(clock.starts))
+    assert late / 2 < backward.end < (ended - began) / 2
+    assert late / 2 < sum(row.exposed for row in shown.collectives if row.phase == "forward")
+    rows = shown.collectives
+    assert [row.issue for row in rows] == [row.issue for row in predicted.collectives]
+    assert all(row.start < row.stop - row.exposed and row.times == "measured" for row in rows)
+    assert str(shown).count("step, measured") == 1
+    assert "measured time" in shown._repr_html_()
+    assert shardtrace.inspect(cmodel).times == "predicted"
 
 
 # ---- passes.checkpoint_activations ----

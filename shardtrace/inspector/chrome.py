@@ -1,4 +1,4 @@
-"""The predicted timeline in the Trace Event Format, which Perfetto and chrome://tracing read."""
+"""The timeline in the Trace Event Format, which Perfetto and chrome://tracing read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from passes.liveness import KINDS
 from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.timeline import Span, stacked
 
-COMPUTE = 0  # thread ids: compute, then one for each link
+COMPUTE = 0  # thread ids: compute, then one for each link, and as many again where collectives on a link overlap
 Event = dict[str, Any]
 
 
@@ -18,11 +19,15 @@ def render(record: Record) -> str:
     microseconds, memory is bytes."""
     setup = record.setup
     name = f"{setup.model}, {setup.strategy} over {setup.world_size} ranks" if setup.strategy else setup.model
-    events = [_metadata("process_name", name), _metadata("thread_name", "compute", COMPUTE)]
-    links = record.phases[0].timeline.links if record.phases else []
-    events += [_metadata("thread_name", f"link, {link}", k + 1) for k, link in enumerate(links)]
+    events = [_metadata("process_name", f"{name}, {record.times}"), _metadata("thread_name", "compute", COMPUTE)]
+    links = record.phases[-1].timeline.links if record.phases else []
     for phase in record.phases:
-        events += [*_lines(phase), *_collectives(phase), *_memory(phase)]
+        events += [*_lines(phase), *_memory(phase)]
+        for k, link in enumerate(links):
+            for row, spans in enumerate(stacked(s for s in phase.timeline.spans if s.link == k)):
+                thread = 1 + k + row * len(links)
+                events.append(_metadata("thread_name", f"link, {link}", thread))
+                events += (_collective(phase, s, thread) for s in spans)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -47,11 +52,10 @@ def _lines(phase: Phase) -> Iterator[Event]:
             yield _span(name, kind, COMPUTE, starts[i], starts[i + 1], about)
 
 
-def _collectives(phase: Phase) -> Iterator[Event]:
-    for s in phase.timeline.spans:
-        why = {"why": phase.why[s.issue], "waited": phase.why[s.wait]}
-        about: Event = {"bytes": s.bytes, "exposed_us": s.exposed * 1e6, **why}
-        yield _span(f"{s.kind} {s.bucket}", s.kind, s.link + 1, s.start, s.stop, about)
+def _collective(phase: Phase, s: Span, thread: int) -> Event:
+    why = {"why": phase.why[s.issue], "waited": phase.why[s.wait]}
+    about: Event = {"bytes": s.bytes, "exposed_us": s.exposed * 1e6, **why}
+    return _span(f"{s.kind} {s.bucket}", s.kind, thread, s.start, s.stop, about)
 
 
 def _memory(phase: Phase) -> Iterator[Event]:

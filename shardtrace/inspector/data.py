@@ -22,6 +22,7 @@ def page_data(record: Record) -> str:
         "phases": [_phase(phase, record.stages) for phase in record.phases],
         **tables.data(modules_by_name(record.phases)),
         "kinds": KINDS,
+        "times": record.times,
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -1,4 +1,4 @@
-"""The timeline as HTML and SVG: lanes on one axis, that of the predicted time."""
+"""The timeline as HTML and SVG: lanes on one axis, that of time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
 from shardtrace.inspector.modules import Name
 from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.timeline import stacked
 from shardtrace.inspector.units import duration, size
 
 
@@ -30,12 +31,12 @@ def draw_timeline(record: Record) -> str:
     end = record.phases[-1].timeline.end if record.phases else 0.0
     if not end:
         return ""
-    lanes = [_phases(record, end), _axis(end), _bars("compute", "compute", [list(_compute(record))], end)]
+    lanes = [_phases(record, end), _axis(record, end), _bars("compute", "compute", [list(_compute(record))], end)]
     links = sorted({span.link for phase in record.phases for span in phase.timeline.spans})
     for link in links:
         name = "network" if len(links) == 1 else f"network {link}"
-        lanes.append(_bars(name, "network", [list(_collectives(record, link))], end))
-    held = _stacked(list(_held(record)))
+        lanes.append(_bars(name, "network", stacked(_collectives(record, link)), end))
+    held = stacked(_held(record))
     if held:
         lanes.append(_bars("gathered", "held", held + [[]] * (3 - len(held)), end))
     lanes.append(draw_memory(record, end))
@@ -46,13 +47,14 @@ def draw_timeline(record: Record) -> str:
     )
 
 
-def legend() -> str:
+def legend(record: Record) -> str:
     """Of the lanes, then of the memory."""
+    travel = "under way, from issue to wait" if record.measured_steps else "travel"
     lanes = (
         ("compute", "compute"),
         ("idle", "exposed: compute waits for communication"),
-        ("gather", "parameters travel"),
-        ("reduce", "gradients travel"),
+        ("gather", f"parameters {travel}"),
+        ("reduce", f"gradients {travel}"),
     )
     memory = [*((f"m-{kind}", label) for kind, label in STACK), ("during", "needed while a line runs")]
     return "".join(
@@ -97,7 +99,8 @@ def _collectives(record: Record, link: int) -> Iterator[Bar]:
         for s in phase.timeline.spans:
             if s.link == link:
                 exposed = f", {duration(s.exposed)} of it exposed" if s.exposed else ""
-                title = f"{s.kind} of {s.bucket}: {size(s.bytes)} in {duration(s.stop - s.start)}{exposed}"
+                within = "within" if record.measured_steps else "in"
+                title = f"{s.kind} of {s.bucket}: {size(s.bytes)} {within} {duration(s.stop - s.start)}{exposed}"
                 yield Bar(s.start, s.stop, s.bucket, "gather" if s.gathers else "reduce", title, phase.name, s.issue)
 
 
@@ -124,18 +127,6 @@ def _freed(phase: Phase) -> dict[str, float]:
     """When the memory of each value is freed, at the latest when the phase ends."""
     clock = phase.timeline
     return {b.name: clock.end if b.freed is None else clock.starts[b.freed + 1] for b in phase.buffers}
-
-
-def _stacked(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Bars in as few rows as it takes that none overlap."""
-    rows: list[list[Bar]] = []
-    for bar in sorted(bars):
-        row = next((row for row in rows if row[-1].stop <= bar.start), None)
-        if row is None:
-            rows.append([bar])
-        else:
-            row.append(bar)
-    return rows
 
 
 # ---- lanes ----
@@ -172,9 +163,9 @@ def _phases(record: Record, end: float) -> Lane:
     return Lane("", "phases", "".join(spans))
 
 
-def _axis(end: float) -> Lane:
+def _axis(record: Record, end: float) -> Lane:
     """Some eight round times; the script draws more where it zooms in."""
-    return Lane("predicted time", "axis", "".join(_ticks(end)))
+    return Lane(f"{record.times} time", "axis", "".join(_ticks(end)))
 
 
 def _ticks(end: float) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,16 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # a script may have ended it already
             dist.destroy_process_group()
+
+
+def count_ranks(mesh_shape: tuple[int, int], world_size: int | None = None) -> int:
+    """The ranks of a mesh of (replicas, shards). Raises ValueError if it has another shape, or not ``world_size``."""
+    if len(mesh_shape) != 2 or min(mesh_shape) < 1:
+        raise ValueError(f"mesh_shape must be (replicas, shards), as in (8, 8), not {mesh_shape!r}")
+    ranks = math.prod(mesh_shape)
+    if world_size not in (None, ranks):
+        raise ValueError(f"a mesh of shape {mesh_shape} has {ranks} ranks, not world_size={world_size}")
+    return ranks
 
 
 def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:

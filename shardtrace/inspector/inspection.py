@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.fake import compile_sharded, fake_ranks, parse_arguments
+from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.modules import layout
+from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
 from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
+from shardtrace.inspector.units import count
 from shardtrace.state import state_of, states_in
 
 import thunder
-from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from torch import nn
+from torch.distributed import init_device_mesh
 
 
 class CollectiveRow(NamedTuple):
     """One collective of a step. ``bytes`` are those of the unsharded bucket, with padding; ``issue`` and ``wait`` lines
-    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, as the cost model predicts
-    them, and ``exposed`` the seconds for which compute waits for it."""
+    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, and ``exposed`` the seconds
+    for which compute waits for it.
+
+    ``times`` says what these are: "predicted" by the cost model, or "measured". A measured ``start`` is that of its
+    issue, ``stop`` the end of its wait: it arrived in between.
+    """
 
     phase: str
     kind: str
@@ -36,6 +42,7 @@ class CollectiveRow(NamedTuple):
     start: float
     stop: float
     exposed: float
+    times: str
     why_issued: str
     why_waited: str
 
@@ -61,8 +68,8 @@ class MemoryRow(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step in five numbers: predicted ``seconds``, ``exposed`` ones of them in which compute waits for the network,
-    ``peak`` bytes of tensors, bytes ``sent`` by each rank, and the number of ``collectives``."""
+    """A step in five numbers: ``seconds`` (predicted or measured), ``exposed`` ones of them in which compute waits for
+    the network, ``peak`` bytes of tensors, bytes ``sent`` by each rank, and the number of ``collectives``."""
 
     seconds: float
     exposed: float
@@ -79,8 +86,14 @@ class Inspection:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each pass of forward, then of backward: ``name``, ``phase``, ``seconds``, ``lines``, ``changes``."""
+        """Each pass of forward, then of backward, then of the prologue, which checks what a call is given: ``name``,
+        ``phase``, ``seconds``, ``lines``, ``changes``."""
         return self.record.stages
+
+    @property
+    def times(self) -> str:
+        """What its times are: "predicted", or "measured" if it was made with a profile."""
+        return self.record.times
 
     @cached_property
     def collectives(self) -> Rows[CollectiveRow]:
@@ -91,8 +104,9 @@ class Inspection:
             spans = {span.issue: span for span in phase.timeline.spans}
             for c, issue in zip(phase.collectives, sorted(spans), strict=True):
                 s = spans[issue]
-                where = (s.issue, s.wait, s.start, s.stop, s.exposed, phase.why[s.issue], phase.why[s.wait])
-                rows.append(CollectiveRow(c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters, *where))
+                when = (s.issue, s.wait, s.start, s.stop, s.exposed, self.times)
+                what = (c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters)
+                rows.append(CollectiveRow(*what, *when, phase.why[s.issue], phase.why[s.wait]))
         return rows
 
     @property
@@ -116,7 +130,7 @@ class Inspection:
         return _write(path, page.render(self.record))
 
     def to_chrome_trace(self, path: str | Path) -> Path:
-        """Writes the predicted timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
+        """Writes the timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
         return _write(path, chrome.render(self.record))
 
     def __str__(self) -> str:
@@ -142,12 +156,14 @@ def inspect(
     example_inputs: Any = None,
     *,
     world_size: int | None = None,
+    mesh_shape: tuple[int, int] | None = None,
     rank: int = 0,
     compilation: int | None = None,
+    profile: Profile | None = None,
     jit_options: Mapping[str, Any] | None = None,
     **fsdp_options: Any,
 ) -> Inspection:
-    """Shows what a step does: its passes, the predicted timeline and memory, and what each line is for.
+    """Shows what a step does: its passes, the timeline and the memory, and what each line is for.
 
     ``inspect(cmodel)`` looks at what ``thunder.jit`` has compiled. ``inspect(model, example_inputs, world_size=64)``
     compiles a copy of ``model`` for one of so many ranks that do not exist, and runs nothing: it needs no GPU, no
@@ -158,9 +174,11 @@ def inspect(
         example_inputs: what the module is called with: a tuple of arguments, a mapping of keyword arguments, or the
             only argument. Their values do not matter.
         world_size: the number of fake ranks.
+        mesh_shape: of the fake ranks, for a hybrid strategy: (replicas, shards). ``world_size`` may then be left out.
         rank: the one that is shown; all of them run the same lines.
         compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
             the order of compilation; default: that of the last call.
+        profile: of a jitted model, what :func:`profile` measured: its times are shown instead of predicted ones.
         jit_options: for ``thunder.jit``, with fake ranks.
         fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ... Without
             ``cost_model``, times are those of its pessimistic figures, the same on every machine.
@@ -168,40 +186,76 @@ def inspect(
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not go with it.
         IndexError: if there is no such compilation.
+        ValueError: if what is to be shown did not run in the profile; if there is no such rank; if ``mesh_shape`` is
+            not that of ``world_size`` ranks.
         RuntimeError: for fake ranks, if this process is in a process group already.
     """
     if thunder.compile_data(model) is not None:
-        if example_inputs is not None or world_size is not None or jit_options or fsdp_options:
+        if example_inputs is not None or world_size is not None or mesh_shape or jit_options or fsdp_options:
             raise TypeError(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
                 "or pass the module itself, not sharded, to compile it for fake ranks"
             )
-        return Inspection(_record(model, compilation))
+        return Inspection(_record(thunder.compile_data(model).fn, _traces(model, compilation), profile))
+    if profile is not None:
+        raise TypeError("a profile is of a jitted model: pass that, as in inspect(cmodel, profile=p)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect takes what thunder.jit returned, or a module, not {type(model).__name__}")
     if states_in(model):
         raise TypeError(f"this {type(model).__name__} is sharded: pass what thunder.jit made of it, after a call")
+    if mesh_shape is not None:
+        world_size = count_ranks(mesh_shape, world_size)
     if example_inputs is None or world_size is None:
         raise TypeError(
             "a module that is not jitted is compiled for fake ranks: pass example_inputs and world_size as well, "
             "as in inspect(model, (x, y), world_size=64)"
         )
     with fake_ranks(world_size, rank):
+        if mesh_shape is not None:
+            fsdp_options["mesh"] = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(example_inputs)
         ours = compile_sharded(model, arguments, fsdp_options=fsdp_options, jit_options=jit_options or {})
-        return Inspection(_record(ours, None))
+        return inspect_traces(thunder.compile_data(ours).fn, _traces(ours, None))
 
 
-def _record(cmodel: Any, compilation: int | None) -> Record:
-    forward, backward, notes = _compiled(cmodel, compilation)
-    module = cmodel._model if isinstance(cmodel, ThunderModule) else None
-    name = type(module).__name__ if module is not None else getattr(cmodel, "__name__", type(cmodel).__name__)
+class Traces(NamedTuple):
+    """Of one compilation, in the order of the passes, and what to tell about the choice of it."""
+
+    forward: Sequence[TraceCtx]
+    backward: Sequence[TraceCtx]
+    prologue: Sequence[TraceCtx]
+    notes: tuple[str, ...] = ()
+
+
+def inspect_traces(function: Any, traces: Traces) -> Inspection:
+    """Of the function or module that ``thunder.jit`` was given."""
+    return Inspection(_record(function, traces, None))
+
+
+def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
+    forward, notes = traces.forward, [*traces.notes]
+    module = function if isinstance(function, nn.Module) else None
+    name = _class_name(module) if module is not None else getattr(function, "__name__", type(function).__name__)
     forms = {n: _class_name(m) for n, m in module.named_modules()} if module is not None else {}
     states = states_in(module) if module is not None else []
     plan = next((plan for state in states for plan in state.plans.values()), None)
     if not forward:
         notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
-    shown = record(forward, backward, model=name, layout=layout(module), forms=forms, plan=plan, notes=notes)
+    times = profile.times(forward) if profile is not None else None
+    if times is not None:
+        steps = count(times.steps, "step")
+        notes.append(f"Times are medians over {steps} on this rank; why a line stands where it stands was predicted.")
+    shown = record(
+        forward,
+        traces.backward,
+        traces.prologue,
+        model=name,
+        layout=layout(module),
+        forms=forms,
+        plan=plan,
+        notes=notes,
+        times=times,
+    )
     if forward and not shown.setup.strategy:
         no_collectives = (
             "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."
@@ -214,8 +268,7 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP") if state_of(module) else type(module).__name__
 
 
-def _compiled(cmodel: Any, compilation: int | None) -> tuple[list[TraceCtx], list[TraceCtx], list[str]]:
-    """The forward and the backward traces of one compilation, and what to tell about the choice."""
+def _traces(cmodel: Any, compilation: int | None) -> Traces:
     stats = thunder.compile_stats(cmodel)
     entries = stats.interpreter_cache
     if compilation is not None:
@@ -223,12 +276,16 @@ def _compiled(cmodel: Any, compilation: int | None) -> tuple[list[TraceCtx], lis
             entry = entries[compilation]
         except IndexError:
             raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}") from None
-        return entry.computation_traces, entry.backward_traces, [_choice(compilation % len(entries), len(entries))]
+        return _of_entry(entry, _choice(compilation % len(entries), len(entries)))
     forward = stats.last_traces or []
     at = next((i for i, e in enumerate(entries) if e.computation_traces is forward), None)
     if at is None:
-        return forward, stats.last_backward_traces or [], []
-    return forward, entries[at].backward_traces, [_choice(at, len(entries))] if len(entries) > 1 else []
+        return Traces(forward, stats.last_backward_traces or [], stats.last_prologue_traces or [])
+    return _of_entry(entries[at], *([_choice(at, len(entries))] if len(entries) > 1 else []))
+
+
+def _of_entry(entry: Any, *notes: str) -> Traces:
+    return Traces(entry.computation_traces, entry.backward_traces, entry.prologue_traces, notes)
 
 
 def _choice(at: int, of: int) -> str:

@@ -85,6 +85,7 @@ class Line(NamedTuple):
 
 
 NAME = re.compile(r"[A-Za-z_]\w*(?!=|\w)")  # not the keyword of an argument
+ANNOTATION = re.compile(r'(?<=\w): "[^"\n]*"(?= = )')  # of a prologue's values
 TYPE_COMMENT = re.compile(r'(?:  # \w+|(?<=^)(# \w+)): "[^"\n]*" *$', re.MULTILINE)
 
 
@@ -105,7 +106,7 @@ def _code(bsym: BoundSymbol) -> str:
     header = bsym.header.splitlines() if isinstance(bsym.header, str) else bsym.header
     first, *more = "\n".join(bsym.python(indent=0, print_depth=1)[len(header) :]).splitlines() or [""]
     parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # comments below it tell types too
-    return TYPE_COMMENT.sub(r"\1", " ".join(part.removesuffix("\\").strip() for part in parts))
+    return TYPE_COMMENT.sub(r"\1", ANNOTATION.sub("", " ".join(part.removesuffix("\\").strip() for part in parts)))
 
 
 def _count_results(bsym: BoundSymbol, code: str, found: list[re.Match[str]]) -> int:

@@ -1,9 +1,10 @@
 """Which module of the model each line of a trace belongs to.
 
-Thunder's lines know where in the source they come from, not for which module they were traced. But a line that reads
-a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the module
-of that class that is nearest to the last such line, or to the next. What is left, in backward nearly all, belongs to
-where its arguments were computed.
+Thunder's traced lines know where in the source they come from, not for which module they were traced. But a line that
+reads a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the
+module of that class that is nearest to the last such line, or to the next. Lines of other traces belong to where the
+traced line does that they come from (passes.origins); of those that do not tell, as of a model that was not
+sharded, the same is asked, and then where their arguments were computed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
+from passes.origins import origin_of
 from passes.plan import Bucket
 from passes.recognise import is_collective, is_deletion, is_return, is_unpack
 
@@ -73,23 +75,34 @@ def _last_line(code: CodeType) -> int:
     return max(line or 0 for *_, line in code.co_lines())
 
 
-def assign_modules(lines: list[BoundSymbol], model: Layout, known: Mapping[str, Name]) -> list[Name | None]:
+def origins(traced: list[BoundSymbol], model: Layout) -> dict[str, Name]:
+    """The modules of traced lines, by the name of their first result."""
+    modules = zip(traced, assign_modules(traced, model, {}, {}), strict=True)
+    return {bsym.flat_proxy_outs[0].name: module for bsym, module in modules if module is not None}
+
+
+def assign_modules(
+    lines: list[BoundSymbol], model: Layout, known: Mapping[str, Name], origins: Mapping[str, Name]
+) -> list[Name | None]:
     """For each line the module that it belongs to; None for collectives, ``del`` and the like, and where nothing tells.
 
-    ``known`` are the modules of values that other traces computed, by name.
+    ``known`` are the modules of values that other traces computed, by name; ``origins`` those of traced lines.
     """
     owned = _owners(lines, model)
     sure = _carry(owned)
     upcoming = reversed(_carry(owned[::-1]))
     found: list[Name | None] = []
     modules = dict(known)
+    reached: dict[Scope, Reached] = {}
     for bsym, owner, before, after in zip(lines, owned, sure, upcoming, strict=True):
-        module = owner
+        module = _by_origin(bsym, origins)
+        if module is None:
+            module = owner
         if module is None and _computes(bsym):
-            module = _by_source(bsym, model, (before, after))
-            for origin in (known, modules):  # what forward saved tells more than where gradients come from
+            module = _by_source(bsym, model, before, after, reached)
+            for source in (known, modules):  # what forward saved tells more than where gradients come from
                 if module is None:
-                    module = _deepest(origin.get(a.name) for a in bsym.flat_proxy_args)
+                    module = _deepest(source.get(a.name) for a in reversed(bsym.flat_proxy_args))  # the newest first
         found.append(module)
         if module is not None:
             modules.update((o.name, module) for o in bsym.flat_proxy_outs)
@@ -98,6 +111,13 @@ def assign_modules(lines: list[BoundSymbol], model: Layout, known: Mapping[str, 
 
 def _computes(bsym: BoundSymbol) -> bool:
     return not (is_collective(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
+
+
+def _by_origin(bsym: BoundSymbol, origins: Mapping[str, Name]) -> Name | None:
+    """The module of the traced line that a line comes from, or the one around those of a fusion's parts."""
+    marks = (origin_of(part) for part in (bsym.subsymbols if bsym.sym.is_fusion else [bsym]))
+    found = [origins[mark] for mark in marks if mark is not None and mark in origins]
+    return _around(found) if found else None
 
 
 def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
@@ -125,8 +145,19 @@ def _carry(owned: list[Name | None]) -> list[Name | None]:
     return carried
 
 
-def _by_source(bsym: BoundSymbol, model: Layout, near: Sequence[Name | None]) -> Name | None:
-    """One of the modules whose code the line comes from: one around the modules that are ``near``, else beside them."""
+class Reached(NamedTuple):
+    """How far the calls of a function have come: a line of the source, the module, and the last that was sure then."""
+
+    line: int
+    module: Name
+    before: Name | None
+
+
+def _by_source(
+    bsym: BoundSymbol, model: Layout, before: Name | None, after: Name | None, reached: dict[Scope, Reached]
+) -> Name | None:
+    """One of the modules whose code the line comes from: one around the module of the last line that is sure, else of
+    the next, else beside them. Where the source goes back, its function is called anew: then the next comes first."""
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
     if not bsym.source_filename or line is None:
         return None
@@ -134,9 +165,20 @@ def _by_source(bsym: BoundSymbol, model: Layout, near: Sequence[Name | None]) ->
     around = sorted((s for s in scopes if s.first <= line <= s.last), key=lambda s: s.last - s.first)
     if not around:
         return None
-    instances, known = around[0].instances, [n for n in near if n is not None]
-    outer = next((m for n in known for m in ancestors(n) if m in instances), None)
-    return outer if outer is not None else next((_beside(n, instances, model.order) for n in known), None)
+    last = reached.get(around[0])
+    if last is not None and line >= last.line and before == last.before:
+        module: Name | None = last.module  # the same call
+    else:
+        near = (after, before) if last is not None and line < last.line else (before, after)
+        module = _nearest(around[0].instances, [n for n in near if n is not None], model.order)
+    if module is not None:
+        reached[around[0]] = Reached(line, module, before)
+    return module
+
+
+def _nearest(instances: frozenset[Name], near: Sequence[Name], order: Mapping[Name, int]) -> Name | None:
+    outer = next((m for n in near for m in ancestors(n) if m in instances), None)
+    return outer if outer is not None else next((_beside(n, instances, order) for n in near), None)
 
 
 def _beside(near: Name, instances: frozenset[Name], order: Mapping[Name, int]) -> Name:

@@ -168,7 +168,7 @@
     if (source) facts.push(["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]);
     if (phase) {
       const seconds = phase.time[at + 1] - phase.time[at];
-      facts.push(["time", `${duration(seconds)}, from ${duration(phase.time[at])} on`]);
+      facts.push(["time", `${duration(seconds)}, from ${duration(phase.time[at])} on, ${data.times}`]);
       const row = memoryAt(phase, at);
       if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after it`]);
       if (near.freed.length) facts.push(["freed", `at line ${near.freed.join(", ")}`]);

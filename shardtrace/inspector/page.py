@@ -62,9 +62,12 @@ def _cards(record: Record) -> str:
     total, idle = seconds(record), exposed(record)
     number = sum(len(p.collectives) for p in record.phases)
     share = f"{100 * idle / total:.0f} % of the step" if total else ""
+    beside = count(sum(len(p.lines) for p in record.phases), "line")
+    if record.measured_steps:
+        beside = f"{duration(record.predicted_seconds)} predicted"
     where = f'<a href="#" data-at="{top.phase}:{top.line}">line {top.line} of {top.phase}</a>'
     cards = [
-        ("step, predicted", duration(total), f"{count(sum(len(p.lines) for p in record.phases), 'line')}", ""),
+        (f"step, {record.times}", duration(total), beside, ""),
         ("exposed communication", duration(idle), share, "idle" if idle else ""),
         ("peak memory", size(top.bytes), where, ""),
         ("sent by each rank", size(sent_bytes(record)), count(number, "collective"), ""),
@@ -89,7 +92,7 @@ def _timeline(record: Record) -> str:
     )
     return (
         f'<section id="timeline" tabindex="0" aria-label="timeline">{drawn}</section>'
-        f'<div class="legend"><div>{legend()}</div>{zoom}</div>'
+        f'<div class="legend"><div>{legend(record)}</div>{zoom}</div>'
     )
 
 
@@ -106,7 +109,7 @@ def _tabs() -> str:
 
 
 def _passes(record: Record) -> str:
-    phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward"))
+    phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward", "prologue"))
     toolbar = (
         '<div class="toolbar"><h2 id="stage"></h2>'
         '<span class="modes" role="group">'
@@ -127,6 +130,9 @@ def _stage_list(record: Record, phase: str) -> str:
     stages = [(k, stage) for k, stage in enumerate(record.stages) if stage.phase == phase]
     if not stages:
         return ""
+    if phase == "prologue":  # what checks the arguments of a call: seldom of interest
+        inside = "".join(_stage_entry(k, s) for k, s in stages)
+        return f"<details><summary><h3>{phase}</h3></summary>{inside}</details>"
     shown = "".join(_stage_entry(k, s) for k, s in stages if not s.is_unchanged)
     idle = [(k, s) for k, s in stages if s.is_unchanged]
     if idle:

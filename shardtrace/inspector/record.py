@@ -14,8 +14,9 @@ from passes.recognise import bucket_of, is_collective, is_issue
 from passes.traffic import Collective, collectives
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
-from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold
-from shardtrace.inspector.timeline import Timeline, timeline
+from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
+from shardtrace.inspector.profiling import LineTimes
+from shardtrace.inspector.timeline import Timeline, measured, predicted
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -40,7 +41,7 @@ class Stage(NamedTuple):
     ``rows`` is the difference to the stage before it in the same phase; without one, all lines are new.
     """
 
-    phase: str  # "forward" or "backward"
+    phase: str  # "forward", "backward" or "prologue"
     name: str
     seconds: float | None
     lines: tuple[Line, ...]
@@ -112,41 +113,60 @@ class Setup(NamedTuple):
 
 
 class Record(NamedTuple):
+    """What was compiled, what became of it, and when it runs: as ``predicted_seconds`` are, unless ``measured_steps``
+    tells that times are medians over so many."""
+
     setup: Setup
     stages: tuple[Stage, ...]
     phases: tuple[Phase, ...]  # forward, then backward if there is one
     parameters: tuple[Parameter, ...]
     modules: Branch
     notes: tuple[str, ...]  # what the reader should know about what is missing
+    predicted_seconds: float
+    measured_steps: int
+
+    @property
+    def times(self) -> str:
+        """What its times are."""
+        return "measured" if self.measured_steps else "predicted"
 
 
 def record(
     forward: Sequence[TraceCtx],
     backward: Sequence[TraceCtx],
+    prologue: Sequence[TraceCtx] = (),
     *,
     model: str,
     layout: Layout,
     forms: Mapping[Name, str],
     plan: Plan | None = None,
     notes: Sequence[str] = (),
+    times: LineTimes | None = None,
 ) -> Record:
-    """Of one compilation: the stages of its forward and of its backward, in order; either may be empty.
+    """Of one compilation: the stages of its forward, backward and prologue, in order; any may be empty.
 
-    ``forms`` are the classes of the model's modules by name; ``plan`` is that of the model, for where no trace tells.
+    ``forms`` are the classes of the model's modules by name; ``plan`` is that of the model, for where no trace tells;
+    ``times`` are shown instead of predicted ones.
     """
-    stages = _stages("forward", forward) + _stages("backward", backward)
-    last = [next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward)]
-    buckets = list(dict.fromkeys(b for t in last if t is not None for b in _gathered(t)))
+    stages = _stages("forward", forward) + _stages("backward", backward) + _stages("prologue", prologue)
+    ends = (next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward))
+    last = [trace for trace in ends if trace is not None]  # forward, then backward if there is one
+    buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))
     plan = buckets[0].plan if buckets else plan
-    cost = plan.cost if plan is not None else default_cost_model(_device(last[0]), "none")
-    phases = _phases(last, stages, cost, layout) if last[0] is not None else ()
+    cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
+    expected = predicted(last, cost)
+    clocks = measured(last, times.seconds) if times is not None else expected
+    traced = origins(forward[0].bound_symbols, layout) if last else {}
+    phases = _phases(last, stages, clocks, layout, traced) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
     shapes: dict[Name, list[Any]] = {}
     for p in parameters:
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
-    return Record(_setup(model, plan, cost, parameters), stages, phases, parameters, tree, tuple(notes))
+    setup, seconds = _setup(model, plan, cost, parameters), expected[-1].end if expected else 0.0
+    steps = times.steps if times is not None else 0
+    return Record(setup, stages, phases, parameters, tree, tuple(notes), seconds, steps)
 
 
 # ---- stages ----
@@ -188,25 +208,20 @@ def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
 
 
 def _phases(
-    last: Sequence[TraceCtx | None], stages: Sequence[Stage], cost: CostModel, layout: Layout
+    last: Sequence[TraceCtx],
+    stages: Sequence[Stage],
+    clocks: Sequence[Timeline],
+    layout: Layout,
+    traced: Mapping[str, Name],
 ) -> tuple[Phase, ...]:
-    forward, backward = last
-    assert forward is not None
-    step = step_liveness(forward, backward)
+    step = step_liveness(last[0], last[1] if len(last) > 1 else None)
+    memories = [memory for memory in step if memory is not None]
     printed = {stage.phase: stage.lines for stage in stages}  # of the last stage of each phase
-    first = _phase(
-        "forward",
-        printed["forward"],
-        forward,
-        step.forward,
-        timeline(forward, cost),
-        assign_modules(forward.bound_symbols, layout, {}),
-    )
-    if backward is None or step.backward is None:
-        return (first,)
-    clock = timeline(backward, cost, begin=first.timeline.end)
-    modules = assign_modules(backward.bound_symbols, layout, modules_by_name([first]))
-    return first, _phase("backward", printed["backward"], backward, step.backward, clock, modules)
+    phases: list[Phase] = []
+    for name, trace, memory, clock in zip(("forward", "backward"), last, memories, clocks, strict=False):
+        modules = assign_modules(trace.bound_symbols, layout, modules_by_name(phases), traced)
+        phases.append(_phase(name, printed[name], trace, memory, clock, modules))
+    return tuple(phases)
 
 
 def _phase(
@@ -285,6 +300,6 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
     return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost)
 
 
-def _device(trace: TraceCtx | None) -> str:
-    inputs = trace.args if trace is not None else ()
-    return next((p.device.device_str().partition(":")[0] for p in inputs or () if isinstance(p, TensorProxy)), "cpu")
+def _device(traces: Sequence[TraceCtx]) -> str:
+    inputs = (p for trace in traces[:1] for p in trace.args or () if isinstance(p, TensorProxy))
+    return next((p.device.device_str().partition(":")[0] for p in inputs), "cpu")

@@ -157,7 +157,7 @@ def largest_saved(record: Record, most: int = 8) -> list[Saved]:
 
 
 def seconds(record: Record) -> float:
-    """How long the step takes, as the cost model predicts it."""
+    """How long the step takes: its forward and its backward."""
     return record.phases[-1].timeline.end if record.phases else 0.0
 
 

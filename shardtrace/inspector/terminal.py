@@ -19,9 +19,11 @@ def render(record: Record) -> str:
     if top is not None:
         total, idle = seconds(record), exposed(record)
         share = f" ({100 * idle / total:.0f} % of the step)" if total else ""
+        expected = f"; {duration(record.predicted_seconds)} were predicted" if record.measured_steps else ""
         parts += [
             "",
-            f"step, predicted       {duration(total)}, of which {duration(idle)}{share} wait for communication",
+            f"step, {record.times:9}       {duration(total)}, of which {duration(idle)}{share} wait for communication"
+            + expected,
             f"peak memory           {size(top.bytes)} at line {top.line} of {top.phase}: {_cut(top.code, 60)}",
             f"sent by each rank     {size(sent_bytes(record))} in {count(_number(record), 'collective')}",
             *_section("time", _drawing(record)),

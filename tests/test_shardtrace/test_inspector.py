@@ -60,14 +60,18 @@ largest tensors saved for backward:
 
 
 def test_stages(shown):
-    names = [stage.name for stage in shown.stages if stage.is_ours]
+    names = [stage.name for stage in shown.stages if stage.is_ours and stage.phase != "prologue"]
     ours = [f"shardtrace: {name}" for name in ("shard_parameters", "insert_synchronize", "regather", "schedule")]
     assert names == [*ours, "shardtrace: schedule"]
     unchanged = {stage.name for stage in shown.stages if stage.is_unchanged}
     assert "shardtrace: regather" in unchanged  # tags alone
-    scheduled = shown.stages[-1]
-    assert scheduled.phase == "backward"
+    scheduled = [stage for stage in shown.stages if stage.phase == "backward"][-1]
     assert set(scheduled.changes) == {"kept", "moved"}
+    prologue = shown.stages[-1]
+    assert prologue.phase == "prologue"
+    assert "check_tensor_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)" in [
+        line.code for line in prologue.lines
+    ]
 
 
 def test_collectives(zoo):
@@ -119,6 +123,25 @@ def test_chrome_trace(zoo, tmp_path):
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(lane))
     peak = max(sum(event["args"].values()) for event in events if event["ph"] == "C")
     assert peak == max(row.total for row in zoo.memory)
+
+
+def test_hybrid(tmp_path):
+    """Gradients of shards go over a second link, which forward does not use."""
+    strategy = {"sharding_strategy": "hybrid_zero3", "mesh_shape": (8, 4)}
+    shown = shardtrace.inspect(two_linear(), torch.ones(3, 6), **strategy)
+    assert str(shown).startswith("Sequential: hybrid ZeRO-3 over 32 ranks, seen from rank 0")
+    spans = [span for phase in shown.record.phases for span in phase.timeline.spans]
+    assert {(span.kind, span.link) for span in spans} == {("all_gather", 0), ("reduce_scatter", 0), ("all_reduce", 1)}
+    assert shown.record.phases[1].timeline.links == ["4 ranks", "8 ranks"]
+    events = json.loads(shown.to_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "all_reduce" and event["tid"] == 2 for event in events) == 2
+    html = shown._repr_html_()
+    assert "network 0" in html
+    assert "network 1" in html
+    with pytest.raises(ValueError, match=r"a mesh of shape \(8, 4\) has 32 ranks, not world_size=64"):
+        shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=64, **strategy)
+    with pytest.raises(ValueError, match=r"mesh_shape must be \(replicas, shards\)"):
+        shardtrace.inspect(two_linear(), torch.ones(3, 6), mesh_shape=(8,), sharding_strategy="hybrid_zero3")
 
 
 def test_nothing_is_run_and_the_model_stays_as_it_is():

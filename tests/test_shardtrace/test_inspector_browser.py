@@ -86,6 +86,14 @@ def test_passes_by_click_and_by_key(page, zoo):
     assert stage(page).startswith("shardtrace: insert_synchronize")
 
 
+def test_prologue_is_folded(page):
+    assert not page.is_visible('[data-stage]:has-text("Transform for execution")')
+    page.click('.stages summary:has-text("prologue")')
+    page.click('[data-stage]:has-text("Transform for execution")')
+    assert stage(page).startswith("Transform for execution")
+    assert page.is_visible(".line:has-text(\"t_offset = module.get_parameter('offset')\")")
+
+
 def test_diff(page, zoo):
     page.click('.stage:has-text("insert_synchronize")')
     page.keyboard.press("d")

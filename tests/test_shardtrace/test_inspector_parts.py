@@ -85,6 +85,20 @@ def test_modules_are_found_by_parameters_and_by_source():
     assert [m.split(".")[1] for m in products] == sorted((m.split(".")[1] for m in products), reverse=True)
 
 
+def test_equal_blocks_have_equal_lines(three_blocks):
+    """Also the first lines of a block, which read no parameter, and the last of its backward."""
+    for phase in three_blocks.record.phases:
+        lines = {}
+        for line, module in zip(phase.lines, phase.modules, strict=True):
+            if module:
+                block, _, part = module.partition(".")
+                lines.setdefault(block, []).append((part, line.template.pieces))
+        blocks = list(lines.values())
+        assert len(blocks) == 3
+        assert blocks[0] == blocks[1]
+        assert set(blocks[2]) <= set(blocks[1])  # the first block has no gradient of its input to pass on
+
+
 def test_fusions_belong_to_the_module_around_their_parameters():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
     fused = {"executors": ["torchcompile"]}

@@ -1,0 +1,30 @@
+"""Builds the API reference of the public names out of their docstrings, as HTML that needs no network.
+
+python docs/build.py build/api
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import passes
+import shardtrace
+
+import pdoc
+
+TEMPLATES = Path(__file__).parent / "templates"
+# of the two packages what they export, what helps to test passes, and the cost model, which is an argument of fsdp
+MODULES = (shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing", "passes.cost")
+
+
+def build(folder: Path) -> None:
+    """Writes index.html and a page for each module. A docstring or an annotation that cannot be read is an error."""
+    pdoc.render.configure(docformat="google", template_directory=TEMPLATES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="pdoc")
+        pdoc.pdoc(*MODULES, output_directory=folder)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))
+    print(f"wrote {sys.argv[1]}/index.html")
