@@ -21,7 +21,8 @@ POLL = 0.01  # seconds
 
 
 def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 300.0, **options: Any) -> None:
-    """Makes the default process group from torchrun's environment: nccl for a CUDA ``device``, else gloo.
+    """Makes the default process group from torchrun's environment, if there is none: nccl for a CUDA ``device``, else
+    gloo.
 
     Unlike ``torch.distributed.init_process_group`` it works after a restart of the ranks (``--max-restarts``), too.
 
@@ -32,6 +33,8 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     Raises:
         RuntimeError: ranks did not come in time; names them.
     """
+    if dist.is_initialized():
+        return
     store, rank, world_size = next(dist.rendezvous("env://"))
     name = attempt_name(store, rank, world_size, timeout)
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
