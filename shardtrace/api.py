@@ -108,9 +108,9 @@ def fsdp(
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
         accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
-        check_steps: compare before each step whether all ranks are about to run the same collectives. Default: those
-            of models that have compiled several steps which differ in them, such as training and evaluation; or all,
-            if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
+        check_steps: True: before each step, compare with the other ranks whether all are about to run the same
+            collectives. Default: before a step that has others than the one before it, such as evaluation after
+            training; or True, if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).

@@ -112,7 +112,7 @@ class ShardedState:
         self.keeps_gradients = False  # inside no_sync
         self.sums = Sums()
         self._agreed: set[tuple[str, ...]] = set()
-        self._sent: set[tuple[str, ...]] = set()  # the collectives of each step that was run
+        self._sends: list[str] | None = None  # the collectives of the step that was run last
         self.cost = cost
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
@@ -210,11 +210,13 @@ class ShardedState:
             self._agreed.add(known)
 
     def meet(self, step: Step) -> None:
-        """Raises on every rank if the ranks are about to run different steps. Compared are those of a model that has
-        several which differ in their collectives, or with ``check_steps`` all."""
-        sends = tuple(step.collectives)
-        self._sent.add(sends)
-        if len(self._sent) > 1 if self.options.check_steps is None else self.options.check_steps:
+        """Raises on every rank if the ranks are about to run different steps.
+
+        With ``check_steps`` each step is compared. Else one that sends other things than the step before it: a rank
+        that changes alone so sends nothing, and gives up when the others have not come in time.
+        """
+        before, self._sends = self._sends, step.collectives
+        if self.options.check_steps or before not in (None, step.collectives):
             timeout = self.options.timeout
             compare(self.group, self.what, step.collectives, timeout=timeout, hint=ORDER_HINT, likely=True)
 

@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 
+import shardtrace
+from passes.plan import Gradients, Step
+
 import pytest
 import step_workers as workers
+from torch import nn
 
 SCRIPT = """
 import sys
@@ -67,3 +71,18 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path, where, failing):
     assert "RankFailedError" not in own
     other = next(line for line in said if line.startswith(f"rank {1 - failing}: "))
     assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
+
+
+def test_by_default_a_step_is_compared_when_it_sends_other_things(fake_ranks, monkeypatch):
+    fake_ranks(2)
+    monkeypatch.delenv("SHARDTRACE_CHECK_STEPS")
+    compared = []
+    monkeypatch.setattr("shardtrace.state.compare", lambda group, what, lines, **options: compared.append(lines))
+    train, evaluate = (Step(Gradients.REDUCED, [f"{kind} of weight"]) for kind in ("all_gather", "broadcast"))
+    again = Step(Gradients.REDUCED, [*train.collectives])  # another shape, compiled anew
+    for check_steps, expected in ((None, [evaluate, train]), (True, [train, again, evaluate, evaluate, train])):
+        state = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps)._shardtrace
+        compared.clear()
+        for step in (train, again, evaluate, evaluate, train):
+            state.meet(step)
+        assert compared == [step.collectives for step in expected]
