@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from passes.collectives import symbol
 from passes.layout import summed_to
 from passes.plan import Bucket, Gradients, Plan, ShardedParameter, Step
-from passes.recognise import is_backward, is_deletion, is_gather, is_issue, is_unpack, is_wait
+from passes.recognise import begins, ends, is_backward, is_deletion, is_gather, is_unpack
 
 import torch
 from thunder.core.dtypes import to_torch_dtype
@@ -38,16 +38,16 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> Trac
     first = sum(is_unpack(b) for b in lines)  # a gradient may be what backward is called with
     inserted: dict[int, list[BoundSymbol]] = {}  # by the line before which they stand: right where gradients exist
     kept: set[str] = set()  # futures and gradients that there are none of
-    reduced: set[str] = set()  # what is reduced a second time, with a hybrid strategy
+    reduced: set[str] = set()  # what may be reduced a second time, with a hybrid strategy, or copied to the host
     replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
     for bsym in lines:
         if is_gather(bsym):
             continue
-        if is_wait(bsym):
+        if ends(bsym):
             outputs = {o.name for o in bsym.flat_proxy_outs}
             reduced |= outputs
             kept |= outputs if bsym.args[0].name in kept else set()
-        if not is_issue(bsym):
+        if not begins(bsym):
             continue
         grads, bucket = bsym.args
         mode = gradients.get(bucket.plan)
@@ -65,10 +65,10 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> Trac
 
     for i, bsym in enumerate(lines):
         new.bound_symbols += inserted.get(i, [])
-        if is_issue(bsym):
+        if begins(bsym):
             if bsym.output.name not in kept:
                 new.bound_symbols.append(replaced.get(bsym.output.name, bsym))
-        elif not (is_wait(bsym) and bsym.args[0].name in kept):
+        elif not (ends(bsym) and bsym.args[0].name in kept):
             new.bound_symbols.append(bsym)
     last = new.bound_symbols.pop()
     args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in kept else x, last.args)

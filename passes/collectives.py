@@ -12,6 +12,12 @@ parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce.
     full = replicated(params, bucket)           the same tensors, or a copy in the dtype of their use
     future = all_reduce(grads, bucket)          gradients, averaged over ranks
     grads = wait_all_reduce(future, bucket)
+
+Where parameters are at rest in host memory, a gather begins with the copy of the shards to the device, and after the
+reduction of gradients come two lines more:
+
+    future = offload(grads, bucket)             this rank's shards of the gradients, on their way to the host
+    grads = wait_offload(future, bucket)        and there
 """
 
 from __future__ import annotations
@@ -21,10 +27,12 @@ from collections.abc import Callable
 from typing import Any
 
 from passes import direct, native
-from passes.plan import Bucket, Placement
+from passes.offload import finish_offload, issue_offload
+from passes.plan import Bucket, Placement, Wire
 
 import torch
 from thunder.core.codeutils import ContextObject
+from thunder.core.devices import cpu, to_device
 from thunder.core.prims import OpTags, get_grad, put_grad
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -53,8 +61,17 @@ def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], 
 @_blaming
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     if bucket.wire is not None:
-        return bucket.wire.issue(shards, bucket)
+        return _issue_wire(bucket.wire, shards, bucket)
     return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
+
+
+def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    host = bucket.plan.host
+    if host is not None:
+        with host.ahead():
+            shards = tuple(map(host.load, shards))
+            host.mark().synchronize()  # what the wire does with them is not ours to wait for
+    return wire.issue(shards, bucket)
 
 
 @_blaming
@@ -104,7 +121,9 @@ def symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, *
 
 
 def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
-    return FutureTensorProxy(shape=(bucket.full_numel,), device=shards[0].device, dtype=bucket.dtype)
+    host = bucket.plan.host
+    device = shards[0].device if host is None else to_device(host.device)
+    return FutureTensorProxy(shape=(bucket.full_numel,), device=device, dtype=bucket.dtype)
 
 
 def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
@@ -124,6 +143,10 @@ def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tupl
         TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
         for m in bucket.members
     )
+
+
+def _offload_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=(bucket.numel,), device=cpu, dtype=bucket.rest_dtype)
 
 
 def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
@@ -148,12 +171,16 @@ replicated = symbol("replicated", _replicated_meta, _cast)
 all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 
+offload = symbol("offload", _offload_meta, issue_offload)
+wait_offload = symbol("wait_offload", _wait_reduce_scatter_meta, finish_offload)
+
 GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
 REDUCTIONS = {
     reduce_scatter.id: wait_reduce_scatter.id,
     reduce.id: wait_reduce.id,
     all_reduce.id: wait_all_reduce.id,
 }
+OFFLOADS = {offload.id: wait_offload.id}  # no collectives: each rank by itself
 
 
 def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
@@ -189,6 +216,8 @@ def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[
     if bucket.trainable is not None:
         trainable = [i for i, m in enumerate(bucket.members) if m.trainable]
         grads = _average(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)
+        if bucket.plan.host is not None:
+            grads = wait_offload(offload(grads, bucket.trainable), bucket.trainable)
         for i, grad in zip(trainable, grads, strict=True):
             put_grad(shards[i], grad)
     return full

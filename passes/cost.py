@@ -38,12 +38,14 @@ class Link:
 @dataclass(frozen=True)
 class Device:
     """What computes. ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16;
-    ``bandwidth``: bytes/s of memory, read and written; ``overhead``: seconds for each line of a trace besides."""
+    ``bandwidth``: bytes/s of memory, read and written; ``overhead``: seconds for each line of a trace besides;
+    ``host_bandwidth``: bytes/s that are copied between its memory and the host's, either way."""
 
     flops: float
     half_flops: float
     bandwidth: float
     overhead: float
+    host_bandwidth: float = 20e9  # of the 32 GB/s of PCIe 4.0 x16, what is left of it to a copy
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -69,6 +71,10 @@ class CostModel:
         """
         ranks = bucket.plan.world_size
         return self.link.latency + bucket.trips * bucket.bytes * (ranks - 1) / ranks / self.link.bandwidth
+
+    def copy_seconds(self, bucket: Bucket) -> float:
+        """This rank's shards of a bucket, or of its gradients, between the memory of the host and the device's."""
+        return bucket.numel * bucket.rest_dtype.bytes / self.device.host_bandwidth
 
     def compute_seconds(self, bsym: BoundSymbol) -> float:
         """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking), and for a collective:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from passes.offload import HostMemory
 from passes.plan import Bucket
 
 import torch
@@ -128,10 +129,18 @@ class _Done:
         return True
 
 
+class _SilentHost(HostMemory):
+    """Host memory whose values come to the device at once."""
+
+    def load(self, kept: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(kept)
+
+
 def _silent(bucket: Bucket) -> Bucket:
     """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
     plan = bucket.plan
-    plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size))
+    host = _SilentHost(torch.device("meta")) if plan.host is not None else None
+    plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size), host=host)
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
 
 

@@ -8,7 +8,7 @@ they lie is worked out once for each bucket: at each step a member costs one or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from passes.plan import Member, Shape
 
 SMALL = 64 * 1024  # bytes of a shard: below, a message or an allocation of its own costs more than a copy
+
+
+Load = Callable[[torch.Tensor], torch.Tensor]
+
+
+def leave(piece: torch.Tensor) -> torch.Tensor:
+    """Leaves a tensor where it is."""
+    return piece
 
 
 class Place(NamedTuple):
@@ -59,12 +67,12 @@ class Layout:
         self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
         self.large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
 
-    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def flat_row(self, shards: Sequence[torch.Tensor], load: Load = leave) -> torch.Tensor:
         """The shards as one row: without a copy where they already lie one after the other in memory, as ``fsdp`` puts
-        those of a bucket; else in one copy."""
+        those of a bucket; else in one copy. ``load`` moves what is contiguous, all at once or shard by shard."""
         first = shards[0]
         if len(shards) == 1:
-            return first.reshape(-1)
+            return load(first.reshape(-1))
         at, itemsize = first.data_ptr(), first.element_size()
         room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - at
         if (
@@ -72,8 +80,8 @@ class Layout:
             and [s.data_ptr() for s in shards] == [at + p.start * itemsize for p in self.places]
             and all(s.is_contiguous() for s in shards)
         ):
-            return first.as_strided((self.numel,), (1,))
-        return torch.cat([s.reshape(-1) for s in shards])
+            return load(first.as_strided((self.numel,), (1,)))
+        return torch.cat([load(s.reshape(-1)) for s in shards])
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
@@ -150,10 +158,9 @@ class OwnedLayout(Layout):
         self.scalars = any(not p.full for p in self.places)
         self._split_by_size(self.sizes, dtype.bytes)
 
-    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(self.mine) == 1:
-            return shards[self.mine[0]].reshape(-1)
-        return torch.cat([shards[i].reshape(-1) for i in self.mine]) if self.mine else shards[0].new_empty(0)
+    def flat_row(self, shards: Sequence[torch.Tensor], load: Load = leave) -> torch.Tensor:
+        mine = [load(shards[i].reshape(-1)) for i in self.mine] or [load(shards[0].new_empty(0))]
+        return mine[0] if len(mine) == 1 else torch.cat(mine)
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)

@@ -3,8 +3,8 @@
 A trace's ``del`` lines say when names die. Memory dies with the last of all names that share it: :mod:`passes.dry_run`
 finds out which do, and what the futures of collectives hold.
 
-All sizes are bytes of storages, as a caching allocator would be asked for them. What a kernel or a backend of a
-process group takes for itself while it works is not in them.
+All sizes are bytes of storages, as a caching allocator would be asked for them, of the device that computes. What a
+kernel or a backend of a process group takes for itself while it works is not in them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from passes.recognise import (
     is_backward,
     is_deletion,
     is_issue,
+    is_offload,
     is_return,
     is_unpack,
     is_wait,
@@ -130,6 +131,7 @@ class _Memory:
         self.holders: dict[int, int] = {}  # how many names hold a storage
         self.buffer_of: dict[int, Buffer] = {}  # the present role of each storage
         self.buffers: list[Buffer] = []
+        self.on_host: set[str] = set()  # values that take no memory of the device
         self.line = 0
 
     def run(self, trace: TraceCtx) -> Liveness:
@@ -137,6 +139,7 @@ class _Memory:
         given = _parameters(trace) | shards.keys()
         unsharded = unsharded_values(trace)
         temporary = []
+        self.on_host |= _on_host(trace)
         for name, value in _sums(trace).items():
             self._hold(name, value, "gradients", born=0)
         for self.line, bsym in enumerate(trace.bound_symbols):
@@ -149,13 +152,14 @@ class _Memory:
             elif is_return(bsym):
                 self._assign(names(bsym.args) if is_backward(trace) else set(), "gradients")
                 self._assign({p.name for p in _saved(trace)}, "saved")
-            elif not is_deletion(bsym) and bsym.sym.id not in (accumulate.id, accumulated.id):
+            elif not (is_deletion(bsym) or is_offload(bsym) or bsym.sym.id in (accumulate.id, accumulated.id)):
                 temporary[-1] = self._call(bsym, unsharded)
         return Liveness(_rows(self.buffers, temporary, self.persistent), self.buffers)
 
     def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
         """What is alive when ``forward`` has returned, for its backward to start with."""
         then = _Memory(persistent)
+        then.on_host = self.on_host
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
@@ -194,7 +198,8 @@ class _Memory:
     def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
         """``name`` holds ``value`` and nothing else; storages that nobody held before come into being."""
         before = self.keys_of.get(name, set())
-        sizes = {storage_key(s): s.nbytes() for s in storages(value)}
+        on_device = name.removeprefix(CALLER) not in self.on_host
+        sizes = {storage_key(s): s.nbytes() for s in storages(value)} if on_device else {}
         self.values[name], self.keys_of[name] = value, set(sizes)
         for key in sizes:
             if key in before:
@@ -263,6 +268,12 @@ def _shards(trace: TraceCtx) -> Values:
             for a, piece, t in zip(bsym.args[0], pieces, tensors, strict=True):
                 found[a.name] = piece.view(t.shape)
     return found
+
+
+def _on_host(trace: TraceCtx) -> set[str]:
+    """Names of shards at rest in host memory. (What is copied there is not held at all.)"""
+    gathers = (b for b in trace.bound_symbols if b.sym.id in GATHERS and bucket_of(b).plan.host is not None)
+    return {a.name for b in gathers for a in b.args[0]}
 
 
 def _sums(trace: TraceCtx) -> Values:

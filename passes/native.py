@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from passes import compat
+from passes.offload import DONE
 from passes.plan import Bucket, Placement
 
 import torch
@@ -13,16 +14,28 @@ from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
-    """A collective that was issued: ``input`` must outlive it."""
+    """A collective that was issued: ``input`` must outlive it. ``copied`` is the copy of shards out of host memory."""
 
     work: Any
     output: torch.Tensor
     input: torch.Tensor
+    copied: Any = DONE
 
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
+    host = bucket.plan.host
+    if host is None:
+        return _gather(bucket.layout.flat_row(shards).to(bucket.layout.dtype), bucket)
+    with host.ahead():
+        row = bucket.layout.flat_row(shards, host.load).to(bucket.layout.dtype)
+        copied = host.mark()
+        if bucket.plan.world_size == 1:  # nobody to ask: the copy was all
+            return InFlight(copied, row, row, copied)
+        return _gather(row, bucket)._replace(copied=copied)
+
+
+def _gather(row: torch.Tensor, bucket: Bucket) -> InFlight:
     layout, group = bucket.layout, bucket.plan.group
-    row = layout.flat_row(shards).to(layout.dtype)
     rows = row.new_empty(bucket.full_numel)
     if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl makes one group of broadcasts of them
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
@@ -32,7 +45,10 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
 
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """Waits for the backend, which need not make the program wait; but what was read from host memory has been read
+    when this returns, so that whatever follows may change it."""
     future.work.wait()
+    future.copied.synchronize()
     return bucket.layout.unpack_rows(future.output)
 
 
@@ -41,6 +57,8 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     packing. Either way a sum of fp16 gradients does not overflow where their mean does not."""
     layout, group = bucket.layout, bucket.plan.group
     rows, op = _packed(grads, bucket)
+    if bucket.plan.world_size == 1:
+        return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
     if bucket.plan.placement is Placement.OWNER:  # and one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)

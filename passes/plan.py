@@ -15,6 +15,7 @@ from typing import Any
 
 from passes.cost import CostModel, default_cost_model
 from passes.layout import Layout, OwnedLayout
+from passes.offload import HostMemory
 
 import torch
 from thunder.core import dtypes
@@ -74,6 +75,7 @@ class Plan:
         placement: where parameters are at rest.
         outer: how the shards themselves are placed in another group (hybrid strategies: replicated).
         everyone: the process group of all ranks of the model.
+        host: host memory, if that is where parameters are at rest; None: they are on the device that computes.
         param_dtype: of floating-point parameters from gather to use; None: the one that they have at rest.
         reduce_dtype: in which their gradients are averaged; None: the one in which they are computed.
         sum_dtype: in which gradients of lower precision are added up over steps; None: the one they are computed in.
@@ -102,6 +104,7 @@ class Plan:
     placement: Placement = Placement.SHARD
     outer: Plan | None = None
     everyone: Any = None
+    host: HostMemory | None = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None
     sum_dtype: dtypes.dtype | None = dtypes.float32

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from passes.collectives import GATHERS, REDUCTIONS, synchronize
+from passes.collectives import GATHERS, OFFLOADS, REDUCTIONS, synchronize
 from passes.plan import Bucket
 
 import torch
@@ -35,6 +35,31 @@ def is_collective(bsym: BoundSymbol) -> bool:
 def is_gather(bsym: BoundSymbol) -> bool:
     """True for both halves of a gather."""
     return bsym.sym.id in GATHERS or bsym.sym.id in GATHERS.values()
+
+
+def is_offload(bsym: BoundSymbol) -> bool:
+    """True for both halves of a copy of gradients to the host."""
+    return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOADS.values()
+
+
+def begins(bsym: BoundSymbol) -> bool:
+    """True for a line whose output is a future: it issues a collective, or a copy to the host."""
+    return is_issue(bsym) or bsym.sym.id in OFFLOADS
+
+
+def ends(bsym: BoundSymbol) -> bool:
+    """True for a line that waits for a future."""
+    return is_wait(bsym) or bsym.sym.id in OFFLOADS.values()
+
+
+def link_seconds(start: BoundSymbol) -> float:
+    """How long what a line starts takes, if nothing else is on its link: a gather of what is at rest in host memory
+    begins with the copy to the device."""
+    bucket = bucket_of(start)
+    cost, copies = bucket.plan.cost, bucket.plan.host is not None
+    if is_offload(start):
+        return cost.copy_seconds(bucket)
+    return cost.collective_seconds(bucket) + (cost.copy_seconds(bucket) if copies and is_gather(start) else 0.0)
 
 
 def is_return(bsym: BoundSymbol) -> bool:

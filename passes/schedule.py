@@ -11,6 +11,7 @@ of the compute, one of each group's link, on which collectives follow each other
   use.
 - A reduce_scatter is issued as soon as its gradients exist and there is room for it. It is waited for where the cost
   model says that it is done, with a margin, or where its room is needed.
+- A copy of gradients to the host is issued when they are reduced, and waited for at the end.
 - The limits: no more than ``prefetch`` buckets are gathered ahead of use, and no more than ``max_inflight_bytes`` are
   issued and not waited for (one bucket alone may be larger).
 
@@ -27,15 +28,19 @@ from itertools import accumulate
 
 from passes.plan import Bucket, Plan, inflight_limits
 from passes.recognise import (
+    begins,
     bucket_of,
+    ends,
     is_backward,
     is_collective,
     is_deletion,
     is_gather,
     is_issue,
+    is_offload,
     is_return,
     is_unpack,
     is_wait,
+    link_seconds,
 )
 
 from thunder.core.symbol import BoundSymbol
@@ -54,7 +59,7 @@ def schedule(trace: TraceCtx) -> TraceCtx:
         return trace
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
     cost = next(bucket_of(b).plan.cost for b in lines if is_issue(b))  # of the first plan: compute belongs to none
-    compute = [(b, cost.compute_seconds(b)) for b in lines if not is_collective(b)]
+    compute = [(b, cost.compute_seconds(b)) for b in lines if not is_collective(b) and not is_offload(b)]
     placed = _Placement(lines, compute, late=True)
     if placed.idles:
         placed = _Placement(lines, compute, late=False)
@@ -83,7 +88,7 @@ class _Placement:
         compute, self.seconds = [b for b, _ in timed], [seconds for _, seconds in timed]
         issues = [b for b in lines if is_issue(b)]
         self.issue_of = {b.output.name: b for b in issues}  # by the name of the future
-        self.wait_of = {o.name: b for b in lines if is_wait(b) for o in b.flat_proxy_outs}
+        self.wait_of = {o.name: b for b in lines if ends(b) for o in b.flat_proxy_outs}
         self.wait_for = {b.args[0].name: b for b in lines if is_wait(b)}
         self.limits = inflight_limits(bucket_of(b) for b in issues)
 
@@ -95,6 +100,8 @@ class _Placement:
             self.latest = self._latest_starts(compute, uses, [b for b in issues if not is_gather(b)])
         self.pending = _Pending([b for b in issues if not is_gather(b)])
         self.ready: deque[BoundSymbol] = deque()  # reduces whose gradients exist
+        self.offload_of = {b.output.name: b for b in lines if begins(b) and is_offload(b)}  # by the name of the future
+        self.offloads = _Pending(list(self.offload_of.values()))
 
         self.now = 0.0
         self.coming = 0.0  # seconds of the compute line that is next
@@ -153,7 +160,7 @@ class _Placement:
         made = {o.name: i for i, b in enumerate(compute) for o in b.flat_proxy_outs}
         load = [0.0] * (len(compute) + 1)  # seconds of the reduces that become ready at each line
         for b in reduces:
-            load[max((made.get(a.name, 0) for a in b.flat_proxy_args), default=0)] += _seconds(b)
+            load[max((made.get(a.name, 0) for a in b.flat_proxy_args), default=0)] += link_seconds(b)
         total = [0.0, *accumulate(load)]
         latest: dict[str, float] = {}
         following = clock[-1]
@@ -161,7 +168,7 @@ class _Placement:
         for k in range(len(order) - 1, -1, -1):
             future, use = order[k]
             before = order[k - 1][1] if k else 0
-            work = _seconds(self.issue_of[future]) + total[use] - total[before]
+            work = link_seconds(self.issue_of[future]) + total[use] - total[before]
             following = latest[future] = min(clock[use], following) - MARGIN * work
         return latest
 
@@ -229,7 +236,7 @@ class _Placement:
         bucket = bucket_of(bsym)
         group = bucket.plan.group
         start = max(self.now, self.link_is_free.get(group, 0.0))
-        self.link_is_free[group] = done = start + _seconds(bsym)
+        self.link_is_free[group] = done = start + link_seconds(bsym)
         self.inflight[bucket.plan] += bucket.bytes
         obstacle = self.obstacle.get(bsym.output.name)
         self._emit(bsym, "issued here: " + (f"not earlier, as {obstacle}" if obstacle else why))
@@ -237,6 +244,9 @@ class _Placement:
 
     def _wait(self, wait: BoundSymbol, why: str) -> None:
         """Waits for a collective, and before that for what must have been issued or waited for before it."""
+        if is_offload(wait):
+            self._wait_for_copy(wait, why)
+            return
         future, bucket = wait.args[0].name, bucket_of(wait)
         if is_gather(wait):
             while future not in self.available:
@@ -249,37 +259,46 @@ class _Placement:
             self.idles |= held_back and flight.done > self.now
         else:
             while future not in self.available:
-                self._make_room(bucket_of(self.ready[0]))
-                self.reducing.append(self._issue(self.ready.popleft(), COMPLETE))
+                if self.ready:
+                    self._make_room(bucket_of(self.ready[0]))
+                    self.reducing.append(self._issue(self.ready.popleft(), COMPLETE))
+                else:  # its own inputs are being reduced
+                    self._wait(self.wait_for[self.reducing[0].issue.output.name], "what is reduced next needs it")
             flight = next(f for f in self.reducing if f.issue.output.name == future)
             self.reducing.remove(flight)
         idle, self.now = max(0.0, flight.done - self.now), max(self.now, flight.done)
         self.inflight[bucket.plan] -= bucket.bytes
         self._emit(wait, f"waited for here: {why}" + (f"; compute is idle for {idle * 1e3:.3g} ms" if idle else ""))
 
+    def _wait_for_copy(self, wait: BoundSymbol, why: str) -> None:
+        for grad in self.offload_of[wait.args[0].name].flat_proxy_args:
+            if grad.name not in self.available:
+                self._wait(self.wait_of[grad.name], "it is to be copied to the host")
+        self._emit(wait, f"waited for here: {why}")
+
     def _wait_for_all(self) -> None:
-        """What is still under way at the end: gathers whose values are returned, and reduces."""
+        """What is still under way at the end: gathers whose values are returned, reduces, and copies to the host."""
         for future in self.order:
             if self.wait_for[future].flat_proxy_outs[0].name not in self.available:
                 self._wait(self.wait_for[future], "it is returned")
         while self.ready or self.reducing:
             self._issue_reduces()
             self._wait(self.wait_for[self.reducing[0].issue.output.name], "the trace ends")
+        for wait in dict.fromkeys(self.wait_of.values()):
+            if is_offload(wait) and wait.flat_proxy_outs[0].name not in self.available:
+                self._wait(wait, "the trace ends")
 
     def _emit(self, bsym: BoundSymbol, why: str = "") -> None:
         self.result.append(bsym.from_bsym(header=why) if why else bsym)
         for o in bsym.flat_proxy_outs:
             self.available.add(o.name)
             self.ready.extend(self.pending.ready(o.name))
-
-
-def _seconds(issue: BoundSymbol) -> float:
-    bucket = bucket_of(issue)
-    return bucket.plan.cost.collective_seconds(bucket)
+        for copy in [b for o in bsym.flat_proxy_outs for b in self.offloads.ready(o.name)]:
+            self._emit(copy, "issued here: its gradients are reduced")
 
 
 class _Pending:
-    """Collectives that wait for their inputs to be computed."""
+    """Collectives and copies that wait for their inputs to be computed."""
 
     def __init__(self, lines: list[BoundSymbol]) -> None:
         self.missing = {id(b): {a.name for a in b.flat_proxy_args} for b in lines}

@@ -1,8 +1,8 @@
 """Pass 1: parameters enter the trace as shards.
 
-The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape and dtype, in
-the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of the
-computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.origins`):
+The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape, device and
+dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of
+the computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.origins`):
 :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
@@ -16,6 +16,7 @@ from passes.plan import Enlisted
 
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
+from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
@@ -51,16 +52,18 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
     parameter = enlisted.get(proxy)
     assert parameter is not None
     trace.names.discard(proxy.name)
+    device = proxy.device if parameter.plan.host is None else cpu
     with tracectx(trace):
-        return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype)
+        return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype, device=device)
 
 
 def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
-    """A check of a parameter's metadata, against the shard's shape and dtype."""
+    """A check of a parameter's metadata, against the shard's shape, device and dtype."""
     if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
         return bsym
-    proxy, _, device, _, requires_grad = bsym.args
-    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), device, to_torch_dtype(proxy.dtype), requires_grad))
+    proxy, _, _, _, requires_grad = bsym.args
+    dtype = to_torch_dtype(proxy.dtype)
+    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), proxy.device.device_str(), dtype, requires_grad))
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:

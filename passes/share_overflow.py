@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from passes.collectives import symbol
-from passes.recognise import bucket_of, is_backward, is_gather, is_return, is_wait, names
+from passes.recognise import bucket_of, ends, is_backward, is_gather, is_return, names
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ def share_overflow(trace: TraceCtx) -> TraceCtx:
     grads: list[TensorProxy] = []
     groups: list[Any] = []
     for bsym in trace.bound_symbols:
-        if is_wait(bsym) and not is_gather(bsym):
+        if ends(bsym) and not is_gather(bsym):
             bucket = bucket_of(bsym)
             if dtypes.float16 in (bucket.dtype, bucket.plan.param_dtype):
                 grads += [g for g in bsym.flat_proxy_outs if g.name in returned]
-                groups.append(bucket.plan.everyone)
+                host = bucket.plan.host
+                groups.append((bucket.plan.everyone, host.device if host is not None else None))
     if not grads:
         return trace
     new = from_trace(trace)
@@ -48,10 +49,11 @@ def _add_nan_if_any(grads: tuple[torch.Tensor, ...], ranks: Any) -> None:
     mine = [g for g in grads if g.numel()]
     # 0 * inf and 0 * NaN are NaN, which a sum keeps; a maximum of some backends does not
     flag = torch.stack(torch._foreach_norm(mine, float("inf"))).sum().float() * 0 if mine else torch.zeros(())
-    flag = flag.reshape(1).to(grads[0].device)
-    dist.all_reduce(flag, group=ranks.obj)
+    group, device = ranks.obj
+    flag = flag.reshape(1).to(device or grads[0].device)
+    dist.all_reduce(flag, group=group)
     if mine:
-        mine[0].view(-1)[:1].add_(flag)
+        mine[0].view(-1)[:1].add_(flag.to(mine[0].device))
 
 
 _share_overflow = symbol("share_overflow", lambda grads, ranks: None, _add_nan_if_any, tags=[OpTags.DONT_DCE])

@@ -8,7 +8,8 @@
    have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
 4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
    computed from parameters alone should not be either: that is a warning.
-5. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
+5. Where parameters are at rest in host memory, each gradient that is reduced is copied there, once.
+6. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
    Thunder finds that no more is saved by it.)
 
 That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
@@ -25,14 +26,16 @@ from typing import NoReturn
 
 from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
 from passes.recognise import (
+    begins,
     bucket_of,
+    ends,
     is_backward,
     is_collective,
     is_deletion,
     is_gather,
     is_issue,
+    is_offload,
     is_return,
-    is_wait,
     names,
     parameter_aliases,
     unsharded_values,
@@ -59,6 +62,7 @@ def verify(trace: TraceCtx) -> None:
     values = unsharded_values(trace)
     _verify_live_buckets(lines, values)
     _verify_inflight(lines)
+    _verify_offloads(lines)
     _verify_saved(trace, values)
     _verify_recomputed(trace)
 
@@ -91,9 +95,9 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
     issued: dict[str, int] = {}
     waited: set[str] = set()
     for i, bsym in enumerate(lines):
-        if is_issue(bsym):
+        if begins(bsym):
             issued[bsym.output.name] = i
-        elif is_wait(bsym):
+        elif ends(bsym):
             future = bsym.args[0].name
             if future in waited:
                 _fail(lines, i, f"future {future} is waited for twice")
@@ -151,10 +155,22 @@ def _verify_inflight(lines: list[BoundSymbol]) -> None:
             _fail(lines, i, f"{inflight[bucket.plan]} bytes are in flight with bucket {bucket.label}, {most}")
 
 
+def _verify_offloads(lines: list[BoundSymbol]) -> None:
+    copied = Counter(m.parameter for b in lines if begins(b) and is_offload(b) for m in bucket_of(b).members)
+    for i, bsym in enumerate(lines):
+        bucket = bucket_of(bsym) if is_issue(bsym) and not is_gather(bsym) else None
+        if bucket is None or bucket.plan.host is None:
+            continue
+        for m in bucket.members:
+            if copied[m.parameter] != 1:
+                times = f"{copied[m.parameter]} times, not once"
+                _fail(lines, i, f"the gradient of {m.parameter.name} is copied to the host {times}")
+
+
 def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
     """At each line, for each plan: live buckets <= those that compute around it needs to have at once + prefetch."""
     first, last = _needs(lines, values)
-    compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_deletion(b)]
+    compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_offload(b) and not is_deletion(b)]
     starts, ends = _by_plan(first), _by_plan(last)
     for i, live in _live_buckets(lines, values):
         # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use

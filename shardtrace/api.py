@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from passes.cost import CostModel
+from passes.offload import HostMemory
 from passes.plan import Placement
 from shardtrace.consensus import RankMismatchError, compare
 from shardtrace.costs import load_cost_model
@@ -36,7 +37,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -57,6 +58,7 @@ def fsdp(
     prefetch: int | None = None,
     max_inflight_bytes: int | None = None,
     activation_checkpointing: Checkpointed = None,
+    offload_policy: OffloadPolicy | None = None,
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
     check_steps: bool | None = None,
@@ -104,6 +106,10 @@ def fsdp(
             their class (or several), a predicate on ``(module)`` or ``(name, module)``, or n for every n-th repeated
             block (True: each). A ZeRO-3 bucket is still gathered once in backward, before its block is computed. Random
             numbers are not drawn again: of a dropout the mask is saved, one byte for each element.
+        offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and so the optimizer's state in host
+            memory, which is page-locked (``pin_memory``) to be copied beside compute: shards when they are gathered,
+            gradients when they are reduced. What a strategy replicates stays on the device. A world of one gathers,
+            too: with "zero3" no more than ``prefetch + 1`` buckets are on the device. On the CPU it changes nothing.
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
@@ -139,20 +145,25 @@ def fsdp(
         timeout,
         accumulation_dtype,
         _check_steps_of_environment() if check_steps is None else check_steps,
+        _parse_offload(offload_policy),
     )
     exclude = {id(entry.shard) for state in states_in(model) for entry in state.entries}
     blocks = repeated_blocks(model) if wrap is None else chosen_blocks(model, wrap)
     checkpointed = checkpointed_blocks(model, activation_checkpointing)
     found = places(model, exclude, blocks)
     strategies = assign(options.rules, [p.name for p in found])
-    target = resolve_device(device, found[0].parameter.device if found else None)
+    current = found[0].parameter.device if found else None
+    if device is None and options.offload is not None and torch.accelerator.is_available():
+        current = None  # a model that is to live in host memory may be there already
+    target = resolve_device(device, current)
+    host = host_memory(options.offload, target)
     groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(groups.everyone)[0]
 
     _agree(model, found, options, broadcast_from, param_init_fn, cost_model, list(checkpointed), groups.everyone)
     cost = cost_model or load_cost_model(target, groups.everyone)
-    homes = _homes(found, strategies, groups, options.evenness)
+    homes = _homes(found, strategies, groups, options.evenness, host)
     dtypes = [p.parameter.dtype for p in found]
     stand_ins = [_stand_in(p.parameter, target, options.precision) for p in found]
     _shard_parameters(model, found, homes, groups.everyone, target, broadcast_from, param_init_fn)
@@ -171,7 +182,7 @@ def fsdp(
             tuple(p.owners),
         )
         for p, s, dtype in zip(found, stand_ins, dtypes, strict=True)
-        if s.numel() and (groups.everyone.size() > 1 or options.precision is not None)
+        if s.numel() and (groups.everyone.size() > 1 or options.precision is not None or host is not None)
     )
     tell_others_of_failure(groups.everyone)
     attach(model, ShardedState(type(model).__name__, groups, options, entries, cost), checkpointed.values())
@@ -198,9 +209,13 @@ def ddp(model: M, **options: Any) -> M:
 
 
 def _homes(
-    found: list[Place], strategies: dict[str, ShardingStrategy], groups: Groups, evenness: float
+    found: list[Place],
+    strategies: dict[str, ShardingStrategy],
+    groups: Groups,
+    evenness: float,
+    host: HostMemory | None,
 ) -> dict[str, Home]:
-    """Where each parameter is at rest. Where there is one rank to shard over, that is DDP."""
+    """Where each parameter is at rest. Where there is one rank to shard over, that is DDP; with ``host`` one shard."""
     owned = [
         Owned(p.name, p.layer, p.parameter.numel() * p.parameter.element_size())
         for p in found
@@ -209,13 +224,30 @@ def _homes(
     owners = assign_owners(owned, groups.everyone.size(), evenness)
     homes = {}
     for p in found:
-        strategy, group = strategies[p.name], groups.everyone
-        if strategy.is_hybrid and groups.inner.size() > 1:
-            group = groups.inner
-        alone = group.size() == 1 or (strategy.is_hybrid and groups.inner.size() == 1)
-        placement = Placement.REPLICATE if alone else strategy.placement
-        homes[p.name] = Home(placement, group, owners.get(p.name, 0))
+        strategy = strategies[p.name]
+        group = groups.inner if strategy.is_hybrid else groups.everyone
+        placement, alone = strategy.placement, group.size() == 1
+        if placement is Placement.REPLICATE or not p.parameter.numel():
+            homes[p.name] = Home(placement, group)
+        elif alone and host is None:
+            homes[p.name] = Home(Placement.REPLICATE, groups.everyone)
+        else:
+            homes[p.name] = Home(Placement.SHARD if alone else placement, group, owners.get(p.name, 0), host)
     return homes
+
+
+def host_memory(policy: CPUOffloadPolicy | None, device: torch.device) -> HostMemory | None:
+    """Where parameters are at rest that are computed with on ``device``; None: there."""
+    return None if policy is None or device.type == "cpu" else HostMemory(device, pinned=policy.pin_memory)
+
+
+def _parse_offload(policy: Any) -> CPUOffloadPolicy | None:
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            "offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(), or None, "
+            f"not {policy if isinstance(policy, bool) else type(policy).__name__}"
+        )
+    return policy if isinstance(policy, CPUOffloadPolicy) else None
 
 
 def _parse_evenness(value: Any) -> float:
@@ -318,7 +350,9 @@ def _shard_parameters(
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
         whole, name = broadcast(values.to(device), broadcast_from, group), names[id(parameter)]
-        set_data(parameter, shard(whole, homes[name]), name)
+        home = homes[name]
+        kept = shard(whole, home)
+        set_data(parameter, kept if home.host is None else kept.cpu(), name)
         sharded.add(id(parameter))
 
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
 from passes.cost import CostModel, Device, Link, default_cost_model
+from passes.offload import HostMemory
 from passes.plan import Bucket, Member, Plan, ShardedParameter
 from shardtrace.costs import Key, backend_of, cost_model_key, of_first_rank, write_cost_model
 from shardtrace.mesh import is_alone, resolve_device, resolve_group, transport
@@ -119,7 +120,14 @@ def _measure_device(device: torch.device, effort: Effort, report: Progress) -> D
         report("overhead")
         return seconds / lines
 
-    return Device(product(torch.float32), product(torch.bfloat16), memory(), overhead())
+    def host() -> float:
+        on_host = HostMemory(device).keep(torch.ones(effort.elements // 8))
+        there = torch.empty_like(on_host, device=device)
+        seconds = _median_seconds(lambda: there.copy_(on_host, non_blocking=True), device, effort.seconds)
+        report("host memory")
+        return on_host.nbytes / seconds
+
+    return Device(product(torch.float32), product(torch.bfloat16), memory(), overhead(), host())
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
@@ -201,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = resolve_group(None, device) if launched or dist.is_initialized() else None
     is_first = group is None or dist.get_rank(group) == 0
     effort = EFFORTS.get(device.type, EFFORTS["cuda"])
-    steps = 4 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
+    steps = 5 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
     model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
     status = 0
     if is_first:
@@ -250,6 +258,7 @@ DEVICE_UNITS = (
     ("bf16 products", 1e-9, "GFLOP/s"),
     ("memory", 1e-9, "GB/s"),
     ("overhead of a line", 1e6, "us"),
+    ("from host memory", 1e-9, "GB/s"),
 )
 LINK_UNITS = (("bandwidth", 1e-9, "GB/s"), ("latency", 1e6, "us"))
 

@@ -49,7 +49,7 @@ def clip_grad_norm_(
     grads = [p.grad for p in params if p.grad is not None and p.numel() and _counts_here(p, group)]
     norm = torch.nn.utils.get_total_norm(grads, norm_type, False, foreach)
     if group is not None and not is_alone(group):
-        norm = _over_ranks(norm.to(params[0].device), norm_type, group)
+        norm = _over_ranks(norm.to(_device(params)), norm_type, group)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
@@ -84,6 +84,11 @@ def _counts_here(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bo
         replicas = link.state.groups.outer if link.entry.home.group is not link.state.group else None
         return replicas is None or replicas.rank() == 0
     return group is None or group.rank() == 0
+
+
+def _device(params: list[torch.Tensor]) -> torch.device:
+    """One whose tensors the group can carry: where a model computes, not where its shards are at rest."""
+    return next((link.entry.device for p in params if (link := link_of(p)) is not None), params[0].device)
 
 
 def _over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The shards of a bucket lie one after the other in memory, so that a gather sends them without packing."""
+"""The shards of a bucket lie one after the other in memory, so that a gather sends them without packing, and in memory
+that can be copied beside compute."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> Non
     The buckets are those of a model that uses its parameters in the order in which it holds them. Where a trace's are
     others, or a parameter got other memory since, the gather packs them.
     """
+    shards = list(shards)
+    for shard, parameter in shards:
+        if parameter.plan.placement is Placement.OWNER and parameter.plan.host is not None:
+            replace_data(shard, parameter.plan.host.keep(shard.detach()))
     shards = [(shard, parameter) for shard, parameter in shards if parameter.plan.placement is Placement.SHARD]
     uses = [
         Use(Member(parameter, shard.requires_grad), dtypes.to_dtype(shard.dtype), str(shard.device))
@@ -27,8 +32,10 @@ def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> Non
     held = {parameter: shard for shard, parameter in shards}
     for group in group_uses(uses):
         members = [held[u.parameter] for u in group.uses]
-        if len(members) == 1:
+        host = group.uses[0].parameter.plan.host
+        if len(members) == 1 and host is None:
             continue
         flat = torch.cat([m.detach().reshape(-1) for m in members])
+        flat = flat if host is None else host.keep(flat)
         for m, piece in zip(members, flat.split([m.numel() for m in members]), strict=True):
             replace_data(m, piece.view(m.shape))

@@ -30,7 +30,8 @@ def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], di
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
     """The state dict of the unsharded model: equal, key by key, to the single-process ``state_dict()``.
 
-    A collective: every rank of the model's group must call it. Parameters are gathered one at a time.
+    A collective: every rank of the model's group must call it. Parameters are gathered one at a time, and stay on the
+    device where their shards are.
 
     Args:
         model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
@@ -47,7 +48,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
             if id(value) not in whole:
                 entry = entries.get(id(value))
                 full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
-                whole[id(value)] = (full.cpu() if cpu else full) if keep else torch.empty(0)
+                full = full.cpu() if cpu else full.to(value.device)
+                whole[id(value)] = full if keep else torch.empty(0)
             value = whole[id(value)]
         if keep:
             result[key] = value
@@ -113,7 +115,8 @@ def load_full_state_dict(
             if broadcast_from is None:
                 values = state_dict[key]
             else:
-                values = target.new_empty(shapes[key])
+                device = entries[id(target)].device if id(target) in entries else target.device
+                values = target.new_empty(shapes[key], device=device)
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from passes.compat import all_gather_single
+from passes.offload import HostMemory
 from passes.plan import Placement, Shape, shard_shape
 
 import torch
@@ -14,22 +15,24 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a parameter is at rest: how, over the ranks of which group, and with OWNER the group's rank that has it."""
+    """Where a parameter is at rest: how, over the ranks of which group, with OWNER the group's rank that has it, and
+    whether in host memory."""
 
     placement: Placement
     group: dist.ProcessGroup
     owner: int = 0
+    host: HostMemory | None = None
 
 
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
-    """What this rank keeps of ``full``, in memory of its own.
+    """What this rank keeps of ``full``, in memory of its own on the same device.
 
     SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``; a 0-dim tensor counts as shape
     ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. What is kept whole by a rank, as is a tensor
     without elements, is returned as it is.
     """
     source, group = full.detach(), home.group
-    if source.numel() == 0 or group.size() == 1 or home.placement is Placement.REPLICATE:
+    if source.numel() == 0 or home.placement is Placement.REPLICATE:
         return source
     if home.placement is Placement.OWNER:
         return source if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
@@ -42,15 +45,19 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
 
 
 def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
-    """The inverse of :func:`shard`, as a new tensor: a collective of ``home.group``, unless that is replicated."""
+    """The inverse of :func:`shard`, as a new tensor on the device that computes: a collective of ``home.group``, unless
+    that is replicated."""
     group = home.group
-    if group.size() == 1 or home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
-        return shard.detach().clone()
+    shard = shard.detach() if home.host is None else shard.detach().to(home.host.device)
+    if home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
+        return shard.clone()
+    if group.size() == 1:
+        return shard.clone().view(full_shape)
     if home.placement is Placement.OWNER:
-        full = shard.detach().clone() if group.rank() == home.owner else shard.new_empty(full_shape)
-        dist.broadcast(full.detach(), group=group, group_src=home.owner)
+        full = shard.clone() if group.rank() == home.owner else shard.new_empty(full_shape)
+        dist.broadcast(full, group=group, group_src=home.owner)
         return full
-    mine = shard.detach().contiguous()
+    mine = shard.contiguous()
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
     all_gather_single(padded, mine, group=group)
     full = padded[: full_shape[0]] if full_shape else padded[0]

@@ -25,7 +25,7 @@ from thunder.core.dtypes import to_dtype
 from thunder.core.module import ThunderModule
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 # Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
@@ -47,6 +47,7 @@ class Options:
     timeout: float
     accumulation_dtype: torch.dtype | None
     check_steps: bool | None
+    offload: CPUOffloadPolicy | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,17 @@ class Entry:
     stand_in: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is computed with."""
+        device: torch.device = self.stand_in._thunder_device  # type: ignore[attr-defined]
+        return device
+
+    @property
+    def rest_device(self) -> torch.device:
+        """Where its shard is."""
+        return self.device if self.home.host is None else torch.device("cpu")
+
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the parameter was replaced, re-typed, moved or resized since it was sharded."""
         for module, attribute in self.owners:
@@ -77,11 +89,9 @@ class Entry:
                     f"parameter {self.name!r} was replaced after fsdp(): change its values in place "
                     "(for example in shardtrace.full_params), or replace it before fsdp()"
                 )
-        expected = self.stand_in
-        device: torch.device = expected._thunder_device  # type: ignore[attr-defined]
         for what, now, then in (
             ("dtype", self.shard.dtype, self.dtype),
-            ("device", self.shard.device, device),
+            ("device", self.shard.device, self.rest_device),
             ("shape of the shard", tuple(self.shard.shape), self.shard_shape),
         ):
             if now != then:
@@ -129,7 +139,7 @@ class ShardedState:
     def _plan(self, strategy: ShardingStrategy) -> Plan:
         entries = [e for e in self.entries if e.strategy is strategy]
         home = entries[0].home
-        devices = {e.stand_in._thunder_device.type for e in entries}  # type: ignore[attr-defined]
+        devices = {e.device.type for e in entries}
         precision = self.options.precision
         common: dict[str, Any] = {
             "model": self.model_name,
@@ -158,6 +168,7 @@ class ShardedState:
         return over(
             home.group,
             home.placement,
+            host=home.host,
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
             outer=over(outer, Placement.REPLICATE, regather=False) if outer is not None and outer.size() > 1 else None,
             param_dtype=to_dtype(precision.param_dtype) if precision and precision.param_dtype else None,
@@ -173,7 +184,7 @@ class ShardedState:
         entries = []
         for e in self.entries:
             stand_in = copy.deepcopy(e.stand_in, memo)
-            stand_in._thunder_device = e.stand_in._thunder_device  # type: ignore[attr-defined]
+            stand_in._thunder_device = e.device  # type: ignore[attr-defined]
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
         new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]

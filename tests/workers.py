@@ -518,11 +518,11 @@ class Weighted(torch.nn.Module):
         return (self.last(torch.tanh(self.first(x))) * factors).sum()
 
 
-def overflow_on_one_rank(strategy: str) -> None:
+def overflow_on_one_rank(strategy: str, **options: Any) -> None:
     """fp16 with PyTorch's GradScaler: the gradient of one row overflows, which one rank has; no rank takes the step."""
     torch.manual_seed(0)
     model = Weighted()
-    cmodel = thunder.jit(shardtrace.fsdp(model, sharding_strategy=strategy, mp_policy="fp16"))
+    cmodel = thunder.jit(shardtrace.fsdp(model, sharding_strategy=strategy, mp_policy="fp16", **options))
     optimizer = torch.optim.SGD(cmodel.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
 

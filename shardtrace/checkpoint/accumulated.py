@@ -26,7 +26,7 @@ def set_accumulated(model: ModelState, values: Mapping[str, torch.Tensor]) -> No
         state.sums.clear()
     for name, sums, parameter in _parameters(model):
         if name in values:
-            sums.by_parameter[parameter] = values[name].to(model.slots[name].local.device)
+            sums.by_parameter[parameter] = values[name].to(model.device)
             sums.used, sums.reducing = True, False
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
 from shardtrace.inspector.modules import Name
 from shardtrace.inspector.record import Phase, Record
-from shardtrace.inspector.timeline import stacked
+from shardtrace.inspector.timeline import HOST, stacked
 from shardtrace.inspector.units import duration, size
 
 
@@ -32,9 +32,7 @@ def draw_timeline(record: Record) -> str:
     if not end:
         return ""
     lanes = [_phases(record, end), _axis(record, end), _bars("compute", "compute", [list(_compute(record))], end)]
-    links = sorted({span.link for phase in record.phases for span in phase.timeline.spans})
-    for link in links:
-        name = "network" if len(links) == 1 else f"network {link}"
+    for link, name in enumerate(_links(record)):
         lanes.append(_bars(name, "network", stacked(_collectives(record, link)), end))
     held = stacked(_held(record))
     if held:
@@ -45,6 +43,14 @@ def draw_timeline(record: Record) -> str:
         f'<div class="gutter">{names}</div>'
         f'<div class="scroller"><div class="track" data-end="{end!r}">{"".join(map(str, lanes))}</div></div>'
     )
+
+
+def _links(record: Record) -> list[str]:
+    links = record.phases[-1].timeline.links
+    networks = len(links) - links.count(HOST)
+    return [
+        "to host" if name == HOST else "network" if networks == 1 else f"network {i}" for i, name in enumerate(links)
+    ]
 
 
 def legend(record: Record) -> str:

@@ -101,7 +101,7 @@ class Inspection:
         ``to_pandas()``."""
         rows = Rows[CollectiveRow]()
         for phase in self.record.phases:
-            spans = {span.issue: span for span in phase.timeline.spans}
+            spans = {span.issue: span for span in phase.timeline.spans if span.kind != "offload"}
             for c, issue in zip(phase.collectives, sorted(spans), strict=True):
                 s = spans[issue]
                 when = (s.issue, s.wait, s.start, s.stop, s.exposed, self.times)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from passes.origins import origin_of
 from passes.plan import Bucket
-from passes.recognise import is_collective, is_deletion, is_return, is_unpack
+from passes.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -110,7 +110,7 @@ def assign_modules(
 
 
 def _computes(bsym: BoundSymbol) -> bool:
-    return not (is_collective(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
+    return not (is_collective(bsym) or is_offload(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
 
 
 def _by_origin(bsym: BoundSymbol, origins: Mapping[str, Name]) -> Name | None:

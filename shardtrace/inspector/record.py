@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from passes.cost import CostModel, default_cost_model
 from passes.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.plan import Bucket, Plan
-from passes.recognise import bucket_of, is_collective, is_issue
+from passes.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.traffic import Collective, collectives
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
@@ -110,6 +110,7 @@ class Setup(NamedTuple):
     prefetch: int
     max_inflight_bytes: int | None
     cost: CostModel
+    offloads: bool = False  # shards are at rest in host memory
 
 
 class Record(NamedTuple):
@@ -236,7 +237,7 @@ def _phase(
         tuple(memory.buffers),
         tuple(collectives(trace)),
         tuple(modules),
-        tuple(bucket_of(b).label if is_collective(b) else "" for b in lines),
+        tuple(bucket_of(b).label if is_collective(b) or is_offload(b) else "" for b in lines),
         tuple(b.header if isinstance(b.header, str) else " ".join(b.header) for b in lines),
     )
 
@@ -297,7 +298,8 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
     ranks, rank = (
         (plan.everyone.size(), plan.everyone.rank()) if plan.everyone is not None else (plan.world_size, plan.rank)
     )
-    return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost)
+    limits, offloads = (plan.prefetch, plan.max_inflight_bytes), plan.host is not None
+    return Setup(plan.model, strategy, ranks, rank, bucketing, *limits, plan.cost, offloads)
 
 
 def _device(traces: Sequence[TraceCtx]) -> str:

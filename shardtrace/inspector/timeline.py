@@ -5,23 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from passes.cost import CostModel
-from passes.recognise import bucket_of, is_gather, is_issue, is_wait
+from passes.offload import HostMemory
+from passes.recognise import begins, bucket_of, ends, is_gather, is_offload, link_seconds
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+HOST = "host"  # the name of the link that carries copies to it
+
 
 class Span(NamedTuple):
-    """A collective on its link, in seconds since the step began. ``issue`` and ``wait`` are lines of its trace.
+    """A collective, or a copy to the host, on its link, in seconds since the step began. ``issue`` and ``wait`` are
+    lines of its trace.
 
     For ``exposed`` seconds before ``wait`` returns compute has nothing else to do. A measured one lasts from its issue
     to the end of its wait: when it arrived in between, nothing tells.
     """
 
-    kind: str  # "all_gather", "reduce_scatter", ...
+    kind: str  # "all_gather", "reduce_scatter", "offload", ...
     gathers: bool  # parameters; else it reduces gradients
     bucket: str
     link: int
@@ -30,7 +34,7 @@ class Span(NamedTuple):
     issue: int
     wait: int
     exposed: float
-    bytes: int  # of the unsharded bucket
+    bytes: int  # of the unsharded bucket; of a copy, what it moves
     sent: int  # of them by each rank, which receives as many
 
 
@@ -74,12 +78,12 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
-        if is_issue(bsym):
-            bucket = bucket_of(bsym)
-            start = max(now, is_free.get(bucket.plan.group, 0.0))
-            is_free[bucket.plan.group] = stop = start + bucket.plan.cost.collective_seconds(bucket)
+        if begins(bsym):
+            link = _link(bsym)
+            start = max(now, is_free.get(link, 0.0))
+            is_free[link] = stop = start + link_seconds(bsym)
             under_way[bsym.output.name] = links.span(bsym, i, start, stop)
-        elif is_wait(bsym):
+        elif ends(bsym):
             span = under_way.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop)
@@ -92,31 +96,42 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
-        if is_issue(bsym):
+        if begins(bsym):
             under_way[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
-        elif is_wait(bsym):
+        elif ends(bsym):
             span = under_way.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 
+def _link(start: BoundSymbol) -> object:
+    """What carries it: the process group, or the bus to the host."""
+    plan = bucket_of(start).plan
+    return plan.host if is_offload(start) else plan.group
+
+
 class _Links:
-    """The groups of a step's collectives, numbered in the order in which they come."""
+    """The groups of a step's collectives, and the bus to the host, numbered in the order in which they come."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
 
     def span(self, issue: BoundSymbol, line: int, start: float, stop: float) -> Span:
-        bucket = bucket_of(issue)
-        link, ranks = self._numbers.setdefault(bucket.plan.group, len(self._numbers)), bucket.plan.world_size
-        sent = bucket.trips * bucket.bytes * (ranks - 1) // ranks
-        where = (bucket.label, link, start, stop, line, line, 0.0)
-        return Span(issue.sym.name, is_gather(issue), *where, bucket.bytes, sent)
+        bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
+        link = self._numbers.setdefault(_link(issue), len(self._numbers))
+        size, sent = bucket.bytes, bucket.trips * bucket.bytes * (ranks - 1) // ranks
+        if is_offload(issue):
+            size, sent = bucket.numel * bucket.rest_dtype.bytes, 0
+        return Span(issue.sym.name, is_gather(issue), bucket.label, link, start, stop, line, line, 0.0, size, sent)
 
     @property
     def names(self) -> list[str]:
         numbers = self._numbers.items()
-        return [f"{group.size()} ranks" if hasattr(group, "size") else f"link {i}" for group, i in numbers]
+        return [HOST if isinstance(link, HostMemory) else self._name(link, i) for link, i in numbers]
+
+    @staticmethod
+    def _name(group: Any, number: int) -> str:
+        return f"{group.size()} ranks" if hasattr(group, "size") else f"link {number}"
 
 
 class Interval(Protocol):

@@ -1,0 +1,106 @@
+"""Host memory on machines without an accelerator: copies that take their time, and traces for a device that is not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from passes.offload import HostMemory, Sent
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class SlowHost(HostMemory):
+    """Beside the CPU, as beside a device with streams: until a copy is waited for there is NaN in its place.
+
+    Copies to the device are late if ``loads_late``, for a world of one and buckets whose shards lie side by side: what
+    follows them on their stream, a collective or a concatenation, would wait for them, and the CPU has no streams.
+    """
+
+    def __init__(self, *, loads_late: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self.loads = self.sends = 0
+        self._loads_late = loads_late
+        self._last: _Copy | None = None
+
+    def load(self, kept: torch.Tensor) -> torch.Tensor:
+        self.loads += 1
+        if not self._loads_late:
+            return kept.clone()
+        copy, self._last = _copy_late(kept)
+        return copy
+
+    def mark(self) -> Any:
+        return self._last or super().mark()
+
+    def send(self, values: torch.Tensor) -> Sent:
+        self.sends += 1
+        return Sent(*_copy_late(values))
+
+
+class _Copy(threading.Thread):
+    def wait(self) -> None:
+        self.join()
+
+    synchronize = wait
+
+
+def _copy_late(values: torch.Tensor) -> tuple[torch.Tensor, _Copy]:
+    copy, values = torch.full_like(values, float("nan")), values.clone()
+
+    def run() -> None:
+        time.sleep(0.01)
+        copy.copy_(values)
+
+    thread = _Copy(target=run)
+    thread.start()
+    return copy, thread
+
+
+@contextmanager
+def slow_host(*, loads_late: bool = False, direct: bool = False) -> Iterator[None]:
+    """Inside, ``offload_policy`` counts on the CPU too. Ranks call collectives as those of devices do, or ``direct``."""
+    from shardtrace import api, state
+    from shardtrace.mesh import Transport
+
+    def host(policy: Any, device: torch.device) -> SlowHost | None:
+        return SlowHost(loads_late=loads_late) if policy else None
+
+    with (
+        mock.patch.object(api, "host_memory", host),
+        mock.patch.object(state, "transport", return_value=Transport(direct=direct, averages=False)),
+    ):
+        yield
+
+
+class _NoStreams(HostMemory):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
+        self.device = device
+
+
+@contextmanager
+def absent_cuda() -> Iterator[None]:
+    """Inside, ``fsdp(model, device="cuda:0", offload_policy=...)`` compiles for a device that is not there. Shards are on
+    the CPU, where they are to be."""
+    from shardtrace import api
+
+    def shard_on_cpu(model: Any, found: Any, homes: Any, group: Any, device: Any, *others: Any) -> None:
+        shard(model, found, homes, group, torch.device("cpu"), *others)
+
+    shard = api._shard_parameters
+    with (
+        mock.patch.object(api, "host_memory", lambda policy, device: _NoStreams(device) if policy else None),
+        mock.patch.object(api, "_shard_parameters", shard_on_cpu),
+    ):
+        yield
+
+
+def on_absent_cuda(*shape: int) -> torch.Tensor:
+    """A tensor that says that it is on cuda:0, to compile with."""
+    return FakeTensor(FakeTensorMode(), torch.empty(shape, device="meta"), torch.device("cuda:0"))
