@@ -32,3 +32,10 @@ def test_only_in_fp16(fake_ranks, precision):
     fake_ranks(2)
     cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy="zero2", mp_policy=precision)
     assert "share_overflow" not in last_lines(cmodel)
+
+
+def test_after_gradients_that_are_reduced_twice(fake_ranks):
+    fake_ranks(4)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy="hybrid_zero3", mp_policy="fp16", mesh=mesh)
+    assert last_lines(cmodel)[-3:] == ["wait_all_reduce", "share_overflow", "python_return"]
