@@ -86,12 +86,13 @@ class Layout:
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
 
-        A bucket of one parameter needs no copy. With several, each is copied out once, so that it is contiguous: a
+        A bucket of one parameter, or of one rank, needs no copy. With several, each is copied out once, so that it is contiguous: a
         large one into memory of its own, which is free as soon as it is not used any more, small ones side by side.
         """
         places, world_size = self.places, self.world_size
-        if len(places) == 1:
-            return (rows.as_strided(places[0].full, places[0].full_strides),)
+        if len(places) == 1 or world_size == 1:
+            at = rows.storage_offset()
+            return tuple(rows.as_strided(p.full, p.full_strides, at + p.start) for p in places)
         beside = rows.new_empty(self.beside)
         columns = [
             rows.new_empty(world_size, size)

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -92,6 +93,7 @@ def fsdp(
             ``param_dtype``. Shards keep their dtype; they are cast before they are gathered, gradients are averaged
             in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the shard's. Buffers keep theirs.
         device: where shards and buffers go; default: where the model is, for a meta-device model CUDA or the CPU.
+            With ``offload_policy`` where the model computes; default: the mesh's type of device, else CUDA or the CPU.
         broadcast_from: the global rank whose parameters and buffers all ranks take over; default: each its own, where
             a strategy replicates parameters the group's first rank.
         param_init_fn: for meta-device models, called with each module that owns meta parameters or buffers once they
@@ -153,8 +155,8 @@ def fsdp(
     found = places(model, exclude, blocks)
     strategies = assign(options.rules, [p.name for p in found])
     current = found[0].parameter.device if found else None
-    if device is None and options.offload is not None and torch.accelerator.is_available():
-        current = None  # a model that is to live in host memory may be there already
+    if device is None and options.offload is not None:  # where the model is may be where it is to stay
+        device, current = mesh.device_type if isinstance(mesh, DeviceMesh) else None, None
     target = resolve_device(device, current)
     host = host_memory(options.offload, target)
     groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))

@@ -14,6 +14,7 @@ from argparse import Namespace
 import shardtrace  # before thunder: makes it importable on the newest torch
 
 import thunder
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from trainer import OPTIMIZERS, Checkpoints, add_checkpoints, arguments, start
 
@@ -29,6 +30,7 @@ def main() -> None:
             bucketing_strategy=args.bucketing_strategy,
             mp_policy=args.mp_policy,
             device=trainer.device,
+            offload_policy=CPUOffloadPolicy() if args.cpu_offload else None,
         )
         cmodel = thunder.jit(model, executors=args.executors)
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
@@ -40,6 +42,8 @@ def parse_args() -> Namespace:
     parser.set_defaults(sample_bytes=128)
     what = "Thunder's, best first, comma separated"
     parser.add_argument("--executors", type=lambda names: names.split(","), metavar="NAMES", help=what)
+    what = "keep shards, gradients and the optimizer's state in host memory (with CUDA)"
+    parser.add_argument("--cpu-offload", action="store_true", help=what)
     add_checkpoints(parser)
     return parser.parse_args()
 

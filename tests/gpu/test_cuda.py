@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from models import Zoo, tokens
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardtrace  # isort: skip  before thunder: makes it importable on the newest torch
 from passes.liveness import step_liveness
@@ -103,6 +104,47 @@ def test_one_of_many_ranks(fake_ranks, executors, strategy, world_size):
     arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *cmodel.parameters())})
     promised = step_liveness(forward, backward, persistent=idle - arguments).peak
     assert measured == pytest.approx(promised, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
+    torch.manual_seed(0)
+    expected = Zoo().cuda()
+    torch.manual_seed(0)
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy, offload_policy=policy)
+    assert {e.shard.is_pinned() for e in model._shardtrace.entries} == {pin_memory}
+    cmodel = thunder.jit(model, executors=executors)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-2) for m in (expected, cmodel)]
+    for step in range(4):  # with no wait but the step's own between writing shards and reading them
+        for m, optimizer in zip((expected, cmodel), optimizers, strict=True):
+            m(*on_cuda(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in shardtrace.full_state_dict(cmodel).items():
+        torch.testing.assert_close(value.cpu(), expected.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
+    assert {t.device.type for s in optimizers[1].state.values() for t in s.values()} == {"cpu"}
+    with pytest.raises(Exception, match=r"the device of parameter .* was cpu when fsdp\(\) sharded it and is cuda"):
+        thunder.jit(model.cuda())(*on_cuda(0))
+
+
+def test_memory_of_a_model_in_host_memory(nccl_of_one, executors):
+    x = torch.randn(16, WIDTH, device="cuda")
+    before = torch.cuda.memory_allocated()
+    model = shardtrace.fsdp(Blocks(), offload_policy=CPUOffloadPolicy())
+    assert torch.cuda.memory_allocated() == before
+    cmodel = thunder.jit(model, executors=executors)
+    for _ in range(3):
+        cmodel(x).backward()
+        model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    idle = torch.cuda.memory_allocated()
+    cmodel(x).backward()
+    torch.cuda.synchronize()
+    promised = shardtrace.memory(cmodel, persistent=idle - x.nbytes).peak
+    assert torch.cuda.max_memory_allocated() == pytest.approx(promised, rel=0.1)
 
 
 def test_a_checkpoint_of_a_gpu_is_loaded_on_it_and_on_the_cpu(nccl_of_one, tmp_path):
