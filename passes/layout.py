@@ -86,8 +86,9 @@ class Layout:
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
 
-        A bucket of one parameter, or of one rank, needs no copy. With several, each is copied out once, so that it is contiguous: a
-        large one into memory of its own, which is free as soon as it is not used any more, small ones side by side.
+        A bucket of one parameter, or of one rank, needs no copy. With several, each is copied out once, so that it is
+        contiguous: a large one into memory of its own, which is free as soon as it is not used any more, small ones
+        side by side.
         """
         places, world_size = self.places, self.world_size
         if len(places) == 1 or world_size == 1:

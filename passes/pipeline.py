@@ -167,7 +167,7 @@ class CompareRanks(Pass):
         self.compilation = compilation
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        enlisted = self.compilation.enlisted
+        start, enlisted = time.perf_counter(), self.compilation.enlisted
         models: dict[Callable[[list[str]], None] | None, list[str]] = {}
         issues = [b for b in computation_trace.bound_symbols if is_issue(b)]
         for bsym, row in zip(issues, collectives(computation_trace), strict=True):
@@ -178,6 +178,7 @@ class CompareRanks(Pass):
             if agree is not None:
                 agree(lines)
         new = meet(computation_trace, enlisted=enlisted)
+        self.seconds = time.perf_counter() - start
         if new is not computation_trace:
             self.sign(new)
         return new

@@ -131,7 +131,6 @@ class ShardedState:
             )
             for index, e in enumerate(entries)
         }
-        self.by_shard = {id(e.shard): e for e in entries}
         for e in entries:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in entries)
@@ -296,9 +295,9 @@ class Link:
         return type(None), ()
 
 
-def link_of(parameter: torch.Tensor) -> Link | None:
-    """The model and the entry of a shard; None for any other tensor."""
-    return getattr(parameter, SHARD_ATTRIBUTE, None)
+def link_of(value: Any) -> Link | None:
+    """The model and the entry of a shard; None for anything else."""
+    return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
 def state_of(module: nn.Module) -> ShardedState | None:

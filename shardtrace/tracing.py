@@ -21,7 +21,7 @@ from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.accumulation import no_sync
 from shardtrace.casts import with_casts
-from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState
+from shardtrace.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
@@ -98,11 +98,11 @@ def _compilation() -> Compilation:
 
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
     for value in proxied:
-        entry = state.by_shard.get(id(value.original_value))
-        if entry is not None:
+        link = link_of(value.original_value)
+        if link is not None and link.state is state:
             raise RuntimeError(
-                f"parameter {entry.name!r} of {state.model_name} is used outside the forward of the sharded module, "
-                "where it is this rank's shard: use it inside, or apply fsdp() to the module that uses it"
+                f"parameter {link.entry.name!r} of {state.model_name} is used outside the forward of the sharded "
+                "module, where it is this rank's shard: use it inside, or apply fsdp() to the module that uses it"
             )
 
 
