@@ -160,6 +160,11 @@ def fsdp(
     target = resolve_device(device, current)
     host = host_memory(options.offload, target)
     groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
+    if options.offload and strategies and all(s.placement is Placement.REPLICATE for s in strategies.values()):
+        raise ValueError(
+            'offload_policy keeps nothing in host memory with sharding_strategy="ddp", which replicates parameters on '
+            'the device: choose one that shards, such as "zero3"'
+        )
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(groups.everyone)[0]
 

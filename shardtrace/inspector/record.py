@@ -82,7 +82,8 @@ class Phase(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A sharded parameter: bytes of the whole on the wire, with padding, and of this rank's shard at rest.
+    """A sharded parameter: bytes of the whole on the wire, with padding, and of this rank's shard at rest, which may be
+    in host memory.
 
     Its gradient has ``reduced_bytes`` on the wire, of which ``outer_bytes`` are reduced again over replicas.
     """
@@ -97,6 +98,7 @@ class Parameter(NamedTuple):
     strategy: str
     reduced_bytes: int
     outer_bytes: int
+    on_host: bool = False
 
 
 class Setup(NamedTuple):
@@ -110,7 +112,7 @@ class Setup(NamedTuple):
     prefetch: int
     max_inflight_bytes: int | None
     cost: CostModel
-    offloads: bool = False  # shards are at rest in host memory
+    host_bytes: int = 0  # of shards at rest in host memory
 
 
 class Record(NamedTuple):
@@ -165,7 +167,8 @@ def record(
     for p in parameters:
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
-    setup, seconds = _setup(model, plan, cost, parameters), expected[-1].end if expected else 0.0
+    kept = sum(p.shard_bytes for p in parameters if p.on_host)
+    setup, seconds = _setup(model, plan, cost, parameters, kept), expected[-1].end if expected else 0.0
     steps = times.steps if times is not None else 0
     return Record(setup, stages, phases, parameters, tree, tuple(notes), seconds, steps)
 
@@ -273,6 +276,7 @@ def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
                 plan.strategy,
                 p.full_numel * reduced,
                 m.numel * reduced if plan.outer is not None else 0,
+                plan.host is not None,
             )
             found.setdefault(p.name, new)
     return tuple(found.values())
@@ -289,7 +293,7 @@ STRATEGIES = {
 }
 
 
-def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[Parameter]) -> Setup:
+def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[Parameter], kept: int) -> Setup:
     if plan is None:
         return Setup(model, "", 1, 0, "", 0, None, cost)
     strategies = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
@@ -298,8 +302,7 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
     ranks, rank = (
         (plan.everyone.size(), plan.everyone.rank()) if plan.everyone is not None else (plan.world_size, plan.rank)
     )
-    limits, offloads = (plan.prefetch, plan.max_inflight_bytes), plan.host is not None
-    return Setup(plan.model, strategy, ranks, rank, bucketing, *limits, plan.cost, offloads)
+    return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost, kept)
 
 
 def _device(traces: Sequence[TraceCtx]) -> str:

@@ -53,8 +53,8 @@ def describe(record: Record) -> str:
     limit = f"prefetch {s.prefetch}"
     if s.max_inflight_bytes is not None:
         limit += f", at most {size(s.max_inflight_bytes)} in flight"
-    if s.offloads:
-        limit += f" · {size(sum(p.shard_bytes for p in record.parameters))} of shards in host memory"
+    if s.host_bytes:
+        limit += f" · {size(s.host_bytes)} of shards in host memory"
     return (
         f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
     )

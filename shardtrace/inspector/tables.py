@@ -74,7 +74,7 @@ def _setup(record: Record) -> str:
         ("memory", f"{device.bandwidth / 1e9:g} GB/s"),
         ("each line", duration(device.overhead)),
     ]
-    if record.setup.offloads:
+    if record.setup.host_bytes:
         rows.append(("to and from host memory", f"{device.host_bandwidth / 1e9:g} GB/s"))
     note = "What predicted times rest on; <code>python -m shardtrace.calibrate</code> measures them."
     return table("Cost model", ("", ""), rows, note)

@@ -7,6 +7,7 @@ from passes.cost import CostModel, Device, Link
 from passes.recognise import bucket_of, is_offload, link_seconds
 from passes.verify import VerificationError, verify
 from shardtrace.inspector.fake import compile_only
+from shardtrace.inspector.page import render
 from shardtrace.report import memory
 
 import pytest
@@ -138,6 +139,17 @@ def test_memory_of_the_device_alone(fake_ranks):
     assert there.backward.lines[-1].gradients == 0
     assert here.backward.lines[-1].gradients == shards
     assert there.peak < here.peak
+
+
+def test_the_inspector_shows_the_copies(fake_ranks):
+    fake_ranks(2)
+    shown = shardtrace.inspect(compiled())
+    assert "432 B of shards in host memory" in str(shown)
+    assert [s.kind for s in shown.record.phases[1].timeline.spans].count("offload") == 3
+    assert len(shown.collectives) == 8  # a copy is none
+    page = render(shown.record)
+    assert page.count(">to host<") == 1
+    assert "to and from host memory" in page
 
 
 def test_a_gradient_that_is_not_copied_is_found(fake_ranks):

@@ -70,6 +70,12 @@ def test_on_the_cpu_nothing_changes(fake_ranks):
     assert traces[0] == traces[1] == traces[2]
 
 
+def test_replicas_are_not_kept_on_the_host(fake_ranks):
+    fake_ranks(2)
+    with pytest.raises(ValueError, match='keeps nothing in host memory with sharding_strategy="ddp"'):
+        shardtrace.ddp(Zoo(), offload_policy=CPUOffloadPolicy())
+
+
 @pytest.mark.parametrize("policy", [True, "cpu", CPUOffloadPolicy])
 def test_what_is_no_policy(fake_ranks, policy):
     fake_ranks(2)
