@@ -58,7 +58,20 @@ def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], 
     return run
 
 
-@_blaming
+def _sending(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], Any]:
+    """``function``, which issues a collective, counted and blaming."""
+    issue = _blaming(function)
+
+    @functools.wraps(function)
+    def run(value: Any, bucket: Bucket) -> Any:
+        if bucket.plan.progress is not None:
+            bucket.plan.progress.sent += 1
+        return issue(value, bucket)
+
+    return run
+
+
+@_sending
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     if bucket.wire is not None:
         return _issue_wire(bucket.wire, shards, bucket)
@@ -81,7 +94,7 @@ def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
 
 
-@_blaming
+@_sending
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
@@ -91,7 +104,7 @@ def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, .
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
-@_blaming
+@_sending
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return native.issue_all_reduce(grads, bucket)
 
@@ -235,3 +248,5 @@ def _call(check: ContextObject) -> None:
 check_parameters = symbol("check_parameters", lambda guard: None, _call, tags=[OpTags.DONT_DCE])
 # The first line of a forward: raises if ranks are about to run different steps.
 check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
+# Where a forward ends, and a backward begins and ends: what the next check_ranks is to know.
+note = symbol("note", lambda progress: None, _call, tags=[OpTags.DONT_DCE])

@@ -56,6 +56,27 @@ class Step:
     collectives: list[str] = field(default_factory=list)
 
 
+class Progress:
+    """Where this rank is in the steps of a model. A step that sends nothing leaves it where it was."""
+
+    def __init__(self) -> None:
+        self.phase = "start"  # or "forward", or "backward"
+        self.under_way = False  # in it, or after it
+        self.sent = 0  # its collectives that were issued
+
+    def begin(self, step: Step, phase: str) -> None:
+        if step.collectives:
+            self.phase, self.under_way, self.sent = phase, True, 0
+
+    def end(self, step: Step) -> None:
+        if step.collectives:
+            self.under_way = False
+
+    def __str__(self) -> str:
+        """ "after backward"; or "in backward, 3 collectives sent", if an exception has left it there."""
+        return f"in {self.phase}, {self.sent} collectives sent" if self.under_way else f"after {self.phase}"
+
+
 def shard_shape(full_shape: Shape, world_size: int) -> Shape:
     """The shape of each rank's (padded) shard of a parameter of shape ``full_shape``."""
     rows, *rest = full_shape or (1,)
@@ -91,6 +112,7 @@ class Plan:
         guard: called before each step; raises if it is not the one that is wanted now, or if a parameter is no longer
             the one that was sharded.
         meet: called before each step that will run; raises on every rank if ranks are about to run different ones.
+        progress: what the lines of a step note where they are.
         blame: called with an error of a collective; raises a better one if another rank is the cause.
         agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
         announce: called with an error of this rank, so that the others raise where they come to agree.
@@ -118,6 +140,7 @@ class Plan:
     averages: bool = False
     guard: Callable[[Step], None] | None = None
     meet: Callable[[Step], None] | None = None
+    progress: Progress | None = None
     blame: Callable[[Exception, str], None] | None = None
     agree: Callable[[list[str]], None] | None = None
     announce: Callable[[str], None] | None = None

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 
 from shardtrace.failure import wait_for
 from shardtrace.mesh import is_alone
 
 import torch.distributed as dist
+
+EQUAL, DIFFERENT, LATE = "equal", "different", "late"  # what ranks know at first sight
+GRACE = 10.0  # seconds for what all who have come do at once
 
 
 class RankMismatchError(RuntimeError):
@@ -25,6 +30,7 @@ def compare(
     error: str | None = None,
     hint: str = "",
     likely: bool = False,
+    here: str = "",
 ) -> None:
     """Raises :class:`RankMismatchError` on every rank unless ``lines`` is the same on all ranks of ``group``.
 
@@ -37,20 +43,23 @@ def compare(
         timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
         likely: the lines are likely to be equal, and compared by a digest first, which costs each rank a few messages
             to the store, however many ranks and lines there are.
+        here: where this rank comes from, for the message of ranks that do not come.
     """
     if is_alone(group):
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
     store, turn = _next_turn(group)
-    if _equal_at_first_sight(store, turn, group.size(), lines if likely and not error else None, timeout):
+    seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
+    if seen == EQUAL:
         return
     _say(store, turn, group, what, lines, error, hint)
+    ranks, patience = dist.get_process_group_ranks(group), GRACE if seen == LATE else timeout
     if dist.get_rank(group) == 0:
-        store.set(f"{turn}/verdict", _verdict(store, turn, what, dist.get_process_group_ranks(group), timeout))
-    if not wait_for(store, f"{turn}/verdict", timeout + 10):  # the first rank gives up a little earlier
-        first = dist.get_process_group_ranks(group)[0]
-        raise RankMismatchError(f"rank {first} did not come to compare {what} within {timeout + 10:g} s")
+        verdict = _verdict(store, turn, ranks, patience, partial(_did_not_come, what=what, timeout=timeout, here=here))
+        store.set(f"{turn}/verdict", verdict)
+    if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
+        raise RankMismatchError(_did_not_come(ranks[:1], what, timeout, here))
     verdict = store.get(f"{turn}/verdict").decode()
     if verdict:
         raise RankMismatchError(verdict)
@@ -61,7 +70,7 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     if is_alone(group):
         return
     store, turn = _next_turn(group)
-    _equal_at_first_sight(store, turn, group.size(), None, 0)
+    _first_sight(store, turn, group.size(), None, 0)
     _say(store, turn, group, what, [], error, "")
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
@@ -73,21 +82,26 @@ def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
     return store, store.add(f"turn/{dist.get_rank(group)}", 1)
 
 
-def _equal_at_first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> bool:
-    """True on every rank if all have these lines; waits only with some. The last rank to come counts who has the same,
-    and drops the keys of the turn before, which all have left."""
+def _first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> str:
+    """EQUAL on every rank if all have these lines. LATE: somebody did not come, and the full comparison is to say who.
+
+    Waits only with some lines. The last rank to come counts who has the same, and drops the keys of the turn before,
+    which all have left. The first who gives up waiting ends it for all: the result is written once.
+    """
     digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest() if lines is not None else ""
+    result = f"{turn}/equal"
     if digest:
         store.add(f"{turn}/{digest}", 1)
     if store.add(f"{turn}/came", 1) == ranks:
-        store.set(f"{turn}/equal", digest if digest and store.add(f"{turn}/{digest}", 0) == ranks else "")
+        equal = bool(digest) and store.add(f"{turn}/{digest}", 0) == ranks
+        store.compare_set(result, "", EQUAL if equal else DIFFERENT)
         for key in (digest, "came", "equal", "verdict"):
             store.delete_key(f"{turn - 1}/{key}")
     if not digest:
-        return False
-    if not wait_for(store, f"{turn}/equal", timeout):  # somebody did not come: the full comparison says who
-        return False
-    return store.get(f"{turn}/equal").decode() == digest
+        return DIFFERENT
+    if not wait_for(store, result, timeout):
+        store.compare_set(result, "", LATE)
+    return store.get(result).decode()
 
 
 def _say(
@@ -104,11 +118,20 @@ def _say(
     store.set(f"{turn}/{dist.get_rank(group)}", json.dumps(said))
 
 
-def _verdict(store: dist.Store, turn: int, what: str, ranks: list[int], timeout: float) -> str:
-    """What is wrong, or nothing. ``ranks`` are the global ranks of the group, for the message."""
+def _did_not_come(ranks: list[int], what: str, timeout: float, here: str) -> str:
+    late = ", ".join(map(str, ranks))
+    place = f", while here {here}" if here else ""
+    return f"rank(s) {late} did not come to compare {what} within {timeout:g} s: they do something else{place}"
+
+
+def _verdict(
+    store: dist.Store, turn: int, ranks: list[int], patience: float, did_not_come: Callable[[list[int]], str]
+) -> str:
+    """What is wrong, or nothing. ``ranks`` are the global ranks of the group, for the message; they have ``patience``
+    seconds to come."""
     keys = [f"{turn}/{r}" for r in range(len(ranks))]
     absent: list[int] = []
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patience
     for rank, key in zip(ranks, keys, strict=True):
         if not wait_for(store, key, deadline - time.monotonic()):
             absent.append(rank)
@@ -117,8 +140,7 @@ def _verdict(store: dist.Store, turn: int, what: str, ranks: list[int], timeout:
         if one["error"]:
             return f"rank {rank}: {one['error']}"
     if absent:
-        late = ", ".join(map(str, absent))
-        return f"rank(s) {late} did not come to compare {what} within {timeout:g} s: they do something else"
+        return did_not_come(absent)
     for key in keys:
         store.delete_key(key)
     for rank in ranks[1:]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from passes.accumulate import Sums
 from passes.cost import CostModel
-from passes.plan import Gradients, Placement, Plan, Shape, ShardedParameter, Step
+from passes.plan import Gradients, Placement, Plan, Progress, Shape, ShardedParameter, Step
 from shardtrace.consensus import announce, compare
 from shardtrace.failure import blame
 from shardtrace.flat import lay_out_flat
@@ -122,7 +122,8 @@ class ShardedState:
         self.keeps_gradients = False  # inside no_sync
         self.sums = Sums()
         self._agreed: set[tuple[str, ...]] = set()
-        self._sends: list[str] | None = None  # the collectives of the step that was run last
+        self.progress = Progress()
+        self._came: tuple[list[str], str] | None = None  # what the step that was run last sends, and where it began
         self.cost = cost
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
@@ -151,6 +152,7 @@ class ShardedState:
             "sum_dtype": to_dtype(self.options.accumulation_dtype) if self.options.accumulation_dtype else None,
             "sums": self.sums,
             "guard": self.check_step,
+            "progress": self.progress,
             "meet": None if self.options.check_steps is False or is_alone(self.group) else self.meet,
             "blame": blame,
             "agree": self.agree,
@@ -220,15 +222,22 @@ class ShardedState:
             self._agreed.add(known)
 
     def meet(self, step: Step) -> None:
-        """Raises on every rank if the ranks are about to run different steps.
+        """Raises on every rank if the ranks are about to run different steps, or come from different places.
 
-        With ``check_steps`` each step is compared. Else one that sends other things than the step before it: a rank
-        that changes alone so sends nothing, and gives up when the others have not come in time.
+        With ``check_steps`` each step is compared. Else one that sends other things than the step before it, or that
+        does not begin where that one began, such as after a forward instead of after a backward: a rank that changes
+        alone so sends nothing, and gives up when the others have not come in time. A step that sends nothing is not
+        compared.
         """
-        before, self._sends = self._sends, step.collectives
-        if self.options.check_steps or before not in (None, step.collectives):
-            timeout = self.options.timeout
-            compare(self.group, self.what, step.collectives, timeout=timeout, hint=ORDER_HINT, likely=True)
+        if not step.collectives:
+            return
+        before, now = self._came, (step.collectives, str(self.progress))
+        if self.options.check_steps or before not in (None, now):
+            place, (first, *rest) = f"a step begins {now[1]}", step.collectives
+            timeout, lines = self.options.timeout, [f"{first}, where {place}", *rest]
+            compare(self.group, self.what, lines, timeout=timeout, hint=ORDER_HINT, likely=True, here=place)
+        self._came = now
+        self.progress.begin(step, "forward")
 
     def announce(self, error: str) -> None:
         """Makes the other ranks raise ``error`` too, where they compare the trace that this one fails to compile."""

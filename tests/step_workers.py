@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
 import shardtrace  # isort: split
 
+import pytest
 import thunder
 import torch
 import torch.distributed as dist
@@ -278,3 +280,25 @@ def autocast() -> None:
     gradients = full_gradients(model)
     for name, p in single.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)
+
+
+def all_leave_a_step() -> None:
+    """All ranks skip a batch that fails in the middle of forward, and train on as if it had not been there."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    single = copy.deepcopy(model)
+    shardtrace.fsdp(model, bucketing_strategy="layer", timeout=20)
+    cmodel, words = thunder.jit(model), torch.tensor([1, 2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
+    for step in range(4):
+        if step == 2:
+            with pytest.raises(IndexError):
+                cmodel(words + 10)
+            continue
+        for run, optimizer in zip((single, cmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            run(words).square().sum().backward()
+            optimizer.step()
+    found = shardtrace.full_state_dict(model)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(found[name], value)
