@@ -118,7 +118,8 @@ def fsdp(
         accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
         check_steps: True: before each step, compare with the other ranks whether all are about to run the same
             collectives. Default: before a step that has others than the one before it, such as evaluation after
-            training; or True, if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
+            training, or that does not begin where that one began, such as after a backward that was skipped; or True,
+            if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).

@@ -121,6 +121,34 @@ def exception_on_one_rank() -> None:
     step(model, torch.ones(2, 4 + rank()))
 
 
+def leaves_a_step(fails: bool) -> str:
+    """The second rank leaves the second batch, by an error that its script catches or before its backward."""
+    model = sharded(nn.Sequential(nn.Embedding(4, 4), *linear(4, 4, 4, 4)))
+    seen = []
+    for batch in range(3):
+        leaves = batch == 1 and rank() == 1
+        model.zero_grad()
+        try:
+            loss = model(torch.full((2,), 9 if leaves and fails else 1)).square().sum()
+        except IndexError:
+            continue
+        if not leaves:
+            loss.backward()
+            seen.append([p.grad.to_local().clone() for p in model.parameters()])
+    same = all(torch.allclose(a, b) for a, b in zip(seen[0], seen[-1], strict=True))
+    return f"stepped, with {'right' if same else 'wrong'} numbers"  # batches are equal, and nothing is updated
+
+
+@case
+def backward_skipped_on_one_rank() -> Any:
+    return leaves_a_step(fails=False)
+
+
+@case
+def batch_given_up_on_one_rank() -> Any:
+    return leaves_a_step(fails=True)
+
+
 @case
 def flipped_bit() -> Any:
     model = sharded(linear(64, 64))
