@@ -25,9 +25,7 @@ from typing import Any
 GARBAGE = (20_000, 10, 10)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["shardtrace", "thunder", "pytest"]
-)  # in this order: the first makes the second importable
+context.set_forkserver_preload(["shardtrace", "thunder", "pytest"])  # Thunder after what makes it importable
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
@@ -36,6 +34,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
     import torch.distributed as dist
 
     gc.set_threshold(*GARBAGE)
+    torch.seed()  # forks have the same random numbers
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
@@ -132,6 +131,9 @@ def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: f
 
 
 def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
+    import torch
+
+    torch.seed()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:
             os.dup2(file.fileno(), number)
