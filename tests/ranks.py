@@ -126,7 +126,8 @@ def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: f
             process.kill()
             process.join()
         printed, errors = (stream.read_text() for stream in streams)
-        assert [process.exitcode for process in processes] == [0] * world_size, errors
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), f"exit codes {codes}\n{errors}"
         return printed
 
 
