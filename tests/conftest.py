@@ -1,3 +1,4 @@
+import gc
 import os
 import tempfile
 
@@ -9,7 +10,9 @@ import shardtrace  # noqa: F401  makes thunder importable on torch 2.13
 
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import GARBAGE, Ranks
+
+gc.set_threshold(*GARBAGE)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,31 @@
-"""A pool of rank processes that the tests reuse: starting one costs seconds, and tracing caches nothing across them."""
+"""A pool of rank processes that the tests reuse, and ranks that run a script; tracing caches nothing across them.
+
+Importing torch and Thunder takes seconds of CPU. One process does it, and all ranks are forks of it: it has run nothing,
+so there are no threads whose locks a fork would copy.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
+import runpy
+import socket
+import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+# Tracing makes many small objects, little of which is garbage: Python's default takes a seventh of the time to look for it.
+GARBAGE = (20_000, 10, 10)
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["shardtrace", "thunder", "pytest"])  # Thunder after what makes it importable
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
@@ -16,6 +33,8 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.set_threshold(*GARBAGE)
+    torch.seed()  # forks have the same random numbers
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
@@ -37,7 +56,6 @@ class Ranks:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         store = tempfile.mktemp(prefix="ranks")
         pipes = [context.Pipe() for _ in range(self.world_size)]
         self._connections = [mine for mine, _ in pipes]
@@ -78,3 +96,49 @@ class Ranks:
         for process in self._processes:
             process.join(20)
         self._processes = []
+
+
+def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: float = 150) -> str:
+    """Runs a script on ranks of its own with torchrun's environment; returns what they print.
+
+    AssertionError with what they say on stderr if one fails, or does not end in time.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
+    environment |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        streams = Path(folder) / "stdout", Path(folder) / "stderr"
+        processes = [
+            context.Process(
+                target=_run_script,
+                args=(path, arguments, environment | {"RANK": rank, "LOCAL_RANK": rank}, streams),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+            process.kill()
+            process.join()
+        printed, errors = (stream.read_text() for stream in streams)
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), f"exit codes {codes}\n{errors}"
+        return printed
+
+
+def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
+    import torch
+
+    torch.seed()
+    for number, stream in enumerate(streams, 1):
+        with open(stream, "a") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")

@@ -239,13 +239,14 @@ def time_of_checks(steps: int = 50) -> dict[str, float]:
     return found
 
 
-def optimizers(kind: str) -> None:
+def optimizers() -> None:
     """Fused and foreach optimizers, and a schedule of the learning rate, on shards: as on the whole."""
     torch.manual_seed(0)
     single, model = Zoo(), build("zero3")
     cmodel = thunder.jit(model)
+    initial = {name: value.clone() for name, value in single.state_dict().items()}
 
-    def steps(run: Any, parameters: Any, batch: Any) -> None:
+    def steps(kind: str, run: Any, parameters: Any, batch: Any) -> None:
         if kind == "sgd":
             optimizer: Any = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
         else:
@@ -257,11 +258,15 @@ def optimizers(kind: str) -> None:
             schedule.step()
             optimizer.zero_grad()
 
-    steps(single, (p for p in single.parameters() if p.requires_grad), lambda step: tokens(ROWS, step))
-    steps(cmodel, cmodel.parameters(), lambda step: mine(tokens(ROWS, step)))
-    found = shardtrace.full_state_dict(model)
-    for name, value in single.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for kind in ("fused", "foreach", "sgd"):
+        single.load_state_dict(initial)
+        shardtrace.load_full_state_dict(model, initial)
+        steps(kind, single, (p for p in single.parameters() if p.requires_grad), lambda step: tokens(ROWS, step))
+        steps(kind, cmodel, cmodel.parameters(), lambda step: mine(tokens(ROWS, step)))
+        found = shardtrace.full_state_dict(model)
+        for name, value in single.state_dict().items():
+            message = f"{kind}: {name}: {{}}".format
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=message)
 
 
 def autocast() -> None:

@@ -1,4 +1,4 @@
-"""The examples as a user runs them, alone and by torchrun, with few steps; and what they say to bad arguments."""
+"""The examples as a user runs them, alone and on ranks, with few steps; and what they say to bad arguments."""
 
 import gzip
 import importlib
@@ -18,6 +18,7 @@ import shardtrace
 
 import pytest
 import torch
+from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "zero3", "compare")]
@@ -34,12 +35,17 @@ def needs(script):
 
 def run(script, *arguments, ranks):
     """Runs a script by torchrun, or in one process if ``ranks`` is None; returns what it printed."""
-    needs(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *(torchrun if ranks else []), EXAMPLES / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_on_two_ranks(script, *arguments):
+    """As torchrun would, without the time that it and its ranks take to start; returns what was printed."""
+    needs(script)
+    return run_script(EXAMPLES / script, arguments, world_size=2)
 
 
 @pytest.fixture
@@ -73,17 +79,26 @@ def exit_of(run_here, capsys):
 # ---- gpt2 ----
 
 
-def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here):
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    options = [*TINY, f"--text={text}", "--steps=4", "--eval-batches=1", "--sample-bytes=4"]
-    one = run_here("gpt2/train.py", *options, f"--json={tmp_path}/1")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training by torchrun: its options, its report, and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    options = [*TINY, f"--text={folder}/text", "--steps=60", "--eval-batches=1", "--sample-bytes=4"]
     sharding = ["--sharding-strategy=zero2", "--bucketing-strategy=0.5"]
-    two = run("gpt2/train.py", *options, *sharding, f"--json={tmp_path}/2", ranks=2)
-    expected, found = (json.loads((tmp_path / name).read_text()) for name in "12")
+    saving = ["--save-every=5", "--resume"]
+    files = [f"--checkpoint-dir={folder}/checkpoints", f"--json={folder}/json"]
+    printed = run("gpt2/train.py", *options, *sharding, *saving, *files, ranks=2)
+    return options, [*sharding, *saving], json.loads((folder / "json").read_text()), printed
+
+
+def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here, trained):
+    options, _, found, two = trained
+    one = run_here("gpt2/train.py", *options, f"--json={tmp_path}/json")
+    expected = json.loads((tmp_path / "json").read_text())
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert len(found["losses"]) == 4
+    assert len(found["losses"]) == 60
     assert len(found["parameter_bytes"]) == 2
     assert re.search(r"none +0 +0", one)
     assert "reduce_scatter, backward" in two
@@ -106,20 +121,18 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
     assert "final losses differ by" in out
 
 
-def test_a_killed_rank_changes_no_loss(tmp_path, run_here):
+def test_a_killed_rank_changes_no_loss(tmp_path, run_here, trained):
     """By torchrun, which restarts both ranks: every loss is that of the undisturbed run, to the bit."""
-    options = [*TINY, "--steps=60", "--eval-batches=0", "--sample-bytes=0", "--save-every=5", "--resume"]
-    run("gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/a", f"--json={tmp_path}/1", ranks=2)
+    options, sharding_and_saving, undisturbed, _ = trained
+    options = [*options, *sharding_and_saving, "--eval-batches=0", "--sample-bytes=0", f"--checkpoint-dir={tmp_path}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    script = [EXAMPLES / "gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/b", f"--json={tmp_path}/2"]
+    script = [EXAMPLES / "gpt2/train.py", *options, f"--json={tmp_path}/json"]
     with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
-        kill_rank(process, rank=0, when=lambda: last_step(tmp_path / "b") >= 20)
+        kill_rank(process, rank=0, when=lambda: last_step(tmp_path) >= 20)
         assert process.wait(200) == 0
-    undisturbed, restarted = (json.loads((tmp_path / name).read_text())["losses"] for name in "12")
-    assert restarted == undisturbed
-    assert len(restarted) == 60
-    assert last_step(tmp_path / "b") == 60
-    assert "all 60 steps were done before" in run_here("gpt2/train.py", *options, f"--checkpoint-dir={tmp_path}/b")
+    assert json.loads((tmp_path / "json").read_text())["losses"] == undisturbed["losses"]
+    assert last_step(tmp_path) == 60
+    assert "all 60 steps were done before" in run_here("gpt2/train.py", *options)
 
 
 def last_step(folder):
@@ -147,7 +160,7 @@ def kill_rank(torchrun, rank, when):
 
 def test_mnist_reaches_95_percent_on_two_ranks(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "mnist")
-    out = run("mnist/train.py", "--epochs=4", f"--save-model={tmp_path}/net.pt", ranks=2)
+    out = run_on_two_ranks("mnist/train.py", "--epochs=4", f"--save-model={tmp_path}/net.pt")
     accuracy = float(re.findall(r"([\d.]+)%", out)[-1])
     assert accuracy >= 95
 
@@ -186,7 +199,7 @@ def test_mnist_files(tmp_path, monkeypatch, end):
 def test_mnist_with_ddp_on_files(tmp_path):
     write_mnist(tmp_path)
     options = [f"--data={tmp_path}", "--sharding-strategy=ddp", "--epochs=2", "--batch-size=8", "--test-batch-size=24"]
-    out = run("mnist/train.py", *options, ranks=2)
+    out = run_on_two_ranks("mnist/train.py", *options)
     assert len(re.findall(r"[\d.]+%", out)) == 2
 
 
@@ -198,7 +211,7 @@ def test_huggingface_saves_what_from_pretrained_loads(tmp_path):
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=257, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "before")
     folders = [f"--from-pretrained={tmp_path}/before", f"--save={tmp_path}/after"]
-    out = run("huggingface.py", *folders, "--batch-size=4", "--seq-len=32", "--steps=3", ranks=2)
+    out = run_on_two_ranks("huggingface.py", *folders, "--batch-size=4", "--seq-len=32", "--steps=3")
     sharded, loaded = re.findall(r"validation loss, .* ([\d.]+)", out)
     assert float(sharded) == pytest.approx(float(loaded), rel=1e-3)
     assert "reduce_scatter, backward" in out
@@ -219,7 +232,7 @@ def test_huggingface_configs_are_small(name, monkeypatch):
 
 
 def test_litgpt_reduces_adapters_alone(tmp_path):
-    out = run("litgpt_finetune.py", *TINY, "--steps=3", f"--save={tmp_path}/adapters.pth", ranks=2)
+    out = run_on_two_ranks("litgpt_finetune.py", *TINY, "--steps=3", f"--save={tmp_path}/adapters.pth")
     assert "with gradients of 10 adapters, 0 frozen parameters" in out
     adapters, reduced = (
         re.search(rf"{name} +\d+ +([\d,]+)", out)[1] for name in ("adapters", "reduce_scatter, backward")

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
@@ -48,11 +49,23 @@ def test_stored(path, stored):
     assert len(text) < 1.5e6
 
 
-def test_runs_and_prints_what_is_stored(path, stored, tmp_path):
+@pytest.fixture(scope="module")
+def fresh(request, tmp_path_factory):
+    """The notebooks of the chosen tests as futures, executed two at a time: each leaves a core idle for long."""
+    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("fresh") / "notebooks")
+
+    def run(path):
+        notebook = read_source(path)
+        execute(notebook, folder)
+        return notebook
+
+    chosen = {item.callspec.params["path"] for item in request.session.items if "fresh" in item.fixturenames}
+    with ThreadPoolExecutor(2) as threads:
+        yield {path: threads.submit(run, path) for path in sorted(chosen)}
+
+
+def test_runs_and_prints_what_is_stored(path, stored, fresh):
     """Cells tagged "varies" print times, or numbers that hang on the machine."""
-    folder = shutil.copytree(FOLDER, tmp_path / "notebooks")
-    fresh = read_source(path)
-    execute(fresh, folder)
-    for old, new in zip(code(stored), code(fresh), strict=True):
+    for old, new in zip(code(stored), code(fresh[path].result()), strict=True):
         if "varies" not in old.metadata.get("tags", ()):
             assert printed(new) == printed(old), CHANGES

@@ -44,9 +44,10 @@ def test_contents(wheel):
 
 
 def test_installed_and_used(wheel, tmp_path):
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     python = str(tmp_path / "env" / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", f"--prefix={tmp_path}/env"]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
     # torch and Thunder are borrowed from the environment of the tests; packages installed there in place are not
     site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     (Path(site) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -12,49 +12,58 @@ import step_workers as workers
 from torch import nn
 
 SCRIPT = """
+import os
 import sys
 import shardtrace, thunder, torch
 import torch.distributed as dist
+from torch import nn
 
-_, store, rank, where, failing = sys.argv
-rank = int(rank)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-model = shardtrace.fsdp(torch.nn.Linear(8, 8))
-cmodel = thunder.jit(model)
-for step in range(4):
-    x = torch.ones(2, 8)
-    if step == 2 and rank == int(failing):
-        if where == "forward":
-            x = "not a tensor"
-        else:
-            model.weight.register_hook(lambda grad: 1 / 0)
-    try:
-        cmodel(x).sum().backward()
-    except BaseException as error:
-        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
-        raise
+def train(rank, store, where, failing):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shardtrace.fsdp(torch.nn.Linear(8, 8))
+    cmodel = thunder.jit(model)
+    for step in range(4):
+        x = torch.ones(2, 8)
+        if step == 2 and rank == failing:
+            if where == "forward":
+                x = "not a tensor"
+            else:
+                model.weight.register_hook(lambda grad: 1 / 0)
+        try:
+            cmodel(x).sum().backward()
+        except BaseException as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+            raise
+
+def leave(rank, store, how, failing):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    cmodel = thunder.jit(shardtrace.fsdp(model, bucketing_strategy="layer", timeout=3, check_steps=None))
+    for step in range(4):
+        words, bad = torch.tensor([1, 2]), step == 2 and rank == failing
+        if bad and how == "fails":
+            words += 10
+        try:
+            loss = cmodel(words).sum()
+            if bad and how == "skips backward":
+                continue
+            loss.backward()
+        except IndexError:
+            continue
+        except BaseException as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+            raise
+
+for run, how, failing in CASES:
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run(rank, os.path.abspath(how), how, failing)
+            sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    print(f"exit codes {codes}", flush=True)
 """
-
-
-def run_ranks(folder, script, *arguments):
-    """What both ranks of a script print, without torchrun, which would end one by a signal when the other fails."""
-    (folder / "script.py").write_text(script)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("SHARDTRACE_CHECK_STEPS", None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "script.py", str(folder / "store"), str(rank), *arguments],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [1, 1]
-    return said
 
 
 @pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True)])
@@ -70,13 +79,38 @@ def test_same_steps_are_run(two_ranks):
         two_ranks.run(workers.different_steps, how="reduced", check_steps=check_steps)
 
 
-@pytest.mark.parametrize(("where", "failing"), [("forward", 1), ("backward", 0)])
-def test_the_error_of_one_rank_ends_the_others(tmp_path, where, failing):
-    said = "".join(run_ranks(tmp_path, SCRIPT, where, str(failing))).splitlines()
-    own = next(line for line in said if line.startswith(f"rank {failing}: "))
-    assert "RankFailedError" not in own
-    other = next(line for line in said if line.startswith(f"rank {1 - failing}: "))
-    assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
+def run_ranks(folder, *cases):
+    """What the two ranks of each case print, by case. Without torchrun, which would end them by a signal; the ranks are
+    forks of a process that has imported Thunder."""
+    (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("SHARDTRACE_CHECK_STEPS", None)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    *parts, rest = done.stdout.split("exit codes [1, 1]\n")
+    assert (len(parts), rest) == (len(cases), ""), done.stdout + done.stderr
+    return parts
+
+
+def test_the_error_of_one_rank_ends_the_others(tmp_path):
+    parts = run_ranks(tmp_path, '(train, "forward", 1)', '(train, "backward", 0)')
+    for failing, said in ((1, parts[0].splitlines()), (0, parts[1].splitlines())):
+        own = next(line for line in said if line.startswith(f"rank {failing}: "))
+        assert "RankFailedError" not in own
+        other = next(line for line in said if line.startswith(f"rank {1 - failing}: "))
+        assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
+
+
+def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
+    """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
+    parts = run_ranks(tmp_path, '(leave, "skips backward", 1)', '(leave, "fails", 1)')
+    for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
+        error = (
+            "RankMismatchError: rank(s) 0 did not come to compare the collectives of Sequential within 3 s: they do "
+            f"something else, while here a step begins {place}"
+        )
+        assert f"rank 1: {error}\n" in said
+        assert f"rank 0: RankFailedError: another rank failed: rank 1: {error}" in said
 
 
 def test_by_default_a_step_is_compared_when_it_sends_other_things(fake_ranks, monkeypatch):
@@ -101,46 +135,6 @@ def test_by_default_a_step_is_compared_when_it_sends_other_things(fake_ranks, mo
                 state.progress.begin(step, "backward")
                 state.progress.end(step)
         assert compared == [[f"{step.collectives[0]}, where a step begins {place}"] for place, step in expected]
-
-
-LEAVING = """
-import sys
-import shardtrace, thunder, torch
-import torch.distributed as dist
-from torch import nn
-
-_, store, rank, how = sys.argv
-rank = int(rank)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-cmodel = thunder.jit(shardtrace.fsdp(model, bucketing_strategy="layer", timeout=3))
-for step in range(4):
-    words, bad = torch.tensor([1, 2]), step == 2 and rank == 1
-    if bad and how == "error in forward":
-        words += 10
-    try:
-        loss = cmodel(words).sum()
-    except IndexError:
-        continue
-    if bad and how == "backward skipped":
-        continue
-    loss.backward()
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "place"),
-    [("backward skipped", "after forward"), ("error in forward", "in forward, 2 collectives sent")],
-)
-def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path, how, place):
-    """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
-    first, second = run_ranks(tmp_path, LEAVING, how)
-    error = (
-        "rank(s) 0 did not come to compare the collectives of Sequential within 3 s: they do something else, while here "
-        f"a step begins {place}"
-    )
-    assert f"RankMismatchError: {error}" in second
-    assert f"RankFailedError: another rank failed: rank 1: RankMismatchError: {error}" in first
 
 
 def test_a_step_that_all_ranks_leave_alike(two_ranks):
