@@ -8,7 +8,6 @@ Note [Not twice]. A random line would draw other numbers, and one that reads or 
 see or make other values: what such lines compute is saved. Of random numbers by themselves the smallest form is: of a
 dropout, which draws numbers and compares them with its probability, the boolean mask, one byte for each element. Of a
 symbol with a grad rule of its own, such as attention with dropout on CUDA, it is the result and what the rule needs.
-Random lines are tagged RANDOM_OP, as Thunder does not know all of its own: its fusions would repeat them in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 from passes.recognise import is_decomposed_by_autodiff, is_random, is_repeatable, names, nbytes, updated_in_place
 
-from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -101,7 +99,7 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
     else:
         if _is_drawn(bsym, facts):
             facts.drawn.update(o.name for o in bsym.flat_proxy_outs)
-        yield bsym.from_bsym(tags=bsym.tags | {prims.OpTags.RANDOM_OP}) if is_random(bsym) else bsym
+        yield bsym
 
 
 def _may_run_again(bsym: BoundSymbol, facts: Facts) -> bool:

@@ -15,6 +15,7 @@ from passes.accumulate import accumulate_gradients
 from passes.checkpoint_activations import checkpoint_activations
 from passes.collectives import synchronize
 from passes.insert_synchronize import insert_synchronize
+from passes.keep_random import keep_random
 from passes.meet import meet
 from passes.plan import Enlisted, Plan
 from passes.recognise import bucket_of, is_issue
@@ -193,6 +194,8 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(
             lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
         ),
+        # before autodiff, which hands the tags on to what becomes of a line; before others take lines apart
+        PassBeforeAutodiff(keep_random),
         # before autodiff, as that reads the tags; before regather, which takes lines apart that mix activations with
         # parameters: the parts inherit the tags
         PassBeforeAutodiff(checkpoint_activations),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ from passes.plan import Bucket
 import torch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
-from thunder.core.pytree import tree_iter
+from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
 from thunder.executors.pythonex import clear_mutable_collection
-from thunder.torch import scaled_dot_product_attention
+from thunder.torch import _get_fake_arg, scaled_dot_product_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -108,6 +111,8 @@ def is_random(bsym: BoundSymbol) -> bool:
     """True if it may draw random numbers. Custom operators are taken not to."""
     if bsym.sym.id == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
         return False
+    if prims.OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
+        return _draws(bsym.sym.name) and _draws_when_called(bsym)
     return has_tags(bsym, {prims.OpTags.RANDOM_OP}) or _draws(bsym.sym.name) or any(map(is_random, bsym.subsymbols))
 
 
@@ -117,6 +122,25 @@ def _draws(name: str) -> bool:
     overloads = getattr(torch.ops.aten, name, None)
     tags = {tag for o in overloads.overloads() for tag in getattr(overloads, o).tags} if overloads else set()
     return torch.Tag.nondeterministic_seeded in tags or any(random in name for random in RANDOM_NAMES)
+
+
+class _WatchDraws(TorchDispatchMode):
+    """Notes whether an operator runs that draws random numbers."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _draws_when_called(bsym: BoundSymbol) -> bool:
+    """True if PyTorch's function draws when called as in this line: a dropout does not when the model is evaluated."""
+    function = operator.attrgetter(bsym.sym.id.removeprefix("torch."))(torch)
+    with FakeTensorMode(), _WatchDraws() as watch:
+        args, kwargs = tree_map(_get_fake_arg, (bsym.args, bsym.kwargs))
+        function(*args, **kwargs)
+    return watch.drawn
 
 
 def _dropout_of_attention(bsym: BoundSymbol) -> Any:

@@ -88,7 +88,6 @@ HOW = {
     "rand_like": (lambda b, x: torch.where(torch.rand_like(x) > 0.5, x, torch.sin(x)), ["bool8"]),
     "small noise": (lambda b, x: x * torch.randn(1, WIDTH).expand(8, WIDTH), ["float32"]),
     "multinomial": (sampled, ["int64"]),
-    "feature dropout": (lambda b, x: F.dropout1d(x[None], 0.5)[0], ["float32"]),
     "no grad": (lambda b, x: b.up(x) * without_grad(b, x), ["float32"]),
     "batch norm": (lambda b, x: b.norm(x), []),
     "in place": (in_place, ["float32"]),

@@ -60,7 +60,7 @@ def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transform
         cmodel(torch.ones(rows, 4))
     names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
     before, after = (
-        ["shard_parameters", "insert_synchronize", "checkpoint_activations", "regather"],
+        ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
         ["save_shards", "accumulate", "share_overflow"],
     )
     assert names == [*before, *after, "late", "early", "schedule", "compare_ranks", "other"]

@@ -1,0 +1,62 @@
+"""Pass: random numbers are drawn once, in forward, and backward reads those.
+
+Thunder's fusions repeat cheap lines of forward in backward (thunder.core.rematerialization), but for those that are
+tagged RANDOM_OP, which its own randn and randint are not. Drawn again they would be other numbers, and the gradients
+wrong. So every random line is tagged here. A line of which autodiff takes the parts has only those of its parts tagged
+that are random: the others, such as the product of a dropout, may be repeated.
+"""
+
+from __future__ import annotations
+
+from passes.recognise import is_decomposed_by_autodiff, is_random, names
+
+from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transforms import is_constant_for_vjp
+
+# Random functions whose gradient is zero, whatever is drawn.
+WITHOUT_GRADIENT = frozenset({"torch.randint_like", "torch.poisson", "torch.binomial"})
+
+
+def keep_random(computation: TraceCtx) -> TraceCtx:
+    """Returns the computation with all random lines tagged.
+
+    Raises:
+        NotImplementedError: Thunder would differentiate a random function by calling it once more.
+    """
+    if not any(is_random(b) for b in computation.bound_symbols):
+        return computation
+    _refuse_second_calls(computation)
+    new = from_trace(computation)
+    new.bound_symbols = [_tagged(b) for b in computation.bound_symbols]
+    return new
+
+
+def _tagged(bsym: BoundSymbol) -> BoundSymbol:
+    if not is_random(bsym):
+        return bsym
+    tags = bsym.tags if is_decomposed_by_autodiff(bsym) else bsym.tags | {OpTags.RANDOM_OP}
+    return bsym.from_bsym(subsymbols=[_tagged(part) for part in bsym.subsymbols], tags=tags)
+
+
+def _refuse_second_calls(computation: TraceCtx) -> None:
+    """Of a function that Thunder registered automatically, the gradient calls it again (thunder.torch._vjp_impl)."""
+    differentiated = {a.name for a in computation.args if getattr(a, "requires_grad", False)}
+    for bsym in computation.bound_symbols:
+        if is_constant_for_vjp(bsym) or differentiated.isdisjoint(names(bsym.flat_proxy_args)):
+            continue
+        differentiated |= names(bsym.flat_proxy_outs)
+        if function := _called_twice(bsym):
+            raise NotImplementedError(
+                f"{function} is random, and Thunder would take its gradient from numbers drawn anew, which is wrong: "
+                "draw the numbers with torch.rand, torch.randn, torch.bernoulli or torch.nn.functional.dropout, and "
+                "compute with them"
+            )
+
+
+def _called_twice(bsym: BoundSymbol) -> str:
+    """The name of the random function that the gradient of a line calls again, if there is one."""
+    if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
+        return str(bsym.sym.id) if is_random(bsym) and bsym.sym.id not in WITHOUT_GRADIENT else ""
+    return next(filter(None, map(_called_twice, bsym.subsymbols)), "")

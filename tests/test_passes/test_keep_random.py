@@ -1,0 +1,114 @@
+"""What forward draws at random is what backward reads, whatever executes the trace."""
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from golden import compile_fake, stage
+from thunder.core.prims import OpTags
+from thunder.core.symbol import has_tags
+from torch import nn
+
+# each is linear in z, so that the gradient of its sum tells what backward read
+LINEAR = {
+    "randn_like": lambda z: z * torch.sin(torch.randn_like(z)),
+    "randint": lambda z: z * torch.randint(0, 5, z.shape),
+    "rand_like": lambda z: torch.where(torch.rand_like(z) > 0.5, z, 2 * z),
+    "bernoulli": lambda z: z * torch.bernoulli(torch.full_like(z, 0.5)),
+    "poisson": lambda z: z * torch.poisson(torch.exp(z.detach())),
+    "dropout": lambda z: F.dropout(z, 0.5),
+    "attention": lambda z: F.scaled_dot_product_attention(*[torch.ones(2, 1, 4, 4)] * 2, z, dropout_p=0.5),
+}
+
+
+def attention(z, dropout):
+    q, bias = z[:, 0], torch.zeros(4)
+    into, out = torch.ones(12, 4), torch.ones(4, 4)
+    return F.multi_head_attention_forward(q, q, q, 4, 1, into, None, None, None, False, dropout, out, bias)[0]
+
+
+REFUSED = {
+    "dropout2d": lambda z: F.dropout2d(z, 0.5),
+    "alpha_dropout": lambda z: F.alpha_dropout(z, 0.5, training=True),
+    "gumbel_softmax": F.gumbel_softmax,
+    "multi_head_attention_forward": lambda z: attention(z, 0.5),
+}
+
+
+class Net(nn.Module):
+    """Each function of ``how`` of a product: fusions of forward and of backward have something to share."""
+
+    def __init__(self, *how):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4) for _ in how])
+        self.how = how
+
+    def forward(self, x):
+        return torch.stack([how(x * weight) for how, weight in zip(self.how, self.weights, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("executors", "strategy"),
+    [(None, "zero3"), (["sdpa", "torchcompile"], "zero3"), (["sdpa", "torchcompile"], "zero2")],
+)
+def test_backward_reads_what_forward_drew(single_rank, monkeypatch, executors, strategy):
+    """Of a function linear in z = x * w, the gradient for w, times w, sums up to the result."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # fusions run as they are
+    torch.manual_seed(0)
+    model = shardtrace.fsdp(Net(*LINEAR.values()), sharding_strategy=strategy)
+    cmodel = thunder.jit(model, executors=executors)
+    y = cmodel(torch.randn(2, 1, 4, 4))
+    y.sum().backward()
+    sums = [(w.grad * w).sum().item() for w in model.parameters()]
+    found, expected = dict(zip(LINEAR, sums, strict=True)), dict(zip(LINEAR, y.sum((1, 2, 3, 4)).tolist(), strict=True))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_only_random_parts_are_tagged(fake_ranks):
+    """The product of a dropout may be repeated, its mask may not."""
+    fake_ranks(2)
+    cmodel = compile_fake(lambda: Net(LINEAR["dropout"]), torch.ones(2, 4))
+    (line,) = [b for b in stage(cmodel, "keep_random").bound_symbols if b.sym.name == "dropout"]
+    assert OpTags.RANDOM_OP not in line.tags
+    assert {part.sym.name: has_tags(part, {OpTags.RANDOM_OP}) for part in line.subsymbols} == {
+        "uniform_like": True,
+        "lt": False,
+        "mul": False,
+    }
+
+
+def test_nothing_random(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(lambda: Net(torch.sin), torch.ones(2, 4))
+    assert not any("keep_random" in str(t.get_provenance()) for t in thunder.last_traces(cmodel))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_that_the_gradient_would_call_again(fake_ranks, name):
+    fake_ranks(2)
+    with pytest.raises(NotImplementedError, match=rf"^torch\.nn\.functional\.{name} is random"):
+        compile_fake(lambda: Net(REFUSED[name]), torch.ones(2, 1, 4, 4))
+
+
+def without_grad(z):
+    with torch.no_grad():
+        mask = F.dropout2d(torch.ones_like(z))
+    return z * mask
+
+
+@pytest.mark.parametrize(
+    "how",
+    [without_grad, lambda z: F.dropout2d(z, 0.5, training=False), lambda z: attention(z, 0.0)],
+    ids=["no grad", "evaluated", "probability of 0"],
+)
+def test_the_same_functions_where_no_harm_is_done(fake_ranks, how):
+    fake_ranks(2)
+    compile_fake(lambda: Net(how), torch.ones(2, 1, 4, 4))
+
+
+def test_a_call_that_is_not_differentiated(fake_ranks):
+    fake_ranks(2)
+    with torch.no_grad():
+        compile_fake(lambda: Net(REFUSED["dropout2d"]), torch.ones(2, 1, 4, 4), backward=False)
