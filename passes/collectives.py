@@ -43,7 +43,10 @@ from thunder.extend import OperatorExecutor
 executor = OperatorExecutor("shardtrace", version="0.1")
 
 
-def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], Any]:
+Run = Callable[[Any, Bucket], Any]
+
+
+def _blaming(function: Run) -> Run:
     """``function`` with an error that says so where another rank is the cause of one."""
 
     @functools.wraps(function)
@@ -58,20 +61,45 @@ def _blaming(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], 
     return run
 
 
-def _sending(function: Callable[[Any, Bucket], Any]) -> Callable[[Any, Bucket], Any]:
-    """``function``, which issues a collective, counted and blaming."""
-    issue = _blaming(function)
+def _finishes(function: Run) -> Run:
+    """Of a function that waits for a future."""
+    finish = _blaming(function)
 
     @functools.wraps(function)
-    def run(value: Any, bucket: Bucket) -> Any:
+    def run(future: Any, bucket: Bucket) -> Any:
         if bucket.plan.progress is not None:
-            bucket.plan.progress.sent += 1
-        return issue(value, bucket)
+            bucket.plan.progress.finished(future)
+        return finish(future, bucket)
 
     return run
 
 
-@_sending
+def _issues(finish: Run) -> Callable[[Run], Run]:
+    """Of a function that returns a future, for which ``finish`` waits."""
+
+    def decorate(function: Run) -> Run:
+        issue = _blaming(function)
+
+        @functools.wraps(function)
+        def run(value: Any, bucket: Bucket) -> Any:
+            future = issue(value, bucket)
+            if bucket.plan.progress is not None:
+                bucket.plan.progress.issued(future, functools.partial(finish, future, bucket))
+            return future
+
+        return run
+
+    return decorate
+
+
+@_finishes
+def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
+    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
+
+
+@_issues(_finish_all_gather)
 def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     if bucket.wire is not None:
         return _issue_wire(bucket.wire, shards, bucket)
@@ -87,31 +115,24 @@ def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) ->
     return wire.issue(shards, bucket)
 
 
-@_blaming
-def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    if bucket.wire is not None:
-        return bucket.wire.finish(future, bucket)
-    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
-
-
-@_sending
-def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
-
-
-@_blaming
+@_finishes
 def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
-@_sending
-def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    return native.issue_all_reduce(grads, bucket)
+@_issues(_finish_reduce_scatter)
+def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
-@_blaming
+@_finishes
 def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return native.finish_reduce_scatter(future, bucket)
+
+
+@_issues(_finish_all_reduce)
+def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return native.issue_all_reduce(grads, bucket)
 
 
 def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:

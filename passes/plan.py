@@ -63,6 +63,7 @@ class Progress:
         self.phase = "start"  # or "forward", or "backward"
         self.under_way = False  # in it, or after it
         self.sent = 0  # its collectives that were issued
+        self._in_flight: dict[int, Callable[[], Any]] = {}  # what waits for them, by the id of the future
 
     def begin(self, step: Step, phase: str) -> None:
         if step.collectives:
@@ -71,6 +72,18 @@ class Progress:
     def end(self, step: Step) -> None:
         if step.collectives:
             self.under_way = False
+
+    def issued(self, future: Any, finish: Callable[[], Any]) -> None:
+        self.sent += 1
+        self._in_flight[id(future)] = finish  # which holds the future
+
+    def finished(self, future: Any) -> None:
+        self._in_flight.pop(id(future), None)
+
+    def drain(self) -> None:
+        """Waits for what an exception has left in flight; every rank must have left the same."""
+        for finish in list(self._in_flight.values()):
+            finish()
 
     def __str__(self) -> str:
         """ "after backward"; or "in backward, 3 collectives sent", if an exception has left it there."""

@@ -117,9 +117,9 @@ def fsdp(
             group's first rank, else those of a slow link and a fast device.
         accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
         check_steps: True: before each step, compare with the other ranks whether all are about to run the same
-            collectives. Default: before a step that has others than the one before it, such as evaluation after
-            training, or that does not begin where that one began, such as after a backward that was skipped; or True,
-            if the environment has SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
+            collectives. Default: before a step that is not what followed the step before it the last time, such as
+            evaluation after training, or a forward after a backward that was skipped; or True, if the environment has
+            SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).

@@ -54,7 +54,7 @@ def compare(
     if seen == EQUAL:
         return
     _say(store, turn, group, what, lines, error, hint)
-    ranks, patience = dist.get_process_group_ranks(group), GRACE if seen == LATE else timeout
+    ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
     if dist.get_rank(group) == 0:
         verdict = _verdict(store, turn, ranks, patience, partial(_did_not_come, what=what, timeout=timeout, here=here))
         store.set(f"{turn}/verdict", verdict)

@@ -34,6 +34,9 @@ PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: t
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
+Came = tuple[tuple[str, ...], str]  # what a step sends, and where it begins
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of ``fsdp`` that the compiler needs, in their canonical form."""
@@ -123,7 +126,8 @@ class ShardedState:
         self.sums = Sums()
         self._agreed: set[tuple[str, ...]] = set()
         self.progress = Progress()
-        self._came: tuple[list[str], str] | None = None  # what the step that was run last sends, and where it began
+        self._came: Came | None = None  # of the step that was run last
+        self._usual: dict[Came | None, Came] = {}  # what followed each, the last time
         self.cost = cost
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
@@ -141,6 +145,7 @@ class ShardedState:
         home = entries[0].home
         devices = {e.device.type for e in entries}
         precision = self.options.precision
+        meets = self.options.check_steps is not False and not is_alone(self.group)
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
@@ -152,8 +157,8 @@ class ShardedState:
             "sum_dtype": to_dtype(self.options.accumulation_dtype) if self.options.accumulation_dtype else None,
             "sums": self.sums,
             "guard": self.check_step,
-            "progress": self.progress,
-            "meet": None if self.options.check_steps is False or is_alone(self.group) else self.meet,
+            "meet": self.meet if meets else None,
+            "progress": self.progress if meets else None,
             "blame": blame,
             "agree": self.agree,
             "announce": self.announce,
@@ -224,19 +229,21 @@ class ShardedState:
     def meet(self, step: Step) -> None:
         """Raises on every rank if the ranks are about to run different steps, or come from different places.
 
-        With ``check_steps`` each step is compared. Else one that sends other things than the step before it, or that
-        does not begin where that one began, such as after a forward instead of after a backward: a rank that changes
-        alone so sends nothing, and gives up when the others have not come in time. A step that sends nothing is not
-        compared.
+        With ``check_steps`` each step is compared. Else one that sends other things than what followed the step before
+        it the last time, or that begins elsewhere, such as after a forward instead of after a backward: a rank that
+        changes alone so sends nothing, and gives up when the others have not come in time. A step that sends nothing is
+        not compared.
         """
         if not step.collectives:
             return
-        before, now = self._came, (step.collectives, str(self.progress))
-        if self.options.check_steps or before not in (None, now):
+        before, now = self._came, (tuple(step.collectives), str(self.progress))
+        unusual = before is not None and (self.progress.under_way or self._usual.get(before) != now)
+        if self.options.check_steps or unusual:
             place, (first, *rest) = f"a step begins {now[1]}", step.collectives
             timeout, lines = self.options.timeout, [f"{first}, where {place}", *rest]
             compare(self.group, self.what, lines, timeout=timeout, hint=ORDER_HINT, likely=True, here=place)
-        self._came = now
+            self.progress.drain()
+        self._came = self._usual[before] = now
         self.progress.begin(step, "forward")
 
     def announce(self, error: str) -> None:

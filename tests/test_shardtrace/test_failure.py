@@ -103,38 +103,47 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
 
 def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
     """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
-    parts = run_ranks(tmp_path, '(leave, "skips backward", 1)', '(leave, "fails", 1)')
+    parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
     for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
         error = (
-            "RankMismatchError: rank(s) 0 did not come to compare the collectives of Sequential within 3 s: they do "
+            "RankMismatchError: rank(s) 1 did not come to compare the collectives of Sequential within 3 s: they do "
             f"something else, while here a step begins {place}"
         )
-        assert f"rank 1: {error}\n" in said
-        assert f"rank 0: RankFailedError: another rank failed: rank 1: {error}" in said
+        assert f"rank 0: {error}\n" in said
+        assert f"rank 1: RankFailedError: another rank failed: rank 0: {error}" in said
 
 
-def test_by_default_a_step_is_compared_when_it_sends_other_things(fake_ranks, monkeypatch):
+T, V = "train", "evaluate"
+STEADY = [
+    # steps, and which of them are compared: each that is not what came after the step before it the last time
+    ([T, T, T, T], [1, 2]),
+    ([T, T, T, V, V, V, T, T, T], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (4 * [T, V], [1, 2, 3]),
+    ([T, T, T, "skipped", T, T], [1, 2, 4, 5]),
+    (4 * ["skipped", T], [1, 2, 3]),  # two forwards for each backward
+    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do alone
+]
+
+
+@pytest.mark.parametrize(("steps", "expected"), STEADY)
+def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, monkeypatch, steps, expected):
     fake_ranks(2)
     monkeypatch.delenv("SHARDTRACE_CHECK_STEPS")
     compared = []
-    monkeypatch.setattr("shardtrace.state.compare", lambda group, what, lines, **options: compared.append(lines))
-    train, evaluate = (Step(Gradients.REDUCED, [f"{kind} of weight"]) for kind in ("all_gather", "broadcast"))
-    nothing = Step(None)  # such as an evaluation with whole parameters, which one rank may do alone
-    again = Step(Gradients.REDUCED, [*train.collectives])  # another shape, compiled anew
-    start, trained, evaluated = "after start", "after backward", "after forward"
-    steady = [(start, train), (trained, again), (trained, train), (trained, evaluate), (evaluated, evaluate)]
-    steady += [(evaluated, nothing), (evaluated, evaluate), (evaluated, train), (trained, train)]
-    changed = [steady[1], steady[3], steady[4], steady[7], steady[8]]  # its collectives, or what went before it
-    for check_steps, expected in ((None, changed), (True, [s for s in steady if s[1] is not nothing])):
-        state = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps)._shardtrace
-        compared.clear()
-        for _, step in steady:
-            state.meet(step)
+    monkeypatch.setattr("shardtrace.state.compare", lambda *args, **options: compared.append(args))
+    kinds = {T: ["all_gather of weight"], V: ["broadcast of weight"], "nothing": []}
+    state = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace
+    numbers = []
+    for number, kind in enumerate(steps):
+        before = len(compared)
+        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled anew, as for another shape
+        state.meet(step)
+        numbers += [number] * (len(compared) - before)
+        state.progress.end(step)
+        if kind == T:
+            state.progress.begin(step, "backward")
             state.progress.end(step)
-            if step in (train, again):
-                state.progress.begin(step, "backward")
-                state.progress.end(step)
-        assert compared == [[f"{step.collectives[0]}, where a step begins {place}"] for place, step in expected]
+    assert numbers == expected
 
 
 def test_a_step_that_all_ranks_leave_alike(two_ranks):
