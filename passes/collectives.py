@@ -108,11 +108,14 @@ def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
 
 def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     host = bucket.plan.host
-    if host is not None:
-        with host.ahead():
-            shards = tuple(map(host.load, shards))
-            host.mark().synchronize()  # what the wire does with them is not ours to wait for
-    return wire.issue(shards, bucket)
+    if host is None:
+        return wire.issue(shards, bucket)
+    places = tuple(torch.empty_like(shard, device=host.device) for shard in shards)
+    with host.ahead():
+        for shard, place in zip(shards, places, strict=True):
+            host.load(shard, place)
+        host.mark().synchronize()  # what the wire does with them is not ours to wait for
+    return wire.issue(places, bucket)
 
 
 @_finishes

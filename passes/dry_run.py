@@ -129,17 +129,10 @@ class _Done:
         return True
 
 
-class _SilentHost(HostMemory):
-    """Host memory whose values come to the device at once."""
-
-    def load(self, kept: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(kept)
-
-
 def _silent(bucket: Bucket) -> Bucket:
     """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
     plan = bucket.plan
-    host = _SilentHost(torch.device("meta")) if plan.host is not None else None
+    host = HostMemory(torch.device("meta")) if plan.host is not None else None
     plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size), host=host, progress=None)
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
 

@@ -8,7 +8,7 @@ they lie is worked out once for each bucket: at each step a member costs one or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from passes.plan import Member, Shape
 
 SMALL = 64 * 1024  # bytes of a shard: below, a message or an allocation of its own costs more than a copy
-
-
-Load = Callable[[torch.Tensor], torch.Tensor]
-
-
-def leave(piece: torch.Tensor) -> torch.Tensor:
-    """Leaves a tensor where it is."""
-    return piece
 
 
 class Place(NamedTuple):
@@ -67,12 +59,17 @@ class Layout:
         self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
         self.large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
 
-    def flat_row(self, shards: Sequence[torch.Tensor], load: Load = leave) -> torch.Tensor:
+    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The shards as one row: without a copy where they already lie one after the other in memory, as ``fsdp`` puts
-        those of a bucket; else in one copy. ``load`` moves what is contiguous, all at once or shard by shard."""
+        those of a bucket; else in one copy."""
+        pieces = self.pieces(shards)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The row in as few flat tensors as hold it without a copy: one, or one of each shard."""
         first = shards[0]
         if len(shards) == 1:
-            return load(first.reshape(-1))
+            return [first.reshape(-1)]
         at, itemsize = first.data_ptr(), first.element_size()
         room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - at
         if (
@@ -80,8 +77,8 @@ class Layout:
             and [s.data_ptr() for s in shards] == [at + p.start * itemsize for p in self.places]
             and all(s.is_contiguous() for s in shards)
         ):
-            return load(first.as_strided((self.numel,), (1,)))
-        return torch.cat([load(s.reshape(-1)) for s in shards])
+            return [first.as_strided((self.numel,), (1,))]
+        return [s.reshape(-1) for s in shards]
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
@@ -160,9 +157,8 @@ class OwnedLayout(Layout):
         self.scalars = any(not p.full for p in self.places)
         self._split_by_size(self.sizes, dtype.bytes)
 
-    def flat_row(self, shards: Sequence[torch.Tensor], load: Load = leave) -> torch.Tensor:
-        mine = [load(shards[i].reshape(-1)) for i in self.mine] or [load(shards[0].new_empty(0))]
-        return mine[0] if len(mine) == 1 else torch.cat(mine)
+    def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [shards[i].reshape(-1) for i in self.mine] or [shards[0].new_empty(0)]
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)

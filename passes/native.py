@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from passes import compat
-from passes.offload import DONE
+from passes.offload import DONE, HostMemory
 from passes.plan import Bucket, Placement
 
 import torch
@@ -14,29 +14,42 @@ from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
-    """A collective that was issued: ``input`` must outlive it. ``copied`` is the copy of shards out of host memory."""
+    """A collective that was issued: ``input`` must outlive it. ``copied`` is the copy of shards out of host memory, and
+    ``staged`` where it puts them."""
 
     work: Any
     output: torch.Tensor
     input: torch.Tensor
     copied: Any = DONE
+    staged: torch.Tensor | None = None
 
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    host = bucket.plan.host
-    if host is None:
-        return _gather(bucket.layout.flat_row(shards).to(bucket.layout.dtype), bucket)
+    layout = bucket.layout
+    if bucket.plan.host is not None:
+        return _issue_from_host(layout.pieces(shards), bucket, bucket.plan.host)
+    row = layout.flat_row(shards).to(layout.dtype)
+    return _gather(row, row.new_empty(bucket.full_numel), bucket)
+
+
+def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemory) -> InFlight:
+    """All memory is that of the stream of compute, which so may have it again when it has waited."""
+    alone = bucket.plan.world_size == 1  # nobody to ask: the copy is all
+    staged = torch.empty(bucket.numel, dtype=pieces[0].dtype, device=host.device)
+    row = staged if staged.dtype == bucket.layout.dtype else torch.empty_like(staged, dtype=bucket.layout.dtype)
+    rows = row if alone else row.new_empty(bucket.full_numel)
     with host.ahead():
-        row = bucket.layout.flat_row(shards, host.load).to(bucket.layout.dtype)
+        for piece, place in zip(pieces, staged.split([piece.numel() for piece in pieces]), strict=True):
+            host.load(piece, place)
+        if row is not staged:
+            row.copy_(staged)  # on the device: a copy that changes the dtype does so on the host
         copied = host.mark()
-        if bucket.plan.world_size == 1:  # nobody to ask: the copy was all
-            return InFlight(copied, row, row, copied)
-        return _gather(row, bucket)._replace(copied=copied)
+        future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
+        return future._replace(copied=copied, staged=staged)
 
 
-def _gather(row: torch.Tensor, bucket: Bucket) -> InFlight:
+def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
     layout, group = bucket.layout, bucket.plan.group
-    rows = row.new_empty(bucket.full_numel)
     if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl makes one group of broadcasts of them
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
     else:

@@ -25,7 +25,8 @@ class HostMemory:
 
     Args:
         device: where parameters are computed with.
-        pinned: page-lock what is kept: only such memory is copied while the program goes on.
+        pinned: page-lock what is kept: only such memory is copied while the program goes on. (torch takes such memory
+            in powers of two.)
 
     A device without streams (CPU, meta) copies at once.
     """
@@ -44,8 +45,8 @@ class HostMemory:
     def ahead(self) -> Iterator[None]:
         """What is asked for inside runs on the stream of copies to the device, after what compute was asked for.
 
-        Memory that is allocated inside is that stream's: when it is freed, whoever waited for the copy has used it up
-        in the order of compute, for which the next copy waits.
+        Nothing is to be allocated inside: memory of another stream than compute's is of no use to compute afterwards,
+        and what compute still reads must not be given back by another stream.
         """
         if self._streams is None:
             yield
@@ -54,9 +55,9 @@ class HostMemory:
         with self._streams.module.stream(self._streams.inward):
             yield
 
-    def load(self, kept: torch.Tensor) -> torch.Tensor:
-        """The values on the device, by a copy on the current stream."""
-        return kept.to(self.device, non_blocking=self.pinned)
+    def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
+        """Starts to copy values to their place on the device, on the current stream."""
+        place.copy_(kept, non_blocking=self.pinned)
 
     def send(self, values: torch.Tensor) -> Sent:
         """Starts to copy values of the device to the host. Their memory may be freed at once: it is used again only

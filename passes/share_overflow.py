@@ -47,8 +47,9 @@ def share_overflow(trace: TraceCtx) -> TraceCtx:
 
 def _add_nan_if_any(grads: tuple[torch.Tensor, ...], ranks: Any) -> None:
     mine = [g for g in grads if g.numel()]
+    norms = torch._foreach_norm(mine, float("inf")) if mine else [torch.zeros(())]
     # 0 * inf and 0 * NaN are NaN, which a sum keeps; a maximum of some backends does not
-    flag = torch.stack(torch._foreach_norm(mine, float("inf"))).sum().float() * 0 if mine else torch.zeros(())
+    flag = torch.stack([n.to(norms[0].device) for n in norms]).sum().float() * 0  # some may be on the host
     group, device = ranks.obj
     flag = flag.reshape(1).to(device or grads[0].device)
     dist.all_reduce(flag, group=group)

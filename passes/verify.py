@@ -171,12 +171,12 @@ def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[B
     """At each line, for each plan: live buckets <= those that compute around it needs to have at once + prefetch."""
     first, last = _needs(lines, values)
     compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_offload(b) and not is_deletion(b)]
-    starts, ends = _by_plan(first), _by_plan(last)
+    firsts, lasts = _by_plan(first), _by_plan(last)
     for i, live in _live_buckets(lines, values):
         # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use
         at = compute[min(bisect_left(compute, i), len(compute) - 1)]
         for plan, buckets in live.items():
-            needed = bisect_left(starts.get(plan, []), at + 1) - bisect_left(ends.get(plan, []), at)
+            needed = bisect_left(firsts.get(plan, []), at + 1) - bisect_left(lasts.get(plan, []), at)
             if len(buckets) > max(needed, 1) + plan.prefetch:
                 held = ", ".join(sorted(b.label for b in buckets))
                 rule = f"{needed} needed, prefetch {plan.prefetch}"

@@ -31,7 +31,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     """The state dict of the unsharded model: equal, key by key, to the single-process ``state_dict()``.
 
     A collective: every rank of the model's group must call it. Parameters are gathered one at a time, and stay on the
-    device where their shards are.
+    device where their shards are. (With ``offload_policy`` that is host memory, a whole model for each rank that keeps
+    one.)
 
     Args:
         model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
@@ -48,8 +49,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
             if id(value) not in whole:
                 entry = entries.get(id(value))
                 full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
-                full = full.cpu() if cpu else full.to(value.device)
-                whole[id(value)] = full if keep else torch.empty(0)
+                whole[id(value)] = (full.cpu() if cpu else full.to(value.device)) if keep else torch.empty(0)
             value = whole[id(value)]
         if keep:
             result[key] = value
@@ -128,8 +128,8 @@ def load_full_state_dict(
 def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Inside, the model's parameters are whole, on every rank; on leaving, each rank keeps its shards again.
 
-    A collective on entering. The model itself (not what ``thunder.jit`` made of it) may be called inside, without
-    Thunder. PyTorch's name for it is ``summon_full_params``.
+    A collective on entering, after which the device that computes holds the whole model. The model itself (not what
+    ``thunder.jit`` made of it) may be called inside, without Thunder. PyTorch's name for it is ``summon_full_params``.
 
     Gradients of shards are put aside inside; those that are computed inside are dropped on leaving.
 

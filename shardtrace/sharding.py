@@ -48,13 +48,16 @@ def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
     """The inverse of :func:`shard`, as a new tensor on the device that computes: a collective of ``home.group``, unless
     that is replicated."""
     group = home.group
-    shard = shard.detach() if home.host is None else shard.detach().to(home.host.device)
+    shard = shard.detach()
+    if home.host is not None:
+        shard = torch.empty_like(shard, device=home.host.device).copy_(shard)
     if home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
         return shard.clone()
-    if group.size() == 1:
-        return shard.clone().view(full_shape)
+    if group.size() == 1:  # in host memory: now on the device
+        return shard.view(full_shape)
     if home.placement is Placement.OWNER:
-        full = shard.clone() if group.rank() == home.owner else shard.new_empty(full_shape)
+        mine = shard if home.host is not None else shard.clone()
+        full = mine if group.rank() == home.owner else shard.new_empty(full_shape)
         dist.broadcast(full, group=group, group_src=home.owner)
         return full
     mine = shard.contiguous()

@@ -27,6 +27,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.transform_common import Transform
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 
 # Transforms that every jitted function with a sharded module gets after its own: how the command line sees what a
@@ -47,6 +48,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         state.announce(str(error))
         raise
     transforms = get_compile_data().transforms
+    _refuse_graphs(state, transforms)
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
     compilation = _compilation()
@@ -67,6 +69,14 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
                 compilation.enlisted.add(value.value.history, parameter)
     compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
     return result
+
+
+def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
+    if any(isinstance(t, CUDAGraphTransform) for t in transforms) and any(p.host for p in state.plans.values()):
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {state.model_name}, whose parameters are in host memory, as the program waits "
+            "for their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
+        )
 
 
 def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:

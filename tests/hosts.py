@@ -28,19 +28,20 @@ class SlowHost(HostMemory):
         self._loads_late = loads_late
         self._last: _Copy | None = None
 
-    def load(self, kept: torch.Tensor) -> torch.Tensor:
+    def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
         self.loads += 1
-        if not self._loads_late:
-            return kept.clone()
-        copy, self._last = _copy_late(kept)
-        return copy
+        if self._loads_late:
+            self._last = _copy_late(kept, place)
+        else:
+            place.copy_(kept)
 
     def mark(self) -> Any:
         return self._last or super().mark()
 
     def send(self, values: torch.Tensor) -> Sent:
         self.sends += 1
-        return Sent(*_copy_late(values))
+        row = torch.empty_like(values)
+        return Sent(row, _copy_late(values, row))
 
 
 class _Copy(threading.Thread):
@@ -50,16 +51,17 @@ class _Copy(threading.Thread):
     synchronize = wait
 
 
-def _copy_late(values: torch.Tensor) -> tuple[torch.Tensor, _Copy]:
-    copy, values = torch.full_like(values, float("nan")), values.clone()
+def _copy_late(values: torch.Tensor, place: torch.Tensor) -> _Copy:
+    values = values.clone()
+    place.fill_(float("nan"))
 
     def run() -> None:
         time.sleep(0.01)
-        copy.copy_(values)
+        place.copy_(values)
 
     thread = _Copy(target=run)
     thread.start()
-    return copy, thread
+    return thread
 
 
 @contextmanager

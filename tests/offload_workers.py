@@ -19,7 +19,9 @@ def build(strategy: Any = "zero3", seed: int = 0, mesh: tuple[int, int] | None =
     torch.manual_seed(seed)
     if mesh is not None:
         options["mesh"] = torch.distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-    return shardtrace.fsdp(Zoo(), sharding_strategy=strategy, offload_policy=CPUOffloadPolicy(), **options)
+    return shardtrace.fsdp(
+        Zoo(), sharding_strategy=strategy, device="cpu", offload_policy=CPUOffloadPolicy(), **options
+    )
 
 
 def train(strategy: Any, steps: int = 3, **options: Any) -> tuple[list[float], Zoo]:
@@ -79,4 +81,4 @@ def accumulate_clip_and_checkpoint(folder: str) -> None:
 
 def overflow() -> None:
     with slow_host():
-        overflow_on_one_rank("zero3", offload_policy=CPUOffloadPolicy())
+        overflow_on_one_rank("zero3", device="cpu", offload_policy=CPUOffloadPolicy())

@@ -129,7 +129,10 @@ def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
         thunder.jit(model.cuda())(*on_cuda(0))
 
 
-def test_memory_of_a_model_in_host_memory(nccl_of_one, executors):
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_memory_of_a_model_in_host_memory(fake_ranks, executors, world_size):
+    fake_ranks(world_size)
+    torch.cuda.set_device(0)
     x = torch.randn(16, WIDTH, device="cuda")
     before = torch.cuda.memory_allocated()
     model = shardtrace.fsdp(Blocks(), offload_policy=CPUOffloadPolicy())

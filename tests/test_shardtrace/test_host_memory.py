@@ -11,6 +11,7 @@ import torch
 from golden import text
 from hosts import slow_host
 from models import Zoo, tokens
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from workers import reference
@@ -34,7 +35,7 @@ def test_nothing_reads_a_copy_before_it_is_there(single_rank, strategy):
     expected = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
     model = copy.deepcopy(expected)
     with slow_host(loads_late=True):
-        shardtrace.fsdp(model, sharding_strategy=strategy, offload_policy=CPUOffloadPolicy())
+        shardtrace.fsdp(model, sharding_strategy=strategy, device="cpu", offload_policy=CPUOffloadPolicy())
     x = torch.randn(2, 6)
     for m in (expected, thunder.jit(model)):
         m(x).sum().backward()
@@ -64,7 +65,7 @@ def test_on_the_cpu_nothing_changes(fake_ranks):
     traces = []
     for policy in (None, OffloadPolicy(), CPUOffloadPolicy()):
         torch.manual_seed(0)
-        cmodel = thunder.jit(shardtrace.fsdp(Zoo(), offload_policy=policy))
+        cmodel = thunder.jit(shardtrace.fsdp(Zoo(), device="cpu", offload_policy=policy))
         cmodel(*tokens(2)).backward()
         traces.append(text(thunder.last_backward_traces(cmodel)[-1]))
     assert traces[0] == traces[1] == traces[2]
@@ -73,11 +74,19 @@ def test_on_the_cpu_nothing_changes(fake_ranks):
 def test_replicas_are_not_kept_on_the_host(fake_ranks):
     fake_ranks(2)
     with pytest.raises(ValueError, match='keeps nothing in host memory with sharding_strategy="ddp"'):
-        shardtrace.ddp(Zoo(), offload_policy=CPUOffloadPolicy())
+        shardtrace.ddp(Zoo(), device="cpu", offload_policy=CPUOffloadPolicy())
+
+
+def test_no_cuda_graphs(fake_ranks):
+    fake_ranks(2)
+    with slow_host():
+        model = shardtrace.fsdp(Zoo(), device="cpu", offload_policy=CPUOffloadPolicy())
+    with pytest.raises(Exception, match="a CUDA graph cannot hold Zoo, whose parameters are in host memory"):
+        thunder.jit(model, transforms=[CUDAGraphTransform()])(*tokens(2))
 
 
 @pytest.mark.parametrize("policy", [True, "cpu", CPUOffloadPolicy])
 def test_what_is_no_policy(fake_ranks, policy):
     fake_ranks(2)
     with pytest.raises(TypeError, match=r"offload_policy must be torch\.distributed\.fsdp\.CPUOffloadPolicy\(\)"):
-        shardtrace.fsdp(Zoo(), offload_policy=policy)
+        shardtrace.fsdp(Zoo(), device="cpu", offload_policy=policy)
