@@ -110,10 +110,10 @@ def fsdp(
             numbers are not drawn again: of a dropout the mask is saved, one byte for each element.
         offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and so the optimizer's state in host
             memory, which is page-locked (``pin_memory``; torch takes powers of two) to be copied beside compute: shards
-            when they are gathered, gradients when they are reduced. What a strategy replicates stays on the device. A world of one gathers,
-            too: with "zero3" no more than ``prefetch + 1`` buckets are on the device. With a GradScaler, call
-            ``scaler.scale(torch.zeros(()))`` once before training: it keeps the scale in host memory, where torch
-            otherwise reads a copy that has not arrived. On the CPU the policy changes nothing.
+            when they are gathered, gradients when they are reduced. What a strategy replicates stays on the device. A
+            world of one gathers, too: with "zero3" no more than ``prefetch + 1`` buckets are on the device. With a
+            GradScaler, call ``scaler.scale(torch.zeros(()))`` once before training: it keeps the scale in host memory,
+            where torch otherwise reads a copy that has not arrived. On the CPU the policy changes nothing.
         cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
             equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
             group's first rank, else those of a slow link and a fast device.
