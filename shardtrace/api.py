@@ -26,6 +26,7 @@ from shardtrace.names import (
 )
 from shardtrace.owners import Owned, assign_owners
 from shardtrace.precision import parse_precision
+from shardtrace.rendezvous import leave_in_peace
 from shardtrace.sharding import Home, shard, unshard
 from shardtrace.spellings import canonical
 from shardtrace.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
@@ -195,6 +196,7 @@ def fsdp(
         if s.numel() and (groups.everyone.size() > 1 or options.precision is not None or host is not None)
     )
     tell_others_of_failure(groups.everyone)
+    leave_in_peace()
     attach(model, ShardedState(type(model).__name__, groups, options, entries, cost), checkpointed.values())
     return _jit_again(jitted) if jitted is not None else model
 

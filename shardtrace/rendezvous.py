@@ -5,10 +5,15 @@ restart (https://github.com/pytorch/pytorch/issues/135712). Keys of the ranks th
 connects to their addresses ("Connection refused"), and counters go on where they stood. The number of restarts cannot
 tell the attempts apart, as each node counts its own. So the ranks first agree on a name that no attempt had before,
 and everything after that happens under it.
+
+Note [Exit]: when a collective of gloo is done, the thread that did it drops its tensors, for which it needs the GIL. If
+the interpreter is being finalized by then, Python ends the thread in the middle of a destructor that must not be left,
+and the process aborts ("terminate called without an active exception"): its work was done, and torchrun starts it anew.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 import uuid
@@ -18,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 POLL = 0.01  # seconds
+NAP = 0.05  # seconds at exit, in which threads of gloo have the GIL: Note [Exit]
 
 
 def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 300.0, **options: Any) -> None:
@@ -40,6 +46,16 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     store = dist.PrefixStore(name, store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+
+
+def leave_in_peace() -> None:
+    """From now on this process lets gloo's threads come to an end before the interpreter does: Note [Exit]."""
+    atexit.unregister(_nap)  # so that there is one
+    atexit.register(_nap)
+
+
+def _nap() -> None:
+    time.sleep(NAP)
 
 
 def attempt_name(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
