@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from passes.offload import HostMemory
+from passes.offload import DONE, HostMemory
 from passes.plan import Bucket
 
 import torch
@@ -116,17 +116,10 @@ class _SilentGroup:
     def size(self) -> int:
         return self._world_size
 
-    def __getattr__(self, name: str) -> Callable[..., _Done]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: _Done()
-
-
-class _Done:
-    """The work of a silent group."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
+        return lambda *args, **kwargs: DONE
 
 
 def _silent(bucket: Bucket) -> Bucket:

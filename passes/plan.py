@@ -55,6 +55,11 @@ class Step:
     gradients: Gradients | None
     collectives: list[str] = field(default_factory=list)
 
+    @cached_property
+    def sends(self) -> str:
+        """What it sends as one text, to be asked for when it runs, once all of it is compiled."""
+        return "\n".join(self.collectives)
+
 
 class Progress:
     """Where this rank is in the steps of a model. A step that sends nothing leaves it where it was."""

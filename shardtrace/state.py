@@ -34,7 +34,7 @@ PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: t
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
-Came = tuple[tuple[str, ...], str]  # what a step sends, and where it begins
+Came = tuple[str, str]  # what a step sends, and where it begins
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Options:
     timeout: float
     accumulation_dtype: torch.dtype | None
     check_steps: bool | None
-    offload: CPUOffloadPolicy | None = None
+    offload: CPUOffloadPolicy | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +236,7 @@ class ShardedState:
         """
         if not step.collectives:
             return
-        before, now = self._came, (tuple(step.collectives), str(self.progress))
+        before, now = self._came, (step.sends, str(self.progress))
         unusual = before is not None and (self.progress.under_way or self._usual.get(before) != now)
         if self.options.check_steps or unusual:
             place, (first, *rest) = f"a step begins {now[1]}", step.collectives

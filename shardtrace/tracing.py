@@ -44,11 +44,11 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         return _interpret_block(inner, module, *args, **kwargs)
     try:
         state.check_traceable()
+        _refuse_graphs(state, get_compile_data().transforms)
     except RuntimeError as error:
         state.announce(str(error))
         raise
     transforms = get_compile_data().transforms
-    _refuse_graphs(state, transforms)
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
     compilation = _compilation()
