@@ -13,8 +13,8 @@ import shardtrace
 import pdoc
 
 TEMPLATES = Path(__file__).parent / "templates"
-# of the two packages what they export, what helps to test passes, and the cost model, which is an argument of fsdp
-MODULES = (shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing", "passes.cost")
+# what the two packages export, and what helps to test passes
+MODULES = (shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing")
 
 
 def build(folder: Path) -> None:

@@ -26,6 +26,10 @@ from textwrap import indent
 
 import passes
 from passes import Enlisted, Plan, ShardedParameter
+from passes.insert_synchronize import insert_synchronize
+from passes.regather import regather
+from passes.schedule import schedule
+from passes.shard_parameters import shard_parameters
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 
 import thunder
@@ -88,7 +92,7 @@ for index, (name, parameter) in enumerate(model.named_parameters()):
 # prologue's checks too, and nothing else.
 
 # %%
-prologue, sharded = passes.shard_parameters(prologue, computation, enlisted=enlisted)
+prologue, sharded = shard_parameters(prologue, computation, enlisted=enlisted)
 
 for before, after in zip(computation.args, sharded.args, strict=True):
     print(f"{after.name:10}  {tuple(before.shape)!s:8}  ->  {tuple(after.shape)}")
@@ -102,7 +106,7 @@ for before, after in zip(computation.args, sharded.args, strict=True):
 # that travel in one message, here a layer's weight and bias.
 
 # %%
-synchronized = passes.insert_synchronize(sharded, enlisted=enlisted)
+synchronized = insert_synchronize(sharded, enlisted=enlisted)
 show(synchronized)
 
 # %%
@@ -152,7 +156,7 @@ show(zero2_forward)
 # backward instead of saving their results: the activation checkpointing of parameters.
 
 # %%
-zero3_forward, zero3_backward = lower(passes.regather(synchronized))
+zero3_forward, zero3_backward = lower(regather(synchronized))
 for name, forward in (("ZeRO-2", zero2_forward), ("ZeRO-3", zero3_forward)):
     _, (saved, _) = forward.bound_symbols[-1].args
     print(f"{name} saves", ", ".join(f"{p.name}{list(p.shape)}" for p in saved))
@@ -203,7 +207,7 @@ print("divide, then sum:", (a / 2 + b / 2).item())
 # model of what takes how long, and deletes each gathered parameter after its last use.
 
 # %%
-forward, backward = passes.schedule(zero3_forward), passes.schedule(zero3_backward)
+forward, backward = schedule(zero3_forward), schedule(zero3_backward)
 print(re.sub(r", 'flat_args': \[.*?\]", ", ...", text(forward)))
 
 # %% [markdown]
@@ -237,7 +241,7 @@ except passes.VerificationError as error:
 
 # %%
 ours = {
-    "zero2": (passes.schedule(zero2_forward), passes.schedule(zero2_backward)),
+    "zero2": (schedule(zero2_forward), schedule(zero2_backward)),
     "zero3": (forward, backward),
 }
 for strategy, by_hand in ours.items():
@@ -252,18 +256,18 @@ for strategy, by_hand in ours.items():
 # ## On two real ranks
 #
 # A trace is a Python program. So take the text of the two traces, put `def` above each, and give its names a meaning:
-# the collectives are functions of `passes.direct`, buckets are data that is passed in. The rest of the script makes
-# shards, and compares with the same step on the whole batch in one process.
+# the collectives are functions of `passes.comm.direct`, buckets are data that is passed in. The rest of the script
+# makes shards, and compares with the same step on the whole batch in one process.
 
 # %%
 HEADER = """
 import torch
 import torch.distributed as dist
 from passes import Bucket, Plan, ShardedParameter
-from passes.direct import finish_all_gather as wait_all_gather
-from passes.direct import finish_reduce_scatter as wait_reduce_scatter
-from passes.direct import issue_all_gather as all_gather
-from passes.direct import issue_reduce_scatter as reduce_scatter
+from passes.comm.direct import finish_all_gather as wait_all_gather
+from passes.comm.direct import finish_reduce_scatter as wait_reduce_scatter
+from passes.comm.direct import issue_all_gather as all_gather
+from passes.comm.direct import issue_reduce_scatter as reduce_scatter
 from passes.plan import Member
 from thunder.core import dtypes
 from torch import nn

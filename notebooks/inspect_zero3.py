@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import shardtrace
-from passes.cost import CostModel, Device, Link
+from passes.plan import CostModel, Device, Link
 
 import matplotlib.pyplot as plt
 import pandas as pd

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import shardtrace
 from passes import Bucket, PassAfterLowering, VerificationError, Wire
+from passes.analysis.recognise import bucket_of, is_collective, is_gather
 from passes.compat import all_gather_single
 from passes.plan import Placement
-from passes.recognise import bucket_of, is_collective, is_gather
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 
 import thunder
@@ -259,7 +259,7 @@ import shardtrace
 from passes import Bucket, PassAfterLowering, Wire
 from passes.compat import all_gather_single
 from passes.plan import Placement
-from passes.recognise import bucket_of, is_collective, is_gather
+from passes.analysis.recognise import bucket_of, is_collective, is_gather
 import thunder, torch
 import torch.distributed as dist
 from thunder.core import dtypes

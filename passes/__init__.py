@@ -8,20 +8,19 @@ from passes import compat
 
 compat.install()
 
-from passes.insert_synchronize import insert_synchronize  # noqa: E402
+from passes.analysis.traffic import Collective, collectives  # noqa: E402
+from passes.analysis.verify import VerificationError, verify  # noqa: E402
 from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff, pipeline  # noqa: E402
-from passes.plan import Bucket, Enlisted, Plan, ShardedParameter, Wire  # noqa: E402
-from passes.regather import regather  # noqa: E402
-from passes.schedule import schedule  # noqa: E402
-from passes.shard_parameters import shard_parameters  # noqa: E402
-from passes.traffic import Collective, collectives  # noqa: E402
-from passes.verify import VerificationError, verify  # noqa: E402
+from passes.plan import Bucket, CostModel, Device, Enlisted, Link, Plan, ShardedParameter, Wire  # noqa: E402
 
 __all__ = [
     "Bucket",
     "Collective",
     "Compilation",
+    "CostModel",
+    "Device",
     "Enlisted",
+    "Link",
     "Pass",
     "PassAfterLowering",
     "PassBeforeAutodiff",
@@ -30,10 +29,6 @@ __all__ = [
     "VerificationError",
     "Wire",
     "collectives",
-    "insert_synchronize",
     "pipeline",
-    "regather",
-    "schedule",
-    "shard_parameters",
     "verify",
 ]

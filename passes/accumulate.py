@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from passes.collectives import symbol
-from passes.layout import summed_to
-from passes.plan import Bucket, Gradients, Plan, ShardedParameter, Step
-from passes.recognise import begins, ends, is_backward, is_deletion, is_gather, is_unpack
+from passes.analysis.recognise import begins, ends, is_backward, is_deletion, is_gather, is_unpack
+from passes.comm.kept_gradients import accumulate, accumulated
+from passes.plan import Gradients, Plan, Step
 
-import torch
-from thunder.core.dtypes import to_torch_dtype
-from thunder.core.prims import OpTags
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -59,7 +55,7 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> Trac
             inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))
         elif mode is Gradients.ADDED:
             with tracectx(new):
-                sums = _accumulated_meta(grads, bucket)
+                sums = accumulated.meta(grads, bucket)
             inserted.setdefault(at, []).append(accumulated.bind(grads, bucket, output=sums))
             replaced[bsym.output.name] = bsym.from_bsym(args=(sums, bucket))
 
@@ -74,56 +70,3 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> Trac
     args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in kept else x, last.args)
     new.bound_symbols.append(last.from_bsym(args=args))
     return del_last_used(new, clear_mutable_collections=True)
-
-
-class Sums:
-    """The gradients of a model that wait to be reduced, whole and by parameter. Lives from step to step."""
-
-    def __init__(self) -> None:
-        self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
-        self.used = False  # some were kept once
-        self.reducing = False  # some were given up since any was kept
-
-    def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
-        self.used, self.reducing = True, False
-        sums, addends = [], []
-        for grad, m in zip(grads, bucket.members, strict=True):
-            grad = summed_to(grad, m.parameter.full_shape)
-            if (known := self.by_parameter.get(m.parameter)) is None:
-                dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
-                # a copy: two parameters may have one gradient, and backward's caller may own it
-                self.by_parameter[m.parameter] = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
-            else:
-                sums.append(known)
-                addends.append(grad)
-        if sums:
-            torch._foreach_add_(sums, addends)
-
-    def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
-        self.reducing = True
-        known = [self.by_parameter.pop(m.parameter, None) for m in bucket.members]
-        return tuple(
-            grad if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
-            for grad, total, m in zip(grads, known, bucket.members, strict=True)
-        )
-
-    def left_behind(self) -> list[str]:
-        """The names of parameters that the last reduction should have reduced and did not."""
-        return [p.name for p in self.by_parameter] if self.reducing else []
-
-    def clear(self) -> None:
-        self.by_parameter.clear()
-
-
-def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    dtype = bucket.plan.summed_dtype(bucket.rest_dtype)
-    return tuple(TensorProxy(like=g, dtype=dtype, requires_grad=False) for g in grads)
-
-
-accumulate = symbol(
-    "accumulate",
-    lambda grads, bucket: None,
-    lambda grads, bucket: bucket.plan.sums.add(grads, bucket),
-    tags=[OpTags.DONT_DCE],
-)
-accumulated = symbol("accumulated", _accumulated_meta, lambda grads, bucket: bucket.plan.sums.take(grads, bucket))

@@ -15,7 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from passes.recognise import is_decomposed_by_autodiff, is_random, is_repeatable, names, nbytes, updated_in_place
+from passes.analysis.recognise import (
+    is_decomposed_by_autodiff,
+    is_random,
+    is_repeatable,
+    names,
+    nbytes,
+    updated_in_place,
+)
 
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from passes.bucketing import Group, Use, group_uses
-from passes.collectives import synchronize
+from passes.comm.symbols import synchronize
 from passes.plan import Bucket, Enlisted, Member, ShardedParameter
+from passes.plan.bucketing import Group, Use, group_uses
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify

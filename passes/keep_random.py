@@ -8,7 +8,7 @@ that are random: the others, such as the product of a dropout, may be repeated.
 
 from __future__ import annotations
 
-from passes.recognise import is_decomposed_by_autodiff, is_random, names
+from passes.analysis.recognise import is_decomposed_by_autodiff, is_random, names
 
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
+from passes.analysis.recognise import bucket_of, is_issue
+from passes.analysis.traffic import collectives
+from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
-from passes.collectives import synchronize
+from passes.comm.symbols import synchronize
+from passes.compare_ranks import meet
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
-from passes.meet import meet
 from passes.plan import Enlisted, Plan
-from passes.recognise import bucket_of, is_issue
 from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.share_overflow import share_overflow
-from passes.traffic import collectives
-from passes.verify import VerificationError, verify
 
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform

@@ -10,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from passes.collectives import synchronize
-from passes.recognise import constant_inputs, is_constant, is_decomposed_by_autodiff, is_repeatable, is_return, names
+from passes.analysis.recognise import (
+    constant_inputs,
+    is_constant,
+    is_decomposed_by_autodiff,
+    is_repeatable,
+    is_return,
+    names,
+)
+from passes.comm.symbols import synchronize
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag

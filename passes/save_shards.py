@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from passes.collectives import unshard
-from passes.plan import Bucket
-from passes.recognise import (
+from passes.analysis.recognise import (
     bucket_of,
     is_backward,
     is_deletion,
@@ -24,6 +22,8 @@ from passes.recognise import (
     is_wait,
     names,
 )
+from passes.comm.symbols import unshard
+from passes.plan import Bucket
 
 from thunder.core.proxies import TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol

@@ -26,8 +26,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from passes.plan import Bucket, Plan, inflight_limits
-from passes.recognise import (
+from passes.analysis.recognise import (
     begins,
     bucket_of,
     ends,
@@ -40,8 +39,9 @@ from passes.recognise import (
     is_return,
     is_unpack,
     is_wait,
-    link_seconds,
 )
+from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.plan import Bucket, Plan, inflight_limits
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
@@ -59,7 +59,7 @@ def schedule(trace: TraceCtx) -> TraceCtx:
         return trace
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
     cost = next(bucket_of(b).plan.cost for b in lines if is_issue(b))  # of the first plan: compute belongs to none
-    compute = [(b, cost.compute_seconds(b)) for b in lines if not is_collective(b) and not is_offload(b)]
+    compute = [(b, compute_seconds(cost, b)) for b in lines if not is_collective(b) and not is_offload(b)]
     placed = _Placement(lines, compute, late=True)
     if placed.idles:
         placed = _Placement(lines, compute, late=False)

@@ -2,7 +2,7 @@
 
 The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape, device and
 dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of
-the computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.origins`):
+the computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.analysis.origins`):
 :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 
-from passes.collectives import check_parameters
-from passes.origins import marked
+from passes.analysis.origins import marked
+from passes.comm.symbols import check_parameters
 from passes.plan import Enlisted
 
 from thunder.core import prims

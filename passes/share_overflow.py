@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.collectives import symbol
-from passes.recognise import bucket_of, ends, is_backward, is_gather, is_return, names
+from passes.analysis.recognise import bucket_of, ends, is_backward, is_gather, is_return, names
+from passes.comm.symbols import symbol
 
 import torch
 import torch.distributed as dist

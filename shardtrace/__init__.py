@@ -12,9 +12,7 @@ Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes import Collective, VerificationError
-from shardtrace.accumulation import no_sync
 from shardtrace.api import ddp, fsdp
-from shardtrace.buffers import sync_buffers
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
     Checkpoint,
@@ -25,14 +23,16 @@ from shardtrace.checkpoint import (
     save_checkpoint,
     sharded_state_dict,
 )
-from shardtrace.clipping import clip_grad_norm_
-from shardtrace.consensus import RankMismatchError
-from shardtrace.failure import RankFailedError
-from shardtrace.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
-from shardtrace.rendezvous import init_process_group
+from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.ranks.consensus import RankMismatchError
+from shardtrace.ranks.failure import RankFailedError
+from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.report import collectives, memory
-from shardtrace.strategy import ShardingStrategy
+from shardtrace.training.accumulation import no_sync
+from shardtrace.training.buffers import sync_buffers
+from shardtrace.training.clipping import clip_grad_norm_
+from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
 
 __version__ = "0.1.0"
 

@@ -6,32 +6,22 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from passes.cost import CostModel
-from passes.offload import HostMemory
-from passes.plan import Placement
-from shardtrace.consensus import RankMismatchError, compare
+from passes.plan import CostModel, HostMemory, Placement
 from shardtrace.costs import load_cost_model
-from shardtrace.failure import tell_others_of_failure
-from shardtrace.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
-from shardtrace.mesh import Groups, Mesh, resolve_device, resolve_groups
-from shardtrace.names import (
-    Checkpointed,
-    Place,
-    Wrap,
-    checkpointed_blocks,
-    chosen_blocks,
-    is_wrap,
-    places,
-    repeated_blocks,
-)
-from shardtrace.owners import Owned, assign_owners
-from shardtrace.precision import parse_precision
-from shardtrace.rendezvous import leave_in_peace
-from shardtrace.sharding import Home, shard, unshard
-from shardtrace.spellings import canonical
-from shardtrace.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
-from shardtrace.strategy import ShardingStrategy, assign, parse_bucketing_strategy, parse_rules
-from shardtrace.tracing import attach
+from shardtrace.model.home import Home, shard, unshard
+from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
+from shardtrace.model.owners import Owned, assign_owners
+from shardtrace.model.places import Place, places
+from shardtrace.model.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
+from shardtrace.model.tracing import attach
+from shardtrace.options.blocks import Checkpointed, Wrap, checkpointed_blocks, chosen_blocks, is_wrap, repeated_blocks
+from shardtrace.options.precision import parse_precision
+from shardtrace.options.spellings import canonical
+from shardtrace.options.strategy import ShardingStrategy, assign, parse_bucketing_strategy, parse_rules
+from shardtrace.ranks.consensus import RankMismatchError, compare
+from shardtrace.ranks.failure import tell_others_of_failure
+from shardtrace.ranks.mesh import Groups, Mesh, resolve_device, resolve_groups
+from shardtrace.ranks.rendezvous import leave_in_peace
 
 import thunder
 import torch

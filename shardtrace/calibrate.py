@@ -1,4 +1,4 @@
-"""Measures this machine for the cost model of the schedule (:mod:`passes.cost`), and remembers the result.
+"""Measures this machine for the cost model of the schedule (:mod:`passes.plan.cost`), and remembers the result.
 
     python -m shardtrace.calibrate                               # the device
     torchrun --nproc_per_node=2 -m shardtrace.calibrate          # the device, and the link between the ranks
@@ -21,12 +21,10 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import passes  # noqa: F401  first, as it makes Thunder importable
-from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.cost import CostModel, Device, Link, default_cost_model
-from passes.offload import HostMemory
-from passes.plan import Bucket, Member, Plan, ShardedParameter
+from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.plan import Bucket, CostModel, Device, HostMemory, Link, Member, Plan, ShardedParameter, default_cost_model
 from shardtrace.costs import Key, backend_of, cost_model_key, of_first_rank, write_cost_model
-from shardtrace.mesh import is_alone, resolve_device, resolve_group, transport
+from shardtrace.ranks.mesh import is_alone, resolve_device, resolve_group, transport
 
 import torch
 import torch.distributed as dist

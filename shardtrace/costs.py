@@ -11,8 +11,8 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from passes.cost import CostModel, default_cost_model
-from shardtrace.mesh import backend_for, is_alone
+from passes.plan import CostModel, default_cost_model
+from shardtrace.ranks.mesh import backend_for, is_alone
 
 import torch
 import torch.distributed as dist

@@ -7,7 +7,7 @@ from typing import Any
 
 import passes
 from passes import Collective
-from passes.liveness import StepLiveness, step_liveness
+from passes.analysis.liveness import StepLiveness, step_liveness
 
 import thunder
 from thunder.core.trace import TraceCtx

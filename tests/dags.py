@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from passes.collectives import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
 from passes.plan import Bucket, Member, Plan, ShardedParameter
 
 import torch

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from passes.offload import HostMemory, Sent
+from passes.plan.host_memory import HostMemory, Sent
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -67,8 +67,9 @@ def _copy_late(values: torch.Tensor, place: torch.Tensor) -> _Copy:
 @contextmanager
 def slow_host(*, loads_late: bool = False, direct: bool = False) -> Iterator[None]:
     """Inside, ``offload_policy`` counts on the CPU too. Ranks call collectives as those of devices do, or ``direct``."""
-    from shardtrace import api, state
-    from shardtrace.mesh import Transport
+    from shardtrace import api
+    from shardtrace.model import state
+    from shardtrace.ranks.mesh import Transport
 
     def host(policy: Any, device: torch.device) -> SlowHost | None:
         return SlowHost(loads_late=loads_late) if policy else None

@@ -469,10 +469,10 @@ def changed_on_one_rank(on: int) -> None:
 
 def exchange_bucket(dtype: str) -> None:
     """Gathers and reduces a bucket of large members, whole and padded, and of small ones, by messages."""
-    from passes import direct
-    from passes.layout import SMALL
+    from passes.comm import direct
     from passes.plan import Bucket, Member, Placement, Plan, ShardedParameter
-    from shardtrace.sharding import Home, shard
+    from passes.plan.layout import SMALL
+    from shardtrace.model.home import Home, shard
 
     from thunder.core import dtypes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from passes.recognise import is_issue, is_wait
+from passes.analysis.recognise import is_issue, is_wait
 
 import thunder
 import torch

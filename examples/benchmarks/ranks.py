@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import shardtrace  # before thunder: makes it importable on the newest torch
-from passes.liveness import step_liveness
+from passes.analysis.liveness import step_liveness
 
 import torch
 import torch.distributed as dist

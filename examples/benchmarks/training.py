@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from passes import direct
+from passes.comm import direct
 
 import torch
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from passes.accumulate import Sums
+from passes.comm.kept_gradients import Sums
 from passes.plan import ShardedParameter
 from shardtrace.checkpoint.state import ModelState
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import ModelState
-from shardtrace.consensus import RankMismatchError, compare
+from shardtrace.ranks.consensus import RankMismatchError, compare
 
 
 def agree(model: ModelState, what: str, lines: list[str], error: Exception | None, *, timeout: float = 0.0) -> None:

@@ -11,7 +11,7 @@ from shardtrace.checkpoint.files import step_directory
 from shardtrace.checkpoint.progress import Progress
 from shardtrace.checkpoint.save import prepare, write
 from shardtrace.checkpoint.state import ModelState, model_state
-from shardtrace.mesh import is_alone
+from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed as dist

@@ -11,7 +11,7 @@ from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
 from shardtrace.checkpoint.progress import Progress
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.sharding import unshard
+from shardtrace.model.home import unshard
 
 import torch
 from safetensors import SafetensorError

@@ -18,7 +18,7 @@ from shardtrace.checkpoint.reader import SafetensorsReader
 from shardtrace.checkpoint.rng import set_rng_state
 from shardtrace.checkpoint.save import as_list, failed
 from shardtrace.checkpoint.state import ModelState, model_state
-from shardtrace.mesh import is_alone
+from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrace.buffers import warn_of_differing_buffers
 from shardtrace.checkpoint.accumulated import accumulated
 from shardtrace.checkpoint.agree import agree
 from shardtrace.checkpoint.codec import encode
@@ -19,7 +18,8 @@ from shardtrace.checkpoint.progress import Progress
 from shardtrace.checkpoint.rng import rng_state
 from shardtrace.checkpoint.state import Keep, ModelState, model_state
 from shardtrace.checkpoint.writer import SafetensorsWriter
-from shardtrace.mesh import is_alone
+from shardtrace.ranks.mesh import is_alone
+from shardtrace.training.buffers import warn_of_differing_buffers
 
 import torch
 import torch.distributed as dist

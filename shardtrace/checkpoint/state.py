@@ -10,9 +10,9 @@ from typing import Any
 
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.full import sharded_entries
-from shardtrace.sharding import Home
-from shardtrace.state import ShardedState, states_in
+from shardtrace.model.home import Home
+from shardtrace.model.state import ShardedState, states_in
+from shardtrace.training.full import sharded_entries
 
 import torch
 import torch.distributed as dist

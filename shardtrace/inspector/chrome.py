@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from passes.liveness import KINDS
+from passes.analysis.liveness import KINDS
 from shardtrace.inspector.record import Phase, Record
 from shardtrace.inspector.timeline import Span, stacked
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from passes.liveness import Kind
+from passes.analysis.liveness import Kind
 from shardtrace.inspector.record import Phase, Record
 from shardtrace.inspector.summary import peak
 from shardtrace.inspector.units import size

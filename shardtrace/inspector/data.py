@@ -6,7 +6,7 @@ import json
 from html import escape
 from typing import Any
 
-from passes.liveness import KINDS
+from passes.analysis.liveness import KINDS
 from shardtrace.inspector.diff import Mark
 from shardtrace.inspector.highlight import highlight
 from shardtrace.inspector.lines import Line, Source, Table, Template, Type

@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.modules import layout
 from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
 from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
 from shardtrace.inspector.units import count
-from shardtrace.state import state_of, states_in
+from shardtrace.model.state import state_of, states_in
 
 import thunder
 from thunder.core.trace import TraceCtx

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from passes.analysis.recognise import is_unpack, names
 from passes.plan import Bucket
-from passes.recognise import is_unpack, names
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol

@@ -3,7 +3,7 @@
 Thunder's traced lines know where in the source they come from, not for which module they were traced. But a line that
 reads a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the
 module of that class that is nearest to the last such line, or to the next. Lines of other traces belong to where the
-traced line does that they come from (passes.origins); of those that do not tell, as of a model that was not
+traced line does that they come from (passes.analysis.origins); of those that do not tell, as of a model that was not
 sharded, the same is asked, and then where their arguments were computed.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
-from passes.origins import origin_of
+from passes.analysis.origins import origin_of
+from passes.analysis.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
 from passes.plan import Bucket
-from passes.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol

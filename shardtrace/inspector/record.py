@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from passes.cost import CostModel, default_cost_model
-from passes.liveness import Buffer, LineMemory, Liveness, step_liveness
-from passes.plan import Bucket, Plan
-from passes.recognise import bucket_of, is_collective, is_issue, is_offload
-from passes.traffic import Collective, collectives
+from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
+from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
+from passes.analysis.traffic import Collective, collectives
+from passes.plan import Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
 from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins

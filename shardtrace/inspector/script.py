@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from passes.recognise import is_backward
-from shardtrace.inspector.fake import fake_ranks
+from passes.analysis.recognise import is_backward
+from shardtrace.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, Traces, inspect_traces
-from shardtrace.tracing import watching
+from shardtrace.model.tracing import watching
 
 import torch.distributed as dist
 from thunder.core.compile_data import _compile_data

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from passes.cost import CostModel
-from passes.offload import HostMemory
-from passes.recognise import begins, bucket_of, ends, is_gather, is_offload, link_seconds
+from passes.analysis.recognise import begins, bucket_of, ends, is_gather, is_offload
+from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.plan import CostModel, HostMemory
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -88,7 +88,7 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop)
         else:
-            now += cost.compute_seconds(bsym)
+            now += compute_seconds(cost, bsym)
     return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardtrace  # isort: skip  before thunder: makes it importable on the newest torch
-from passes.liveness import step_liveness
+from passes.analysis.liveness import step_liveness
 
 import thunder
 

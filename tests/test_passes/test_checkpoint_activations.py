@@ -3,8 +3,8 @@
 import shutil
 
 import shardtrace
-from passes.recognise import is_random
-from passes.verify import VerificationError, verify
+from passes.analysis.recognise import is_random
+from passes.analysis.verify import VerificationError, verify
 
 import pytest
 import thunder

@@ -2,7 +2,7 @@ import time
 
 import shardtrace
 from passes import Bucket, Pass, PassAfterLowering, PassBeforeAutodiff, VerificationError, Wire
-from passes.recognise import is_collective, is_gather, is_issue
+from passes.analysis.recognise import is_collective, is_gather, is_issue
 
 import pytest
 import thunder

@@ -9,11 +9,20 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import shardtrace  # noqa: F401
-from passes.cost import CostModel, Device, Link
-from passes.plan import Plan
-from passes.recognise import bucket_of, is_collective, is_deletion, is_gather, is_issue, is_return, is_unpack, is_wait
+from passes.analysis.recognise import (
+    bucket_of,
+    is_collective,
+    is_deletion,
+    is_gather,
+    is_issue,
+    is_return,
+    is_unpack,
+    is_wait,
+)
+from passes.analysis.seconds import collective_seconds, compute_seconds
+from passes.analysis.verify import VerificationError, verify
+from passes.plan import CostModel, Device, Link, Plan
 from passes.schedule import schedule
-from passes.verify import VerificationError, verify
 
 import dags
 import pytest
@@ -107,14 +116,14 @@ def stalls(lines, plan):
     at, done, found = At(), {}, []
     for bsym in lines:
         if is_issue(bsym):
-            done[bsym.output.name] = at.link = max(at.now, at.link) + plan.cost.collective_seconds(bucket_of(bsym))
+            done[bsym.output.name] = at.link = max(at.now, at.link) + collective_seconds(plan.cost, bucket_of(bsym))
         elif is_wait(bsym):
             future = bsym.args[0].name
             if is_gather(bsym) and done[future] > at.now + 1e-12:
                 found.append(future)
             at.now = max(at.now, done[future])
         elif not is_deletion(bsym):
-            at.now += plan.cost.compute_seconds(bsym)
+            at.now += compute_seconds(plan.cost, bsym)
     return found
 
 

@@ -1,7 +1,7 @@
 """ZeRO-3: nothing unsharded is saved for backward, however the model uses its parameters."""
 
 import shardtrace
-from passes.recognise import names, unsharded_values
+from passes.analysis.recognise import names, unsharded_values
 
 import pytest
 import thunder

@@ -2,9 +2,9 @@
 
 import shardtrace
 from passes import collectives
-from passes.recognise import bucket_of, is_issue, names, parameter_aliases
+from passes.analysis.recognise import bucket_of, is_issue, names, parameter_aliases
+from passes.analysis.verify import verify
 from passes.save_shards import Swapped, save_shards
-from passes.verify import verify
 
 import pytest
 import thunder

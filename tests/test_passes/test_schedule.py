@@ -1,4 +1,4 @@
-from passes.recognise import is_collective
+from passes.analysis.recognise import is_collective
 
 import pytest
 import thunder

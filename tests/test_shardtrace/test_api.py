@@ -5,7 +5,7 @@ import inspect
 import pickle
 
 import shardtrace
-from passes.cost import CostModel, Device, Link
+from passes.plan import CostModel, Device, Link
 
 import pytest
 import thunder

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from passes.cost import GLOO, CostModel, Device, Link, default_cost_model
+from passes.plan.cost import GLOO, CostModel, Device, Link, default_cost_model
 from shardtrace import calibrate as module
 from shardtrace import costs
 from shardtrace.calibrate import Effort, calibrate, fit_link, main

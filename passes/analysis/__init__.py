@@ -1,0 +1,1 @@
+"""What a trace says: recognisers, FLOPs, traffic, memory, and the proof of its invariants."""

@@ -1,0 +1,278 @@
+"""Runs single lines of an executed trace on meta tensors: which results share memory, and what a line needs meanwhile.
+
+Whether a reshape copies depends on strides, which a trace does not show, and what a collective's future holds on how
+it is sent. So the very function that a line calls is called with meta tensors, which have shapes, strides and storages
+but no memory, and with a process group that sends nothing. Nothing is computed, no random number is drawn, no device
+is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from passes.plan import Bucket
+from passes.plan.host_memory import DONE, HostMemory
+
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Values = dict[str, Any]  # by name: a meta tensor, or what a collective returned as its future
+
+# Of these executors each line is a function of tensors that does nothing else. Lines of others are not called.
+EXECUTORS = frozenset({"torch", "sdpa", "shardtrace"})
+
+
+class Result(NamedTuple):
+    """A line's outputs by name, and the bytes that it needs besides them while it runs."""
+
+    outputs: Values
+    temporary: int
+
+
+def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
+    """Runs one line; ``values`` are its inputs by name.
+
+    A fusion's views are known and its temporaries estimated. The outputs of what cannot be run on meta tensors are
+    taken to be contiguous and to share no memory.
+    """
+    if bsym.sym.is_fusion:
+        return _run_fusion(bsym, values)
+    function = _function(bsym)
+    if function is not None:
+        meter = _Meter(values)
+        try:
+            with torch.no_grad(), meter:
+                outputs = _named(bsym, function(*_concrete(bsym.args, values), **_concrete(bsym.kwargs, values)))
+        except Exception:  # no kernel for meta tensors, or a value is asked for
+            outputs = None
+        if outputs is not None:
+            return Result(outputs, meter.peak - meter.live())
+    return Result({o.name: blank(o) for o in _outputs(bsym)}, 0)
+
+
+def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
+    """A contiguous meta tensor like ``proxy``."""
+    shape = tuple(int(s) for s in proxy.shape)
+    return torch.empty(shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device="meta")
+
+
+def storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor, or of all tensors that a future holds."""
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from storages(part)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells one piece of memory from the others that exist at the same time."""
+    return storage._cdata
+
+
+class _Meter(TorchDispatchMode):
+    """Makes every new tensor a meta tensor, and notes the most bytes that were alive at once and are not ``known``."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.seen = {storage_key(s) for value in known.values() for s in storages(value)}
+        self.new: list[tuple[StorageWeakRef, int]] = []  # the weak reference keeps the key from being used again
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        result = func(*args, **kwargs)
+        for storage in storages(result):
+            if storage_key(storage) not in self.seen:
+                self.seen.add(storage_key(storage))
+                self.new.append((StorageWeakRef(storage), storage.nbytes()))
+                self.peak = max(self.peak, self.live())
+        return result
+
+    def live(self) -> int:
+        return sum(nbytes for ref, nbytes in self.new if not ref.expired())
+
+
+class _SilentGroup:
+    """A process group whose every collective is done at once and moves nothing."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: DONE
+
+
+def _silent(bucket: Bucket) -> Bucket:
+    """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
+    plan = bucket.plan
+    host = HostMemory(torch.device("meta")) if plan.host is not None else None
+    plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size), host=host, progress=None)
+    return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
+
+
+def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
+    """What a line of a trace calls, if that is a plain function of tensors: not one that is called for its effect."""
+    if getattr(bsym.sym.executor, "name", None) not in EXECUTORS or not bsym.flat_proxy_outs:
+        return None
+    name = bsym.sym.name
+    if name == "scaled_dot_product_attention":
+        return _attention
+    if bsym._call_ctx is not None:
+        return bsym._call_ctx.get(name)
+    return attrgetter(name)(bsym.sym.module) if bsym.sym.module is not None else None
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What fused kernels return, with heads after positions in memory. (On meta tensors torch does not call them.)"""
+    *batch, heads, length, _ = query.shape
+    return query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-3, -2)
+
+
+def _concrete(args: Any, values: Mapping[str, Any]) -> Any:
+    def concrete(arg: Any) -> Any:
+        if isinstance(arg, NumberProxy):
+            return arg.value
+        if isinstance(arg, Bucket):
+            return _silent(arg)
+        return values[arg.name] if isinstance(arg, Proxy) else arg
+
+    return tree_map(concrete, args)
+
+
+def _outputs(bsym: BoundSymbol) -> list[TensorProxy | FutureTensorProxy]:
+    return [o for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy | FutureTensorProxy)]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _named(bsym: BoundSymbol, result: Any) -> Values | None:
+    """``result`` by the names of the line's outputs; None if it is not what the trace says."""
+    if isinstance(bsym.output, FutureTensorProxy):
+        return {bsym.output.name: result}
+    proxies, results = list(_leaves(bsym.output)), list(_leaves(result))
+    if len(proxies) != len(results):
+        return None
+    found: Values = {}
+    for proxy, value in zip(proxies, results, strict=True):
+        if isinstance(proxy, TensorProxy):
+            if not isinstance(value, torch.Tensor) or not value.is_meta or value.shape != tuple(proxy.shape):
+                return None
+            found[proxy.name] = value
+    return found
+
+
+# ---- fusions ----
+
+
+def _broadcast_in_dim(a: torch.Tensor, shape: Any, dims: Any) -> torch.Tensor:
+    unsqueezed = [1] * len(shape)
+    for size, dim in zip(a.shape, dims, strict=True):
+        unsqueezed[dim] = size
+    return a.reshape(unsqueezed).expand(shape)
+
+
+def _slice(a: torch.Tensor, starts: Any, ends: Any, strides: Any = None) -> torch.Tensor:
+    return a[tuple(slice(*s) for s in zip(starts, ends, strides or [1] * a.ndim, strict=True))]
+
+
+VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
+    prims.PrimIDs.RESHAPE: torch.reshape,
+    prims.PrimIDs.TRANSPOSE: torch.permute,
+    prims.PrimIDs.SQUEEZE: torch.squeeze,
+    prims.PrimIDs.BROADCAST_IN_DIM: _broadcast_in_dim,
+    prims.PrimIDs.SLICE: _slice,
+    prims.PrimIDs.SHALLOW_COPY: lambda a: a,
+}
+# Prims that are calls of a library: what goes in and what comes out lies in memory. All else is computed where it is
+# used, unless it is made of more than MAX_READS tensors (as in torch.compile, whose limit this is).
+LIBRARY_CALLS = frozenset({prims.PrimIDs.MATMUL, prims.PrimIDs.LINEAR, prims.PrimIDs.CONVOLUTION})
+MAX_READS = 8
+
+
+def _run_fusion(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
+    local, parts = dict(values), list(_prims(bsym))
+    for part in parts:
+        _run_part(part, local)
+    outputs = {o.name: local[o.name] if o.name in local else blank(o) for o in _outputs(bsym)}
+    given = {storage_key(s) for value in values.values() for s in storages(value)}
+    return Result(outputs, _temporary(parts, local, set(map(_key, outputs.values())), given))
+
+
+def _prims(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    for part in bsym.subsymbols:
+        if part.sym.id in VIEWS or part.sym.id in LIBRARY_CALLS or not part.subsymbols:
+            yield part
+        else:
+            yield from _prims(part)
+
+
+def _run_part(bsym: BoundSymbol, local: Values) -> None:
+    """Adds the outputs of a prim to ``local``: views where they are, else new contiguous tensors."""
+    view = VIEWS.get(bsym.sym.id)
+    for o in _outputs(bsym):
+        if view is not None:
+            local[o.name] = view(*_concrete(bsym.args, local), **_concrete(bsym.kwargs, local))
+        elif o.name not in local:
+            local[o.name] = blank(o)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _temporary(parts: list[BoundSymbol], local: Values, outputs: set[int], given: set[int]) -> int:
+    """Bytes that the parts of a fusion need at once besides ``outputs`` and what is ``given``, both storages."""
+    stored = outputs | given
+    for part in parts:
+        if part.sym.id in LIBRARY_CALLS:
+            stored |= {_key(local[p.name]) for p in (*part.flat_proxy_args, *_outputs(part)) if p.name in local}
+    reads = {key: frozenset([key]) for key in stored}  # what is read from memory to compute each value
+    sizes: dict[int, int] = {}
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, part in enumerate(parts):
+        arguments = [_key(local[a.name]) for a in part.flat_proxy_args if a.name in local]
+        sources = frozenset[int]().union(*(reads.get(key, ()) for key in arguments))
+        for o in _outputs(part):
+            key = _key(local[o.name])
+            if key in arguments or key in given:
+                continue
+            if key not in stored and len(sources) <= MAX_READS:
+                reads[key] = sources
+                continue
+            reads[key] = frozenset([key])
+            sizes[key] = local[o.name].untyped_storage().nbytes()
+            born.setdefault(key, i)
+            last.update(dict.fromkeys((key, *sources), i))
+    change = [0] * (len(parts) + 1)
+    for key, at in born.items():
+        change[at] += sizes[key]
+        if key not in outputs:
+            change[last[key] + 1] -= sizes[key]
+    return max(itertools.accumulate(change)) - sum(sizes[key] for key in sizes.keys() & outputs)

@@ -1,0 +1,321 @@
+"""How much tensor memory is alive at each line of an executed trace, and what it is used for. Changes nothing.
+
+A trace's ``del`` lines say when names die. Memory dies with the last of all names that share it:
+:mod:`passes.analysis.dry_run`
+finds out which do, and what the futures of collectives hold.
+
+All sizes are bytes of storages, as a caching allocator would be asked for them, of the device that computes. What a
+kernel or a backend of a process group takes for itself while it works is not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from passes.analysis.dry_run import Values, blank, dry_run, storage_key, storages
+from passes.analysis.recognise import (
+    bucket_of,
+    is_backward,
+    is_deletion,
+    is_issue,
+    is_offload,
+    is_return,
+    is_unpack,
+    is_wait,
+    names,
+    unsharded_values,
+)
+from passes.comm.kept_gradients import accumulate, accumulated
+from passes.comm.symbols import GATHERS, REDUCTIONS, all_gather
+
+import torch
+from thunder.core import prims
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag
+
+# inputs: what the caller holds during the whole call (shards, the batch); unsharded: gathered parameters; in_flight:
+# what futures hold; saved: activations kept for backward; gradients: what is reduced, returned by backward, or comes
+# into it; activations: all else
+Kind = Literal["inputs", "unsharded", "in_flight", "activations", "saved", "gradients"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+CALLER = "caller's "  # a name that the caller of the trace has for a value
+
+
+@dataclass
+class Buffer:
+    """A piece of memory in one role: alive after the lines ``born`` to ``freed - 1`` (None: beyond the last).
+
+    ``name`` is the first value that it held. Memory that changes its role (a future's that becomes a parameter's)
+    is two buffers, one after the other.
+    """
+
+    name: str
+    kind: Kind
+    bytes: int
+    born: int
+    freed: int | None = None
+
+
+class LineMemory(NamedTuple):
+    """Bytes that are alive after line ``line`` of a trace, in all and by kind; ``during`` is the most while it runs."""
+
+    line: int
+    during: int
+    total: int
+    inputs: int
+    unsharded: int
+    in_flight: int
+    activations: int
+    saved: int
+    gradients: int
+
+
+class Liveness(NamedTuple):
+    """The memory of a trace: one row for each line, and every buffer."""
+
+    lines: list[LineMemory]
+    buffers: list[Buffer]
+
+    @property
+    def peak(self) -> LineMemory:
+        """The (first) line at which most memory is needed: its ``during`` is the peak in bytes."""
+        return max(self.lines, key=lambda row: row.during)
+
+
+class StepLiveness(NamedTuple):
+    """The memory of a forward and of the backward that belongs to it (None where there is none)."""
+
+    forward: Liveness
+    backward: Liveness | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return max(part.peak.during for part in (self.forward, self.backward) if part is not None)
+
+
+def liveness(trace: TraceCtx, *, persistent: int = 0) -> Liveness:
+    """The memory of an executed forward or backward trace. Linear in the number of lines.
+
+    Of a backward by itself the saved tensors are taken to be contiguous and to share no memory;
+    :func:`step_liveness` knows better. ``persistent`` bytes are added at each line: what lives besides the arguments,
+    such as the optimizer's state and gradients of the step before.
+    """
+    return _Memory(persistent).run(trace)
+
+
+def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: int = 0) -> StepLiveness:
+    """The memory of a training step: :func:`liveness` of both traces, the backward's beginning as the forward's ends.
+
+    During backward what the forward was given and what it returned are alive, as its caller holds them, and what it
+    saved is until backward deletes it. Gradients that are kept for a later step are taken to be there from the start.
+    """
+    memory = _Memory(persistent + (sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0))
+    before = memory.run(forward)
+    if backward is None:
+        return StepLiveness(before, None)
+    return StepLiveness(before, memory.left_by(forward, persistent).run(backward))
+
+
+class _Memory:
+    """Memory as a trace runs: who holds which storage, and in which role."""
+
+    def __init__(self, persistent: int = 0) -> None:
+        self.persistent = persistent
+        self.values: Values = {}  # what each name is, on the meta device
+        self.keys_of: dict[str, set[int]] = {}  # the storages that each name holds
+        self.holders: dict[int, int] = {}  # how many names hold a storage
+        self.buffer_of: dict[int, Buffer] = {}  # the present role of each storage
+        self.buffers: list[Buffer] = []
+        self.on_host: set[str] = set()  # values that take no memory of the device
+        self.line = 0
+
+    def run(self, trace: TraceCtx) -> Liveness:
+        shards = _shards(trace)
+        given = _parameters(trace) | shards.keys()
+        unsharded = unsharded_values(trace)
+        temporary = []
+        self.on_host |= _on_host(trace)
+        for name, value in _sums(trace).items():
+            self._hold(name, value, "gradients", born=0)
+        for self.line, bsym in enumerate(trace.bound_symbols):
+            temporary.append(0)
+            if is_unpack(bsym):
+                self._unpack(bsym, given, shards)
+            elif bsym.sym.id == prims.PrimIDs.DEL:
+                for a in bsym.flat_proxy_args:
+                    self._release(a.name)
+            elif is_return(bsym):
+                self._assign(names(bsym.args) if is_backward(trace) else set(), "gradients")
+                self._assign({p.name for p in _saved(trace)}, "saved")
+            elif not (is_deletion(bsym) or is_offload(bsym) or bsym.sym.id in (accumulate.id, accumulated.id)):
+                temporary[-1] = self._call(bsym, unsharded)
+        return Liveness(_rows(self.buffers, temporary, self.persistent), self.buffers)
+
+    def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
+        """What is alive when ``forward`` has returned, for its backward to start with."""
+        then = _Memory(persistent)
+        then.on_host = self.on_host
+        kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
+        by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
+        by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
+        for name, old in [*by_caller, *((p.name, p.name) for p in _saved(forward))]:
+            if old in self.values:
+                then._hold(name, self.values[old], kinds)
+        return then
+
+    def _unpack(self, bsym: BoundSymbol, given: set[str], shards: Values) -> None:
+        """Names for what was alive before; what the caller holds is held by a name of the caller's as well."""
+        for o in bsym.flat_proxy_outs:
+            if not isinstance(o, TensorProxy) or o.name in self.values:
+                continue
+            value = shards[o.name] if o.name in shards else blank(o)
+            kind: Kind = "inputs"
+            if bsym.sym.id == prims.PrimIDs.UNPACK_SEQUENCE and o.name not in given:
+                kind = "gradients" if bsym.args[0].name == "cotangents" else "saved"
+            self._hold(o.name, value, kind, born=0)
+            if kind == "inputs":
+                self._hold(CALLER + o.name, value, kind)
+
+    def _call(self, bsym: BoundSymbol, unsharded: Container[str]) -> int:
+        """Runs a line; returns the bytes that it needs besides its outputs."""
+        arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
+        if bsym.sym.id in REDUCTIONS:
+            self._assign(arguments, "gradients")
+        outputs, temporary = dry_run(bsym, arguments)
+        for name, value in outputs.items():
+            self._hold(name, value, _kind(bsym, name, unsharded))
+        if is_wait(bsym):
+            self._assign(outputs, _kind(bsym, "", unsharded), of="in_flight")
+            for name, future in arguments.items():
+                self._hold(name, future, "in_flight")  # again, as it may have given up what it held
+        return temporary
+
+    def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
+        """``name`` holds ``value`` and nothing else; storages that nobody held before come into being."""
+        before = self.keys_of.get(name, set())
+        on_device = name.removeprefix(CALLER) not in self.on_host
+        sizes = {storage_key(s): s.nbytes() for s in storages(value)} if on_device else {}
+        self.values[name], self.keys_of[name] = value, set(sizes)
+        for key in sizes:
+            if key in before:
+                continue
+            if key not in self.buffer_of:
+                role = kind if isinstance(kind, str) else kind[key]
+                since = self.line if born is None else born
+                self._begin(key, Buffer(name.removeprefix(CALLER), role, sizes[key], since))
+            self.holders[key] = self.holders.get(key, 0) + 1
+        self._let_go(before - sizes.keys())
+
+    def _release(self, name: str) -> None:
+        keys = self.keys_of.pop(name, set())
+        self.values.pop(name, None)
+        self._let_go(keys)
+
+    def _let_go(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self.holders[key] -= 1
+            if not self.holders[key]:
+                del self.holders[key]
+                self.buffer_of.pop(key).freed = self.line
+
+    def _begin(self, key: int, buffer: Buffer) -> None:
+        self.buffer_of[key] = buffer
+        self.buffers.append(buffer)
+
+    def _assign(self, holders: Iterable[str], kind: Kind, *, of: Kind = "activations") -> None:
+        """Memory of kind ``of`` that ``holders`` hold is of another kind: what was in flight from now on, all else
+        since it came into being."""
+        for name in holders:
+            for key in self.keys_of.get(name, ()):
+                buffer = self.buffer_of[key]
+                if buffer.kind != of:
+                    continue
+                if of == "in_flight":
+                    buffer.freed = self.line
+                    self._begin(key, Buffer(name, kind, buffer.bytes, self.line))
+                else:
+                    buffer.kind = kind
+
+
+def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
+    """The role of new memory that a line makes for its output ``name``."""
+    if is_issue(bsym):
+        return "in_flight"
+    if bsym.sym.id in GATHERS.values() or name in unsharded:
+        return "unsharded"
+    return "gradients" if is_wait(bsym) else "activations"
+
+
+def _parameters(trace: TraceCtx) -> set[str]:
+    """Names of parameters and buffers, which live in modules."""
+    unpacked = (o for b in trace.bound_symbols if is_unpack(b) for o in b.flat_proxy_outs)
+    return {o.name for o in unpacked if ProxyTag.STATIC_MEMORY_LOCATION in o.tags}
+
+
+def _shards(trace: TraceCtx) -> Values:
+    """Shards as ``fsdp`` lays them out: those of a bucket one after the other, so that they need no packing."""
+    found: Values = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id == all_gather.id:
+            tensors = [blank(a) for a in bsym.args[0]]
+            flat = torch.cat([t.reshape(-1) for t in tensors])
+            pieces = flat.split([t.numel() for t in tensors])
+            for a, piece, t in zip(bsym.args[0], pieces, tensors, strict=True):
+                found[a.name] = piece.view(t.shape)
+    return found
+
+
+def _on_host(trace: TraceCtx) -> set[str]:
+    """Names of shards at rest in host memory. (What is copied there is not held at all.)"""
+    gathers = (b for b in trace.bound_symbols if b.sym.id in GATHERS and bucket_of(b).plan.host is not None)
+    return {a.name for b in gathers for a in b.args[0]}
+
+
+def _sums(trace: TraceCtx) -> Values:
+    """Gradients of earlier steps: by the names that they get when they are given up, or by one of the caller's."""
+    found: Values = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id == accumulated.id:
+            found |= {o.name: blank(o) for o in bsym.flat_proxy_outs}
+        elif bsym.sym.id == accumulate.id:
+            bucket = bucket_of(bsym)
+            dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+            found |= {f"{CALLER}sum of {g.name}": blank(g).to(dtype) for g in bsym.args[0]}
+    return found
+
+
+def _results(trace: TraceCtx) -> set[str]:
+    """The values that a forward returns to its caller."""
+    result = trace.bound_symbols[-1].args[0]
+    return names(result["output"] if isinstance(result, dict) and "output" in result else result)
+
+
+def _saved(trace: TraceCtx) -> tuple[TensorProxy, ...]:
+    """The tensors that a forward saves for its backward."""
+    returned = trace.bound_symbols[-1].args
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or len(returned) != 2:
+        return ()
+    _, (saved, _) = returned
+    return tuple(p for p in saved if isinstance(p, TensorProxy))
+
+
+def _rows(buffers: list[Buffer], temporary: list[int], persistent: int) -> list[LineMemory]:
+    change = [dict.fromkeys(KINDS, 0) for _ in temporary]
+    for buffer in buffers:
+        change[buffer.born][buffer.kind] += buffer.bytes
+        if buffer.freed is not None:
+            change[buffer.freed][buffer.kind] -= buffer.bytes
+    rows, now, before = [], dict.fromkeys(KINDS, 0), persistent
+    for line, changes in enumerate(change):
+        for kind, nbytes in changes.items():
+            now[kind] += nbytes
+        total = persistent + sum(now.values())
+        rows.append(LineMemory(line, max(before, total + temporary[line]), total, **now))
+        before = total
+    return rows

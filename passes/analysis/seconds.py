@@ -1,0 +1,41 @@
+"""How long a line of a trace takes, by the cost model of its plan."""
+
+from __future__ import annotations
+
+from passes.analysis.flops import bytes_moved, is_free, work
+from passes.analysis.recognise import bucket_of, is_gather, is_offload
+from passes.plan import Bucket, CostModel
+
+from thunder.core.symbol import BoundSymbol
+
+
+def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
+    """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking) and for a collective, whose
+    time is :func:`link_seconds`."""
+    if is_free(bsym):
+        return 0.0
+    done = work(bsym)
+    return cost.compute_seconds(done.full, done.half, bytes_moved(bsym))
+
+
+def link_seconds(issue: BoundSymbol) -> float:
+    """A collective or a copy to the host, from the line that issues it to its arrival, on an otherwise idle link.
+
+    A gather of parameters that are at rest in host memory begins with their copy to the device.
+    """
+    bucket = bucket_of(issue)
+    cost = bucket.plan.cost
+    if is_offload(issue):
+        return copy_seconds(cost, bucket)
+    copy = copy_seconds(cost, bucket) if bucket.plan.host is not None and is_gather(issue) else 0.0
+    return collective_seconds(cost, bucket) + copy
+
+
+def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
+    """One collective of a bucket. An all_reduce sends each byte twice."""
+    return cost.collective_seconds(bucket.trips * bucket.bytes, bucket.plan.world_size)
+
+
+def copy_seconds(cost: CostModel, bucket: Bucket) -> float:
+    """This rank's shards of a bucket, or of its gradients, between host memory and device memory."""
+    return cost.copy_seconds(bucket.numel * bucket.rest_dtype.bytes)

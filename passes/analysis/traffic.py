@@ -1,0 +1,42 @@
+"""What a trace sends: its collectives, as plain rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from passes.analysis.recognise import bucket_of, is_backward, is_issue
+
+from thunder.core.trace import TraceCtx
+
+
+class Collective(NamedTuple):
+    """One collective of a trace, in the order in which it is issued.
+
+    ``bytes`` counts the whole unsharded bucket, padding included; of it each rank sends and receives
+    ``bytes * (N - 1) / N`` where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather",
+    "reduce_scatter", "broadcast", "reduce" or "all_reduce", ``parameters`` the names of the bucket's members.
+    """
+
+    kind: str
+    phase: str
+    bucket: str
+    dtype: str
+    bytes: int
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.bucket} ({self.dtype}, {self.bytes} bytes: {', '.join(self.parameters)})"
+
+
+def collectives(trace: TraceCtx) -> list[Collective]:
+    """The collectives that ``trace`` issues, in order."""
+    phase = "backward" if is_backward(trace) else "forward"
+    rows = []
+    for bsym in trace.bound_symbols:
+        if is_issue(bsym):
+            bucket = bucket_of(bsym)
+            parameters = tuple(m.parameter.name for m in bucket.members)
+            rows.append(
+                Collective(bsym.sym.name, phase, bucket.label, bucket.dtype.shortname(), bucket.bytes, parameters)
+            )
+    return rows

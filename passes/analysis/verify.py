@@ -1,0 +1,270 @@
+"""Pass 5: proves the invariants of a scheduled trace, or raises an error that shows the line that breaks one.
+
+1. Each future is waited for exactly once, and nothing else reads it; no value is used before it exists or after its
+   ``del``.
+2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
+   moves exactly the bytes of its bucket's members; gradients do not go by a pass's own wire for parameters.
+3. Memory is bounded: at each line no more buckets of a plan are unsharded than those whose gathered values it needs to
+   have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
+4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
+   computed from parameters alone should not be either: that is a warning.
+5. Where parameters are at rest in host memory, each gradient that is reduced is copied there, once.
+6. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
+   Thunder finds that no more is saved by it.)
+
+That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
+knows nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import NoReturn
+
+from passes.analysis.recognise import (
+    begins,
+    bucket_of,
+    ends,
+    is_backward,
+    is_collective,
+    is_deletion,
+    is_gather,
+    is_issue,
+    is_offload,
+    is_return,
+    names,
+    parameter_aliases,
+    unsharded_values,
+)
+from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
+
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceTag
+
+
+class VerificationError(AssertionError):
+    """A compiled trace breaks an invariant: a bug of a pass, never of the model. The message shows the lines."""
+
+
+def verify(trace: TraceCtx) -> None:
+    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines."""
+    lines = trace.bound_symbols
+    if not any(is_collective(b) for b in lines):
+        return
+    _verify_values(lines)
+    _verify_futures(lines)
+    _verify_traffic(trace)
+    values = unsharded_values(trace)
+    _verify_live_buckets(lines, values)
+    _verify_inflight(lines)
+    _verify_offloads(lines)
+    _verify_saved(trace, values)
+    _verify_recomputed(trace)
+
+
+def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
+    shown = [
+        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i].from_bsym(header='')).splitlines()[0]}"
+        for i in range(max(0, at - 3), min(len(lines), at + 4))
+    ]
+    raise VerificationError("\n".join([f"{message} (line {at})", *shown]))
+
+
+def _verify_values(lines: list[BoundSymbol]) -> None:
+    defined: set[str] = set()
+    deleted: set[str] = set()
+    for i, bsym in enumerate(lines):
+        used = names(bsym.args) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}
+        if bsym.sym.id != prims.PrimIDs.UNPACK_TRIVIAL:
+            if used & deleted:
+                _fail(lines, i, f"{sorted(used & deleted)[0]} is used after it was deleted")
+            for a in bsym.flat_proxy_args if is_collective(bsym) else ():
+                if a.name not in defined:
+                    _fail(lines, i, f"{a.name} is used before it exists")
+        if bsym.sym.id == prims.PrimIDs.DEL:
+            deleted |= used
+        defined.update(o.name for o in bsym.flat_proxy_outs)
+
+
+def _verify_futures(lines: list[BoundSymbol]) -> None:
+    issued: dict[str, int] = {}
+    waited: set[str] = set()
+    for i, bsym in enumerate(lines):
+        if begins(bsym):
+            issued[bsym.output.name] = i
+        elif ends(bsym):
+            future = bsym.args[0].name
+            if future in waited:
+                _fail(lines, i, f"future {future} is waited for twice")
+            if future not in issued:
+                _fail(lines, i, f"future {future} is waited for before it is issued")
+            if bucket_of(bsym) is not bucket_of(lines[issued[future]]):
+                _fail(lines, i, f"future {future} is of another bucket")
+            waited.add(future)
+        elif not is_deletion(bsym):
+            for a in bsym.flat_proxy_args:
+                if isinstance(a, FutureTensorProxy):
+                    _fail(lines, i, f"future {a.name} is read without a wait")
+    for future in issued.keys() - waited:
+        _fail(lines, issued[future], f"future {future} is never waited for")
+
+
+def _verify_traffic(trace: TraceCtx) -> None:
+    lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
+    for i, bsym in enumerate(lines):
+        if not is_issue(bsym):
+            continue
+        bucket, gathers = bucket_of(bsym), is_gather(bsym)
+        if gathers and is_backward(trace) and not bucket.plan.regather:
+            _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
+        if not gathers and bucket.wire is not None:
+            _fail(lines, i, f"bucket {bucket.label} is reduced, but its wire can only gather: keep the plan's bucket")
+        if len(bsym.args[0]) != len(bucket.members):
+            _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
+        for value, m in zip(bsym.args[0], bucket.members, strict=True):
+            expected = m.parameter.shard_shape if gathers else m.parameter.full_shape
+            fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
+            rest = bucket.rest_dtype
+            dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
+            summed = not gathers and value.dtype == bucket.plan.summed_dtype(rest)
+            if not fits or not (value.dtype == dtype or summed):
+                wanted = f"shape {expected} and dtype {dtype} as {m.parameter.name}"
+                _fail(lines, i, f"{value.name} should have {wanted}")
+            if (bsym.sym.id, m.parameter) in seen:
+                verb = "gathered" if gathers else "reduced"
+                _fail(lines, i, f"parameter {m.parameter.name} is {verb} twice")
+            seen.add((bsym.sym.id, m.parameter))
+
+
+def _verify_inflight(lines: list[BoundSymbol]) -> None:
+    """At each line: bytes of buckets whose collective is issued and not waited for <= the plan's limit."""
+    limits = inflight_limits(bucket_of(b) for b in lines if is_issue(b))
+    inflight = dict.fromkeys(limits, 0)
+    for i, bsym in enumerate(lines):
+        if not is_collective(bsym):
+            continue
+        bucket = bucket_of(bsym)
+        inflight[bucket.plan] += bucket.bytes if is_issue(bsym) else -bucket.bytes
+        if inflight[bucket.plan] > max(limits[bucket.plan], bucket.bytes):
+            most = f"max_inflight_bytes is {limits[bucket.plan]}"
+            _fail(lines, i, f"{inflight[bucket.plan]} bytes are in flight with bucket {bucket.label}, {most}")
+
+
+def _verify_offloads(lines: list[BoundSymbol]) -> None:
+    copied = Counter(m.parameter for b in lines if begins(b) and is_offload(b) for m in bucket_of(b).members)
+    for i, bsym in enumerate(lines):
+        bucket = bucket_of(bsym) if is_issue(bsym) and not is_gather(bsym) else None
+        if bucket is None or bucket.plan.host is None:
+            continue
+        for m in bucket.members:
+            if copied[m.parameter] != 1:
+                times = f"{copied[m.parameter]} times, not once"
+                _fail(lines, i, f"the gradient of {m.parameter.name} is copied to the host {times}")
+
+
+def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
+    """At each line, for each plan: live buckets <= those that compute around it needs to have at once + prefetch."""
+    first, last = _needs(lines, values)
+    compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_offload(b) and not is_deletion(b)]
+    firsts, lasts = _by_plan(first), _by_plan(last)
+    for i, live in _live_buckets(lines, values):
+        # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use
+        at = compute[min(bisect_left(compute, i), len(compute) - 1)]
+        for plan, buckets in live.items():
+            needed = bisect_left(firsts.get(plan, []), at + 1) - bisect_left(lasts.get(plan, []), at)
+            if len(buckets) > max(needed, 1) + plan.prefetch:
+                held = ", ".join(sorted(b.label for b in buckets))
+                rule = f"{needed} needed, prefetch {plan.prefetch}"
+                _fail(lines, i, f"{len(buckets)} buckets are unsharded at once, {rule}: {held}")
+
+
+def _by_plan(at: dict[Bucket, int]) -> dict[Plan, list[int]]:
+    """Sorted line numbers of the buckets of each plan."""
+    found: dict[Plan, list[int]] = {}
+    for bucket, line in at.items():
+        found.setdefault(bucket.plan, []).append(line)
+    return {plan: sorted(numbers) for plan, numbers in found.items()}
+
+
+def _needs(
+    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
+) -> tuple[dict[Bucket, int], dict[Bucket, int]]:
+    """The first and the last compute line at which each bucket's gathered values are used."""
+    first: dict[Bucket, int] = {}
+    last: dict[Bucket, int] = {}
+    for i, bsym in enumerate(lines):
+        if is_collective(bsym) or is_deletion(bsym):
+            continue
+        for name in names(bsym.args) if is_return(bsym) else {a.name for a in bsym.flat_proxy_args}:
+            for bucket in values.get(name, ()):
+                first.setdefault(bucket, i)
+                last[bucket] = i
+    return first, last
+
+
+def _live_buckets(
+    lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
+) -> Iterator[tuple[int, dict[Plan, Counter[Bucket]]]]:
+    """At each line that adds to them, the buckets whose memory is held: from issue until all their values are gone."""
+    alive: dict[str, frozenset[Bucket]] = {}  # futures and values
+    live: dict[Plan, Counter[Bucket]] = {}  # how many of them hold each bucket
+
+    def drop(name: str) -> None:
+        for bucket in alive.pop(name, ()):
+            live[bucket.plan][bucket] -= 1
+            if not live[bucket.plan][bucket]:
+                del live[bucket.plan][bucket]
+
+    for i, bsym in enumerate(lines):
+        if bsym.sym.id == prims.PrimIDs.DEL:
+            for a in bsym.flat_proxy_args:
+                drop(a.name)
+            continue
+        added = False
+        for o in bsym.flat_proxy_outs:
+            buckets = frozenset([bucket_of(bsym)]) if is_issue(bsym) and is_gather(bsym) else values.get(o.name)
+            if buckets and o.name not in alive:
+                alive[o.name] = buckets
+                added = True
+                for bucket in buckets:
+                    live.setdefault(bucket.plan, Counter())[bucket] += 1
+        if added:
+            yield i, live
+
+
+def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None:
+    lines = trace.bound_symbols
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
+        return
+    result, (saved, _) = lines[-1].args
+    outputs, aliases = names(result["output"]), parameter_aliases(trace)
+    for p in saved:
+        kept = [b for b in values.get(p.name, ()) if b.plan.regather]
+        if not kept or p.name in outputs:
+            continue
+        members = ", ".join(m.parameter.name for m in kept[0].members)
+        if p.name in aliases:
+            what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
+            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: until it is mended, ZeRO-2 runs the model")
+        warnings.warn(
+            f"{p.name} of shape {tuple(p.shape)} is computed from parameters alone (bucket {kept[0].label}: {members}) "
+            "and saved for backward unsharded, as Thunder's autodiff hides how to compute it again",
+            stacklevel=2,
+        )
+
+
+def _verify_recomputed(trace: TraceCtx) -> None:
+    lines = trace.bound_symbols
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
+        return
+    _, (saved, _) = lines[-1].args
+    kept = names(saved)
+    for i, bsym in enumerate(lines):
+        found = kept & names(bsym.flat_proxy_outs)
+        if found and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
+            _fail(lines, i, f"{min(found)} is saved for backward, where it is to be computed again")

@@ -1,0 +1,71 @@
+"""Gradients that are kept from step to step, whole and unreduced, and the two lines that add to them and take them.
+
+accumulate(grads, bucket)               in place of a reduction: adds gradients to what is kept
+grads = accumulated(grads, bucket)      before a reduction: adds what is kept to the gradients, and gives it up
+"""
+
+from __future__ import annotations
+
+from passes.comm.symbols import symbol
+from passes.plan import Bucket, ShardedParameter
+from passes.plan.layout import summed_to
+
+import torch
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+
+
+class Sums:
+    """The gradients of a model that wait to be reduced, whole and by parameter. Lives from step to step."""
+
+    def __init__(self) -> None:
+        self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
+        self.used = False  # some were kept once
+        self.reducing = False  # some were given up since any was kept
+
+    def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
+        self.used, self.reducing = True, False
+        sums, addends = [], []
+        for grad, m in zip(grads, bucket.members, strict=True):
+            grad = summed_to(grad, m.parameter.full_shape)
+            if (known := self.by_parameter.get(m.parameter)) is None:
+                dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+                # a copy: two parameters may have one gradient, and backward's caller may own it
+                self.by_parameter[m.parameter] = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            else:
+                sums.append(known)
+                addends.append(grad)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        self.reducing = True
+        known = [self.by_parameter.pop(m.parameter, None) for m in bucket.members]
+        return tuple(
+            grad if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
+            for grad, total, m in zip(grads, known, bucket.members, strict=True)
+        )
+
+    def left_behind(self) -> list[str]:
+        """The names of parameters that the last reduction should have reduced and did not."""
+        return [p.name for p in self.by_parameter] if self.reducing else []
+
+    def clear(self) -> None:
+        self.by_parameter.clear()
+
+
+def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    dtype = bucket.plan.summed_dtype(bucket.rest_dtype)
+    return tuple(TensorProxy(like=g, dtype=dtype, requires_grad=False) for g in grads)
+
+
+accumulate = symbol(
+    "accumulate",
+    lambda grads, bucket: None,
+    lambda grads, bucket: bucket.plan.sums.add(grads, bucket),
+    tags=[OpTags.DONT_DCE],
+)
+
+
+accumulated = symbol("accumulated", _accumulated_meta, lambda grads, bucket: bucket.plan.sums.take(grads, bucket))

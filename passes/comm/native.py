@@ -1,0 +1,97 @@
+"""A bucket's collectives as one collective of the backend each, on one flat buffer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from passes import compat
+from passes.plan import Bucket, Placement
+from passes.plan.host_memory import DONE, HostMemory
+
+import torch
+import torch.distributed as dist
+from thunder.core.dtypes import to_torch_dtype
+
+
+class InFlight(NamedTuple):
+    """A collective that was issued: ``input`` must outlive it. ``copied`` is the copy of shards out of host memory, and
+    ``staged`` where it puts them."""
+
+    work: Any
+    output: torch.Tensor
+    input: torch.Tensor
+    copied: Any = DONE
+    staged: torch.Tensor | None = None
+
+
+def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
+    layout = bucket.layout
+    if bucket.plan.host is not None:
+        return _issue_from_host(layout.pieces(shards), bucket, bucket.plan.host)
+    row = layout.flat_row(shards).to(layout.dtype)
+    return _gather(row, row.new_empty(bucket.full_numel), bucket)
+
+
+def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemory) -> InFlight:
+    """All memory is that of the stream of compute, which so may have it again when it has waited."""
+    alone = bucket.plan.world_size == 1  # nobody to ask: the copy is all
+    staged = torch.empty(bucket.numel, dtype=pieces[0].dtype, device=host.device)
+    row = staged if staged.dtype == bucket.layout.dtype else torch.empty_like(staged, dtype=bucket.layout.dtype)
+    rows = row if alone else row.new_empty(bucket.full_numel)
+    with host.ahead():
+        for piece, place in zip(pieces, staged.split([piece.numel() for piece in pieces]), strict=True):
+            host.load(piece, place)
+        if row is not staged:
+            row.copy_(staged)  # on the device: a copy that changes the dtype does so on the host
+        copied = host.mark()
+        future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
+        return future._replace(copied=copied, staged=staged)
+
+
+def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
+    layout, group = bucket.layout, bucket.plan.group
+    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl makes one group of broadcasts of them
+        work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
+    else:
+        work = compat.all_gather_single(rows, row, group=group, async_op=True)
+    return InFlight(work, rows, row)
+
+
+def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """Waits for the backend, which need not make the program wait; but what was read from host memory has been read
+    when this returns, so that whatever follows may change it."""
+    future.work.wait()
+    future.copied.synchronize()
+    return bucket.layout.unpack_rows(future.output)
+
+
+def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
+    """Averages over ranks: in the collective where the backend can (nccl multiplies by 1/N before it adds), else while
+    packing. Either way a sum of fp16 gradients does not overflow where their mean does not."""
+    layout, group = bucket.layout, bucket.plan.group
+    rows, op = _packed(grads, bucket)
+    if bucket.plan.world_size == 1:
+        return InFlight(DONE, rows, rows)
+    row = rows.new_empty(layout.numel)
+    if bucket.plan.placement is Placement.OWNER:  # and one group of reductions
+        work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
+    else:
+        work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
+    return InFlight(work, row, rows)
+
+
+def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    future.work.wait()
+    return bucket.layout.unpack_row(future.output.to(to_torch_dtype(bucket.rest_dtype)))
+
+
+def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
+    """Averages over ranks, in place in one flat buffer."""
+    rows, op = _packed(grads, bucket)
+    return InFlight(dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True), rows, rows)
+
+
+def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:
+    averages, ranks = bucket.plan.averages, bucket.plan.world_size
+    rows = bucket.layout.pack_rows(grads, divisor=1 if averages else ranks)
+    return rows, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM

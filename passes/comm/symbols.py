@@ -1,0 +1,276 @@
+"""The collectives of a bucket, as symbols of a trace and as the functions that they run.
+
+    full = synchronize(shards, bucket)          what a pass inserts; autodiff and lowering turn it into
+    future = all_gather(shards, bucket)         the shards of all ranks, on their way
+    full = wait_all_gather(future, bucket)      the unsharded, unpadded parameters
+    future = reduce_scatter(grads, bucket)      gradients, averaged over ranks, on their way to their shards' owners
+    grads = wait_reduce_scatter(future, bucket) this rank's shards of the averaged gradients
+
+``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members. Where ranks own whole
+parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce. Where every rank has them whole:
+
+    full = replicated(params, bucket)           the same tensors, or a copy in the dtype of their use
+    future = all_reduce(grads, bucket)          gradients, averaged over ranks
+    grads = wait_all_reduce(future, bucket)
+
+Where parameters are at rest in host memory, a gather begins with the copy of the shards to the device, and after the
+reduction of gradients come two lines more:
+
+    future = offload(grads, bucket)             this rank's shards of the gradients, on their way to the host
+    grads = wait_offload(future, bucket)        and there
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from passes.comm import direct, native
+from passes.comm.host_copies import finish_offload, issue_offload
+from passes.plan import Bucket, Placement, Wire
+
+import torch
+from thunder.core.codeutils import ContextObject
+from thunder.core.devices import cpu, to_device
+from thunder.core.prims import OpTags, get_grad, put_grad
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.transforms import register_grad
+from thunder.extend import OperatorExecutor
+
+# Symbols of an executor are kept by Thunder's lowering as they are, whichever executors the user chose.
+executor = OperatorExecutor("shardtrace", version="0.1")
+
+
+Run = Callable[[Any, Bucket], Any]
+
+
+def _blaming(function: Run) -> Run:
+    """``function`` with an error that says so where another rank is the cause of one."""
+
+    @functools.wraps(function)
+    def run(value: Any, bucket: Bucket) -> Any:
+        try:
+            return function(value, bucket)
+        except RuntimeError as error:
+            if bucket.plan.blame is not None:
+                bucket.plan.blame(error, bucket.label)
+            raise
+
+    return run
+
+
+def _finishes(function: Run) -> Run:
+    """Of a function that waits for a future."""
+    finish = _blaming(function)
+
+    @functools.wraps(function)
+    def run(future: Any, bucket: Bucket) -> Any:
+        if bucket.plan.progress is not None:
+            bucket.plan.progress.finished(future)
+        return finish(future, bucket)
+
+    return run
+
+
+def _issues(finish: Run) -> Callable[[Run], Run]:
+    """Of a function that returns a future, for which ``finish`` waits."""
+
+    def decorate(function: Run) -> Run:
+        issue = _blaming(function)
+
+        @functools.wraps(function)
+        def run(value: Any, bucket: Bucket) -> Any:
+            future = issue(value, bucket)
+            if bucket.plan.progress is not None:
+                bucket.plan.progress.issued(future, functools.partial(finish, future, bucket))
+            return future
+
+        return run
+
+    return decorate
+
+
+@_finishes
+def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
+    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
+
+
+@_issues(_finish_all_gather)
+def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return _issue_wire(bucket.wire, shards, bucket)
+    return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
+
+
+def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    host = bucket.plan.host
+    if host is None:
+        return wire.issue(shards, bucket)
+    places = tuple(torch.empty_like(shard, device=host.device) for shard in shards)
+    with host.ahead():
+        for shard, place in zip(shards, places, strict=True):
+            host.load(shard, place)
+        host.mark().synchronize()  # what the wire does with them is not ours to wait for
+    return wire.issue(places, bucket)
+
+
+@_finishes
+def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
+
+
+@_issues(_finish_reduce_scatter)
+def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
+
+
+@_finishes
+def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return native.finish_reduce_scatter(future, bucket)
+
+
+@_issues(_finish_all_reduce)
+def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return native.issue_all_reduce(grads, bucket)
+
+
+def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return tuple(p.to(bucket.layout.dtype) for p in params)
+
+
+# ---- symbols ----
+
+
+def symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **kwargs: Any) -> Symbol:
+    """A symbol that runs ``fn``; one without a function is lowered to its subsymbols."""
+
+    def bind_function(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {name: fn}
+
+    return Symbol(
+        name=name, meta=meta, id=f"shardtrace.{name}", executor=executor if fn else None,
+        is_prim=fn is not None, _bind_postprocess=bind_function, **kwargs,
+    )  # fmt: skip
+
+
+def _all_gather_meta(shards: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
+    host = bucket.plan.host
+    device = shards[0].device if host is None else to_device(host.device)
+    return FutureTensorProxy(shape=(bucket.full_numel,), device=device, dtype=bucket.dtype)
+
+
+def _wait_all_gather_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
+    dtype = bucket.plan.unsharded_dtype(bucket.rest_dtype)
+    return tuple(
+        TensorProxy(shape=m.parameter.full_shape, device=future.device, dtype=dtype, requires_grad=m.trainable)
+        for m in bucket.members
+    )
+
+
+def _reduce_scatter_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=(bucket.numel,), device=grads[0].device, dtype=bucket.dtype)
+
+
+def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
+        for m in bucket.members
+    )
+
+
+def _offload_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=(bucket.numel,), device=cpu, dtype=bucket.rest_dtype)
+
+
+def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(like=p, dtype=bucket.dtype, requires_grad=m.trainable)
+        for p, m in zip(params, bucket.members, strict=True)
+    )
+
+
+all_gather = symbol("all_gather", _all_gather_meta, _issue_all_gather)
+wait_all_gather = symbol("wait_all_gather", _wait_all_gather_meta, _finish_all_gather)
+reduce_scatter = symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_scatter)
+wait_reduce_scatter = symbol("wait_reduce_scatter", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+
+
+broadcast = symbol("broadcast", _all_gather_meta, _issue_all_gather)
+wait_broadcast = symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gather)
+reduce = symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
+wait_reduce = symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
+
+replicated = symbol("replicated", _replicated_meta, _cast)
+all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
+wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
+
+offload = symbol("offload", _offload_meta, issue_offload)
+wait_offload = symbol("wait_offload", _wait_reduce_scatter_meta, finish_offload)
+
+GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
+REDUCTIONS = {
+    reduce_scatter.id: wait_reduce_scatter.id,
+    reduce.id: wait_reduce.id,
+    all_reduce.id: wait_all_reduce.id,
+}
+OFFLOADS = {offload.id: wait_offload.id}  # no collectives: each rank by itself
+
+
+def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    """The lines that bring a bucket's parameters to their use, in the trace that is being made."""
+    match bucket.plan.placement:
+        case Placement.REPLICATE:
+            return replicated(shards, bucket)
+        case Placement.OWNER:
+            return wait_broadcast(broadcast(shards, bucket), bucket)
+        case Placement.SHARD:
+            return wait_all_gather(all_gather(shards, bucket), bucket)
+
+
+def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    """Gradients of unsharded parameters, averaged over ranks, where the parameters are at rest."""
+    match bucket.plan.placement:
+        case Placement.REPLICATE:
+            grads = wait_all_reduce(all_reduce(grads, bucket), bucket)
+        case Placement.OWNER:
+            grads = wait_reduce(reduce(grads, bucket), bucket)
+        case Placement.SHARD:
+            grads = wait_reduce_scatter(reduce_scatter(grads, bucket), bucket)
+    return grads if bucket.outer is None else _average(grads, bucket.outer)
+
+
+# Has no function of its own: lowering takes its subsymbols. Thunder's autodiff treats a symbol whose arguments
+# all are frozen as a constant and leaves it whole, but never one that is called "synchronize".
+synchronize = symbol("synchronize", unshard, None)
+
+
+def _synchronize_grad(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    full = unshard(shards, bucket)
+    if bucket.trainable is not None:
+        trainable = [i for i, m in enumerate(bucket.members) if m.trainable]
+        grads = _average(tuple(get_grad(full[i]) for i in trainable), bucket.trainable)
+        if bucket.plan.host is not None:
+            grads = wait_offload(offload(grads, bucket.trainable), bucket.trainable)
+        for i, grad in zip(trainable, grads, strict=True):
+            put_grad(shards[i], grad)
+    return full
+
+
+register_grad(synchronize, _synchronize_grad)
+
+
+def _call(check: ContextObject) -> None:
+    check.obj()
+
+
+# A line of the prologue. By raising it makes Thunder trace again, if a parameter was replaced since it was sharded, or
+# look for another compiled step, if another one is wanted.
+check_parameters = symbol("check_parameters", lambda guard: None, _call, tags=[OpTags.DONT_DCE])
+# The first line of a forward: raises if ranks are about to run different steps.
+check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
+# Where a forward ends, and a backward begins and ends: what the next check_ranks is to know.
+note = symbol("note", lambda progress: None, _call, tags=[OpTags.DONT_DCE])

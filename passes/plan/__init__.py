@@ -1,0 +1,29 @@
+"""What is to be done, as frozen data: placements, buckets, layouts and rates. No trace or process is touched here."""
+
+from passes.plan.bucket import Bucket, Wire, inflight_limits
+from passes.plan.cost import CostModel, Device, Link, default_cost_model
+from passes.plan.enlisted import Enlisted
+from passes.plan.host_memory import HostMemory
+from passes.plan.plan import Member, Placement, Plan, Shape, ShardedParameter, shard_shape
+from passes.plan.step import Gradients, Progress, Step
+
+__all__ = [
+    "Bucket",
+    "CostModel",
+    "Device",
+    "Enlisted",
+    "Gradients",
+    "HostMemory",
+    "Link",
+    "Member",
+    "Placement",
+    "Plan",
+    "Progress",
+    "Shape",
+    "ShardedParameter",
+    "Step",
+    "Wire",
+    "default_cost_model",
+    "inflight_limits",
+    "shard_shape",
+]

@@ -1,0 +1,126 @@
+"""Buckets: the parameters that one collective carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from passes.plan.layout import Layout, OwnedLayout
+from passes.plan.plan import Member, Placement, Plan
+
+import torch
+from thunder.core import dtypes
+from thunder.core.codeutils import ContextObject
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Another way to gather a bucket's shards, for a pass that puts it in place of the plan's: compressed, say.
+
+    Args:
+        issue: ``issue(shards, bucket)`` starts to send this rank's shards, and returns a future of any kind.
+        finish: ``finish(future, bucket)`` waits, and returns the unsharded parameters in the dtype of their use.
+        bytes: ``bytes(bucket)`` travel for the whole group.
+    """
+
+    issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
+    finish: Callable[[Any, Bucket], tuple[torch.Tensor, ...]]
+    bytes: Callable[[Bucket], int]
+
+
+class Bucket(ContextObject):
+    """Parameters of one dtype and device that are gathered by one collective and reduced by another.
+
+    Thunder prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``. How the members lie
+    on the wire: :mod:`passes.plan.layout`; ``dtype`` is the one that they have there. A bucket with a ``wire`` of its own
+    is gathered by that, and never reduced.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        plan: Plan,
+        members: tuple[Member, ...],
+        dtype: dtypes.dtype,
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__(name, self)  # ``name`` is an identifier, unique in its trace
+        self.label = label  # what users know: the qualified name of a module
+        self.plan = plan
+        self.members = members
+        self.dtype = dtype
+        self.wire = wire
+        self.numel = sum(m.numel for m in members)  # elements that this rank contributes
+        self.full_numel = sum(m.parameter.full_numel for m in members)  # and all ranks, padding included
+
+    @property
+    def rest_dtype(self) -> dtypes.dtype:
+        """The dtype of the members' shards."""
+        return self.members[0].parameter.dtype or self.dtype
+
+    @cached_property
+    def trainable(self) -> Bucket | None:
+        """The bucket of the members whose gradients are reduced, as they are reduced; None if all are frozen."""
+        members = tuple(m for m in self.members if m.trainable)
+        dtype = self.plan.reduced_dtype(self.rest_dtype)
+        if len(members) == len(self.members) and dtype == self.dtype:
+            return self
+        return Bucket(self.label, f"{self.name}_trainable", self.plan, members, dtype) if members else None
+
+    @cached_property
+    def outer(self) -> Bucket | None:
+        """The members' shards as a bucket of the plan's outer plan; None if there is none."""
+        plan = self.plan.outer
+        if plan is None:
+            return None
+        members = tuple(
+            Member(replace(m.parameter, plan=plan, full_shape=m.parameter.shard_shape), m.trainable)
+            for m in self.members
+        )
+        return Bucket(self.label, f"{self.name}_replicas", plan, members, self.dtype)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self._layout(self.members)
+
+    @cached_property
+    def packed(self) -> Layout:
+        """Of the small members alone: they travel together where ranks exchange messages."""
+        return self._layout([self.members[i] for i in self.layout.small])
+
+    def _layout(self, members: Sequence[Member]) -> Layout:
+        plan = self.plan
+        if plan.placement is Placement.OWNER:
+            return OwnedLayout(members, plan.world_size, self.dtype)
+        return Layout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
+
+    @property
+    def trips(self) -> int:
+        """How often each byte goes through the link: an all_reduce is a reduce_scatter and an all_gather."""
+        return 2 if self.plan.placement is Placement.REPLICATE else 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the unsharded bucket, padding included: what a collective moves for the whole group."""
+        return self.wire.bytes(self) if self.wire is not None else self.full_numel * self.dtype.bytes
+
+    def __repr__(self) -> str:
+        names = ", ".join(m.parameter.name for m in self.members)
+        return f"Bucket({self.name}: {names})"
+
+
+def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
+    """For each plan of a trace's buckets, the bytes that its collectives may have in flight at once.
+
+    One bucket alone may be larger.
+    """
+    largest: dict[Plan, int] = {}
+    for bucket in buckets:
+        largest[bucket.plan] = max(largest.get(bucket.plan, 0), bucket.bytes)
+    return {
+        plan: (plan.prefetch + 1) * size if plan.max_inflight_bytes is None else plan.max_inflight_bytes
+        for plan, size in largest.items()
+    }

@@ -1,0 +1,1 @@
+"""A sharded model: what it remembers, and how Thunder traces it."""

@@ -1,0 +1,66 @@
+"""Tensors and what each rank keeps of them at rest. Placements: :mod:`passes.plan`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from passes.compat import all_gather_single
+from passes.plan import HostMemory, Placement, Shape, shard_shape
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where a parameter is at rest: how, over the ranks of which group, with OWNER the group's rank that has it, and
+    whether in host memory."""
+
+    placement: Placement
+    group: dist.ProcessGroup
+    owner: int = 0
+    host: HostMemory | None = None
+
+
+def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
+    """What this rank keeps of ``full``, in memory of its own on the same device.
+
+    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``; a 0-dim tensor counts as shape
+    ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. What is kept whole by a rank, as is a tensor
+    without elements, is returned as it is.
+    """
+    source, group = full.detach(), home.group
+    if source.numel() == 0 or home.placement is Placement.REPLICATE:
+        return source
+    if home.placement is Placement.OWNER:
+        return source if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
+    source = source.reshape(1) if source.dim() == 0 else source
+    shape = shard_shape(tuple(source.shape), group.size())
+    mine = source[group.rank() * shape[0] :][: shape[0]]  # empty or short where padding begins
+    result = torch.zeros(shape, dtype=source.dtype, device=source.device)
+    result[: mine.shape[0]].copy_(mine)
+    return result
+
+
+def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
+    """The inverse of :func:`shard`, as a new tensor on the device that computes: a collective of ``home.group``, unless
+    that is replicated."""
+    group = home.group
+    shard = shard.detach()
+    if home.host is not None:
+        shard = torch.empty_like(shard, device=home.host.device).copy_(shard)
+    if home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
+        return shard.clone()
+    if group.size() == 1:  # in host memory: now on the device
+        return shard.view(full_shape)
+    if home.placement is Placement.OWNER:
+        mine = shard if home.host is not None else shard.clone()
+        full = mine if group.rank() == home.owner else shard.new_empty(full_shape)
+        dist.broadcast(full, group=group, group_src=home.owner)
+        return full
+    mine = shard.contiguous()
+    padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
+    all_gather_single(padded, mine, group=group)
+    full = padded[: full_shape[0]] if full_shape else padded[0]
+    return full if full.shape == padded.shape else full.clone()  # a view would keep, and save, the padding

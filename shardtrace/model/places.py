@@ -1,0 +1,39 @@
+"""Where parameters live: qualified names, the modules that own them, the repeated blocks that hold them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Place(NamedTuple):
+    """A parameter, its (first) qualified name, the name of the module that owns it and of the block around that.
+
+    ``owners`` are all (module, attribute) that hold it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    layer: str
+    block: str | None
+    owners: list[tuple[nn.Module, str]]
+
+
+def places(model: nn.Module, exclude: set[int], blocks: list[str]) -> list[Place]:
+    """Each distinct parameter of ``model`` in the order of ``named_parameters``, without those whose id is excluded.
+
+    Its block is the innermost of ``blocks`` (qualified names) that holds it.
+    """
+    inner_first = sorted(blocks, key=len, reverse=True)
+    found: dict[int, Place] = {}
+    for layer, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in exclude:
+                continue
+            if id(parameter) not in found:
+                block = next((b for b in inner_first if layer == b or layer.startswith(b + ".")), None)
+                name = f"{layer}.{attribute}" if layer else attribute
+                found[id(parameter)] = Place(name, parameter, layer, block, [])
+            found[id(parameter)].owners.append((module, attribute))
+    return list(found.values())

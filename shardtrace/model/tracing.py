@@ -1,0 +1,178 @@
+"""The hook into ``thunder.jit``: a sharded module enlists its own passes when Thunder traces its forward.
+
+The class of a sharded module is swapped for a subclass, as are those of the modules inside that own shards. Thunder's
+interpreter finds a lookaside for the ``forward`` of such a class: for the sharded module itself one that enlists the
+passes and puts full-shape stand-ins in place, for the modules inside one that checks that they are there. Checkpointed
+blocks are swapped too: their lookaside marks the lines that they add to the trace. Without Thunder, the plain
+``forward`` says what is wrong. (A hook on each module would do for the check, but Thunder's
+interpreter takes half as long again to trace modules with hooks.)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from passes.checkpoint_activations import mark_block
+from passes.pipeline import Compilation, ShardParameters, pipeline
+from passes.plan import Step
+from shardtrace.model.casts import with_casts
+from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
+from shardtrace.training.accumulation import no_sync
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
+from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
+from thunder.core.transform_common import Transform
+from thunder.transforms.cudagraph import CUDAGraphTransform
+from torch import nn
+
+# Transforms that every jitted function with a sharded module gets after its own: how the command line sees what a
+# script compiles.
+watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
+CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are computed again in backward
+
+
+def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces the forward of a sharded module at full shapes. All arguments are wrapped by Thunder's interpreter."""
+    state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
+    inner, original = original, with_casts(original, state.options.precision)
+    if state.tracing:  # called within its own forward
+        return _interpret_block(inner, module, *args, **kwargs)
+    try:
+        state.check_traceable()
+        _refuse_graphs(state, get_compile_data().transforms)
+    except RuntimeError as error:
+        state.announce(str(error))
+        raise
+    transforms = get_compile_data().transforms
+    transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
+
+    compilation = _compilation()
+    compilation.begin(get_jit_ctx())
+    step = Step(state.gradients())
+    for plan in state.plans.values():
+        compilation.enlisted.steps |= {plan: step} | ({plan.outer: step} if plan.outer is not None else {})
+    proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
+    with state.stand_ins():
+        try:
+            result = _interpret_block(original, module, *args, **kwargs)
+        except Exception:
+            _refuse_values(state, proxied)  # the likely cause, and the better message
+            raise
+        for value in proxied:
+            parameter = state.by_stand_in.get(id(value.original_value))
+            if parameter is not None:
+                compilation.enlisted.add(value.value.history, parameter)
+    compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
+    return result
+
+
+def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
+    if any(isinstance(t, CUDAGraphTransform) for t in transforms) and any(p.host for p in state.plans.values()):
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {state.model_name}, whose parameters are in host memory, as the program waits "
+            "for their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
+        )
+
+
+def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
+    return _interpret_block(original, module, *args, **kwargs)
+
+
+def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces a module's forward; marks the lines that it adds if its activations are to be computed again."""
+    if CHECKPOINTED not in unwrap(module).__dict__:
+        return _interpret_call(forward, module, *args, **kwargs)
+    lines = get_jit_ctx().computation_trace.scopes[-1]
+    before = len(lines)
+    result = _interpret_call(forward, module, *args, **kwargs)
+    mark_block(lines[before:])
+    return result
+
+
+def _compilation() -> Compilation:
+    """The compilation that is going on; its passes are enlisted in the jitted function, once."""
+    transforms = get_compile_data().transforms
+    for transform in transforms:
+        if isinstance(transform, ShardParameters):
+            return transform.compilation
+    compilation = Compilation()
+    transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing
+    return compilation
+
+
+def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
+    for value in proxied:
+        link = link_of(value.original_value)
+        if link is not None and link.state is state:
+            raise RuntimeError(
+                f"parameter {link.entry.name!r} of {state.model_name} is used outside the forward of the sharded "
+                "module, where it is this rank's shard: use it inside, or apply fsdp() to the module that uses it"
+            )
+
+
+@functools.cache
+def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
+    """A subclass of ``cls`` for a sharded module (named ``FSDP<cls>``), or for one inside it (which keeps its name).
+
+    Keeps the signature and docstring of ``forward``. Instances copy deeply and refuse to be pickled.
+    """
+    original = cls.forward
+    name = f"FSDP{cls.__name__}" if root else cls.__name__
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if root:
+            self.__dict__[ATTRIBUTE].check_callable(name)
+        else:
+            self.__dict__[PART_ATTRIBUTE].check_part(self)
+        return original(self, *args, **kwargs)
+
+    register_general_jit_lookaside(forward)(functools.partial(_trace_root if root else _trace_part, original))
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise TypeError(
+            f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
+            "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
+        )
+
+    def no_sync_method(self: nn.Module, *, reduce_each: bool = False) -> Any:
+        return no_sync(self, reduce_each=reduce_each)
+
+    namespace = {
+        "forward": forward,
+        "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": cls.__module__,
+        "__qualname__": name,
+        "__doc__": cls.__doc__,
+    }
+    if root:
+        namespace["no_sync"] = functools.wraps(no_sync)(no_sync_method)
+    return type(name, (cls,), namespace)
+
+
+def attach(model: nn.Module, state: ShardedState, checkpointed: Iterable[nn.Module] = ()) -> None:
+    """Makes ``model`` an instance of its sharded class, and the modules inside that own shards or are checkpointed
+    parts of it."""
+    model.__dict__[ATTRIBUTE] = state
+    model.__class__ = sharded_class(type(model), root=True)  # type: ignore[arg-type]
+    for module in checkpointed:
+        module.__dict__[CHECKPOINTED] = True
+    parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)
+    for module in parts - {model}:
+        # a forward that was set on the instance goes before the class's; modules sharded by themselves stay their own
+        if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
+            module.__dict__[PART_ATTRIBUTE] = state
+            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The arguments of ``fsdp``, in their canonical form."""

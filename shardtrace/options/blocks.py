@@ -1,0 +1,126 @@
+"""Where parameters live: qualified names, the layers that own them, the repeated blocks that hold them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Qualified names of the repeated blocks: the entries of the containers that hold them.
+
+    A ModuleList holds blocks. A Sequential does if two of its entries with parameters are of one class, a ModuleDict if
+    two that are made of modules are.
+    An entry that is a stage of several blocks, themselves made of modules, is not one: its blocks are.
+    """
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if any(name == b or name.startswith(b + ".") for b in blocks) or not _holds_blocks(module):
+            continue
+        entries = [(f"{name}.{child}" if name else child, entry) for child, entry in module.named_children()]
+        blocks += [entry_name for entry_name, entry in entries if not _is_stage(entry)]
+    return blocks
+
+
+def _is_stage(module: nn.Module) -> bool:
+    return _holds_blocks(module) and any(any(True for _ in child.children()) for child in module.children())
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return True
+    if not isinstance(module, (nn.Sequential, nn.ModuleDict)):
+        return False
+    entries = [child for child in module.children() if any(True for _ in child.parameters())]
+    if isinstance(module, nn.ModuleDict):  # two embeddings are not blocks
+        entries = [child for child in entries if any(True for _ in child.children())]
+    return any(count > 1 for count in Counter(map(type, entries)).values())
+
+
+Checkpointed = int | type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any] | None
+Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
+
+
+def is_wrap(value: Any) -> TypeGuard[Wrap]:
+    """True for what :func:`chosen_blocks` takes."""
+    classes = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    modules = all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
+    return bool(classes) and (modules or (callable(value) and not isinstance(value, type)))
+
+
+def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
+    """Qualified names of the modules that ``wrap`` makes blocks: those of a class or of several, or those that one of
+    torch's auto_wrap policies would wrap.
+
+    Raises ValueError if there is none.
+    """
+    if callable(wrap) and not isinstance(wrap, type):
+        if hasattr(wrap, "_run_policy"):  # torch's policies that are objects
+            wrapped = wrap._run_policy(model, ignored_modules=set(), root_kwargs={})
+            blocks = [name for name, module in model.named_modules() if name and module in wrapped]
+        else:
+            blocks = []
+            _apply_policy(wrap, model, "", blocks)
+    else:
+        classes = (wrap,) if isinstance(wrap, type) else tuple(wrap)
+        blocks = [name for name, module in model.named_modules() if name and isinstance(module, classes)]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no module that {wrap!r} makes a bucket")
+    return blocks
+
+
+def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, blocks: list[str]) -> int:
+    """Asks a policy as torch's FSDP does: children first, each module with what they have left of it.
+
+    Returns the elements of the module's parameters that are in a block.
+    """
+    numel = sum(p.numel() for p in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    inside = sum(
+        _apply_policy(policy, child, f"{name}.{child_name}" if name else child_name, blocks)
+        for child_name, child in module.named_children()
+    )
+    if name and policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
+        blocks.append(name)
+        return numel
+    return inside
+
+
+def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
+    """The modules whose activations are computed again, by their qualified names.
+
+    ``chosen``: None or False (none), True (each repeated block), an int n (every n-th one), a class or several, or a
+    predicate on ``(module)`` or ``(name, module)``. Raises ValueError if it is something else or chooses nothing.
+    """
+    if chosen is None or chosen is False:
+        return {}
+    modules = dict(model.named_modules())
+    if isinstance(chosen, int) and chosen > 0:
+        found = {name: modules[name] for name in repeated_blocks(model)[chosen - 1 :: chosen]}
+    elif is_wrap(chosen):
+        chooses = _predicate(chosen)
+        found = {name: module for name, module in modules.items() if chooses(name, module)}
+    else:
+        raise ValueError(
+            f"activation_checkpointing={chosen!r}: pass the class of a block (or several), a predicate on modules, "
+            "or n for every n-th repeated block"
+        )
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no module that activation_checkpointing={chosen!r} chooses")
+    for name, module in found.items():
+        if "forward" in module.__dict__:
+            raise ValueError(f"module {name} has a forward set on the instance, which cannot be checkpointed")
+    return found
+
+
+def _predicate(chosen: Wrap) -> Callable[[str, nn.Module], bool]:
+    if isinstance(chosen, type) or not callable(chosen):
+        classes = (chosen,) if isinstance(chosen, type) else tuple(chosen)
+        return lambda name, module: isinstance(module, classes)
+    takes_name = len(inspect.signature(chosen).parameters) > 1
+    return chosen if takes_name else lambda name, module: bool(chosen(module))

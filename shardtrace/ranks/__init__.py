@@ -1,0 +1,1 @@
+"""Process groups: finding them, comparing ranks, and what happens when one fails."""

@@ -1,0 +1,163 @@
+"""Comparing ranks before a collective could hang: through the store, not through the process group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+
+from shardtrace.ranks.failure import wait_for
+from shardtrace.ranks.mesh import is_alone
+
+import torch.distributed as dist
+
+EQUAL, DIFFERENT, LATE = "equal", "different", "late"  # what ranks know at first sight
+GRACE = 10.0  # seconds for what all who have come do at once
+
+
+class RankMismatchError(RuntimeError):
+    """The ranks of a group differ where they must be equal. Raised on every rank with the same message."""
+
+
+def compare(
+    group: dist.ProcessGroup,
+    what: str,
+    lines: list[str],
+    *,
+    timeout: float,
+    error: str | None = None,
+    hint: str = "",
+    likely: bool = False,
+    here: str = "",
+) -> None:
+    """Raises :class:`RankMismatchError` on every rank unless ``lines`` is the same on all ranks of ``group``.
+
+    Each rank writes its lines to the default store; the first rank of the group compares lengths, then lines, and
+    writes the verdict that all read. A rank that passes an ``error`` makes all ranks raise with it.
+
+    Args:
+        what: the name of what is compared, for the message ("the model's parameters").
+        hint: what may help, for the message of a difference.
+        timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
+        likely: the lines are likely to be equal, and compared by a digest first, which costs each rank a few messages
+            to the store, however many ranks and lines there are.
+        here: where this rank comes from, for the message of ranks that do not come.
+    """
+    if is_alone(group):
+        if error:
+            raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
+        return
+    store, turn = _next_turn(group)
+    seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
+    if seen == EQUAL:
+        return
+    _say(store, turn, group, what, lines, error, hint)
+    ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
+    if dist.get_rank(group) == 0:
+        verdict = _verdict(store, turn, ranks, patience, partial(_did_not_come, what=what, timeout=timeout, here=here))
+        store.set(f"{turn}/verdict", verdict)
+    if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
+        raise RankMismatchError(_did_not_come(ranks[:1], what, timeout, here))
+    verdict = store.get(f"{turn}/verdict").decode()
+    if verdict:
+        raise RankMismatchError(verdict)
+
+
+def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
+    """Makes the other ranks raise ``error`` where they come to compare ``what``, without waiting for them."""
+    if is_alone(group):
+        return
+    store, turn = _next_turn(group)
+    _first_sight(store, turn, group.size(), None, 0)
+    _say(store, turn, group, what, [], error, "")
+    if dist.get_rank(group) == 0:
+        store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
+
+
+def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
+    """The store, and the number of the comparison: the n-th of each rank meets the n-th of the others."""
+    store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
+    return store, store.add(f"turn/{dist.get_rank(group)}", 1)
+
+
+def _first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> str:
+    """EQUAL on every rank if all have these lines. LATE: somebody did not come, and the full comparison is to say who.
+
+    Waits only with some lines. The last rank to come counts who has the same, and drops the keys of the turn before,
+    which all have left. The first who gives up waiting ends it for all: the result is written once.
+    """
+    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest() if lines is not None else ""
+    result = f"{turn}/equal"
+    if digest:
+        store.add(f"{turn}/{digest}", 1)
+    if store.add(f"{turn}/came", 1) == ranks:
+        equal = bool(digest) and store.add(f"{turn}/{digest}", 0) == ranks
+        store.compare_set(result, "", EQUAL if equal else DIFFERENT)
+        for key in (digest, "came", "equal", "verdict"):
+            store.delete_key(f"{turn - 1}/{key}")
+    if not digest:
+        return DIFFERENT
+    if not wait_for(store, result, timeout):
+        store.compare_set(result, "", LATE)
+    return store.get(result).decode()
+
+
+def _say(
+    store: dist.Store,
+    turn: int,
+    group: dist.ProcessGroup,
+    what: str,
+    lines: list[str],
+    error: str | None,
+    hint: str,
+) -> None:
+    """Writes this rank's part of a comparison."""
+    said = {"what": what, "lines": lines, "error": error, "hint": hint}
+    store.set(f"{turn}/{dist.get_rank(group)}", json.dumps(said))
+
+
+def _did_not_come(ranks: list[int], what: str, timeout: float, here: str) -> str:
+    late = ", ".join(map(str, ranks))
+    place = f", while here {here}" if here else ""
+    return f"rank(s) {late} did not come to compare {what} within {timeout:g} s: they do something else{place}"
+
+
+def _verdict(
+    store: dist.Store, turn: int, ranks: list[int], patience: float, did_not_come: Callable[[list[int]], str]
+) -> str:
+    """What is wrong, or nothing. ``ranks`` are the global ranks of the group, for the message; they have ``patience``
+    seconds to come."""
+    keys = [f"{turn}/{r}" for r in range(len(ranks))]
+    absent: list[int] = []
+    deadline = time.monotonic() + patience
+    for rank, key in zip(ranks, keys, strict=True):
+        if not wait_for(store, key, deadline - time.monotonic()):
+            absent.append(rank)
+    said = {r: json.loads(store.get(key)) for r, key in zip(ranks, keys, strict=True) if r not in absent}
+    for rank, one in said.items():
+        if one["error"]:
+            return f"rank {rank}: {one['error']}"
+    if absent:
+        return did_not_come(absent)
+    for key in keys:
+        store.delete_key(key)
+    for rank in ranks[1:]:
+        if difference := _difference(said[ranks[0]], said[rank], ranks[0], rank):
+            return difference
+    return ""
+
+
+def _difference(first: dict, other: dict, rank_0: int, rank: int) -> str:
+    if first["what"] != other["what"]:
+        return f"rank {rank_0} compares {first['what']}, rank {rank} {other['what']}: the ranks run different programs"
+    a, b = first["lines"], other["lines"]
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if len(a) == len(b) == at:
+        return ""
+    lengths = f": rank {rank_0} has {len(a)}, rank {rank} has {len(b)}" if len(a) != len(b) else ""
+    mine, theirs = (side[at] if at < len(side) else "nothing" for side in (a, b))
+    where = f"the ranks differ in {first['what']}{lengths}; the first difference, at position {at}"
+    hint = f" ({first['hint']})" if first["hint"] else ""
+    return f"{where}: rank {rank_0} has {mine}; rank {rank} has {theirs}{hint}"

@@ -1,0 +1,84 @@
+"""A rank that fails tells the others why, so that they end with its error and not with that of a broken connection."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from shardtrace.ranks.mesh import is_alone
+
+import torch.distributed as dist
+
+KEY = "shardtrace/failed"  # in the default store, in which a restart finds no old keys: rendezvous.py, Note [Restarts]
+LOOK_UP = 1.0  # seconds between looks at it
+NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has ended in the middle of a step. The message is its error, if it could still tell."""
+
+
+class _TellOthers:
+    """``sys.excepthook``, which first lets the other ranks know of the exception that ends this one."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.store: dist.Store | None = None
+        self.rank = 0
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.store is not None and not issubclass(kind, RankFailedError | KeyboardInterrupt):
+            with contextlib.suppress(RuntimeError):  # the store may have gone first, with the rank that held it
+                self.store.compare_set(KEY, "", f"rank {self.rank}: {kind.__name__}: {error}")  # the first one counts
+        self.before(kind, error, trace)
+
+
+def tell_others_of_failure(group: dist.ProcessGroup) -> None:
+    """From now on an exception that ends this process is made known to the other ranks."""
+    if is_alone(group):
+        return
+    if not isinstance(sys.excepthook, _TellOthers):
+        sys.excepthook = _TellOthers(sys.excepthook)
+    sys.excepthook.store, sys.excepthook.rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+
+def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
+    """True when ``key`` is in the store, False if it is not within ``timeout`` seconds.
+
+    Raises RankFailedError as soon as a rank has told that it failed: what it was to write will not come.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=min(max(left, 0.01), LOOK_UP)))
+            return True
+        except RuntimeError:  # which of its subclasses a time-out raises differs between stores
+            reason = _word()
+            if reason:
+                raise RankFailedError(f"another rank failed: {reason}") from None
+            if left < LOOK_UP:
+                return False
+
+
+def blame(error: Exception, bucket: str) -> None:
+    """Raises :class:`RankFailedError` if ``error``, of a collective of ``bucket``, is that of a broken connection."""
+    if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
+        return
+    reason = _word() or "it left no word, so it may have been killed: see its output"
+    raise RankFailedError(
+        f"another rank failed: {reason} (noticed in a collective of {bucket or 'the model'})"
+    ) from error
+
+
+def _word() -> str:
+    """What a rank that failed has told; it does so before its connections break."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(KEY).decode() if store.check([KEY]) else ""
+    except (RuntimeError, ValueError):  # no store any more, or no process group
+        return ""

@@ -1,0 +1,123 @@
+"""The process group over which a model is sharded."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from shardtrace.ranks.rendezvous import init_process_group
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Mesh = DeviceMesh | dist.ProcessGroup
+
+
+class Groups(NamedTuple):
+    """The process groups of a model: all of its ranks; those that share one copy of its shards; those that hold the
+    same shard (None unless a strategy is hybrid)."""
+
+    everyone: dist.ProcessGroup
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup | None = None
+
+
+def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> Groups:
+    """The groups of a mesh: with a hybrid strategy a DeviceMesh of two dimensions, (replicate, shard).
+
+    Raises ValueError for a mesh of another number of dimensions; else as :func:`resolve_group`.
+    """
+    if not hybrid:
+        group = resolve_group(mesh, device)
+        return Groups(group, group)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        raise ValueError(
+            f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}: pass "
+            "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...)), "
+            "for fake ranks mesh_shape=(replicas, shards)"
+        )
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        everyone = dist.group.WORLD
+    else:
+        everyone = mesh._flatten().get_group()
+    return Groups(everyone, mesh.get_group(1), mesh.get_group(0))
+
+
+def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
+    """The group of a 1-D DeviceMesh, a ProcessGroup itself, or the default group.
+
+    If there is no default group it is made from torchrun's environment: nccl where ``device`` is CUDA, else gloo.
+    Raises ValueError for a mesh that is not 1-D, RuntimeError if there is neither a group nor such an environment.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name']"
+            )
+        return mesh.get_group()
+    if isinstance(mesh, dist.ProcessGroup):
+        if dist.get_rank(mesh) < 0:
+            raise ValueError("this rank is not in the process group that was passed as mesh")
+        return mesh
+    if mesh is not None:
+        raise TypeError(f"mesh must be a DeviceMesh or a ProcessGroup, not {type(mesh).__name__}")
+    if not dist.is_initialized():
+        if (
+            not dist.is_torchelastic_launched()
+            and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        ):
+            raise RuntimeError(
+                "there is no process group and no torchrun environment to make one from: start the script with "
+                "torchrun, call torch.distributed.init_process_group first, or pass mesh="
+            )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        init_process_group(device)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def resolve_device(device: torch.device | str | None, current: torch.device | None) -> torch.device:
+    """Where the shards are to be: ``device``, else where the model is, else (meta) CUDA by LOCAL_RANK or the CPU."""
+    if device is None:
+        if current is not None and current.type != "meta":
+            return current
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return resolved
+
+
+def backend_for(group: dist.ProcessGroup, devices: set[str]) -> str:
+    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if more than one.
+
+    For a fake group, what a real one would use by default: what is compiled for it is what would run.
+    """
+    if dist.get_backend(group) == "fake":
+        return "nccl" if devices == {"cuda"} else "gloo"
+    by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backends = {by_device.get(device, "none") for device in devices}
+    return backends.pop() if len(backends) == 1 else "mixed"
+
+
+class Transport(NamedTuple):
+    """How the collectives of a plan travel: its fields of these names."""
+
+    direct: bool
+    averages: bool
+
+
+def transport(group: dist.ProcessGroup, devices: set[str]) -> Transport:
+    """What suits the backend that ``group`` uses for tensors on ``devices`` (types)."""
+    backend = backend_for(group, devices)
+    return Transport(direct=backend == "gloo" and devices == {"cpu"}, averages=backend == "nccl")
+
+
+def is_alone(group: dist.ProcessGroup) -> bool:
+    """True if there is no other rank to talk to; those of a fake group do not exist."""
+    return group.size() == 1 or dist.get_backend(group) == "fake"

@@ -1,0 +1,1 @@
+"""What a training script calls around a step."""

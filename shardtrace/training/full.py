@@ -1,0 +1,171 @@
+"""Whole parameters out of shards, and shards out of whole parameters: state dicts and ``full_params``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from shardtrace.model.home import shard, unshard
+from shardtrace.model.materialize import broadcast, replace_data
+from shardtrace.model.state import Entry, ShardedState, sharded_states
+from shardtrace.ranks.consensus import RankMismatchError, compare
+from shardtrace.training.buffers import warn_of_differing_buffers
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+
+def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
+    """The module itself (not jitted), the sharded states in it, and by id of each shard its entry."""
+    module, states = sharded_states(model)
+    if any(state.unsharded for state in states):
+        raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
+    return module, states, {id(e.shard): e for state in states for e in state.entries}
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, Any]:
+    """The state dict of the unsharded model: equal, key by key, to the single-process ``state_dict()``.
+
+    A collective: every rank of the model's group must call it. Parameters are gathered one at a time, and stay on the
+    device where their shards are. (With ``offload_policy`` that is host memory, a whole model for each rank that keeps
+    one.)
+
+    Args:
+        model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
+        rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
+        cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
+    """
+    module, states, entries = sharded_entries(model)
+    warn_of_differing_buffers(module, states[0].group)
+    keep = not rank0_only or states[0].group.rank() == 0
+    whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in whole:
+                entry = entries.get(id(value))
+                full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
+                whole[id(value)] = (full.cpu() if cpu else full.to(value.device)) if keep else torch.empty(0)
+            value = whole[id(value)]
+        if keep:
+            result[key] = value
+    return result
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, broadcast_from: int | None = None
+) -> _IncompatibleKeys:
+    """Loads an unsharded state dict: each rank copies its rows into its shards, buffers are copied whole.
+
+    Args:
+        state_dict: whole values by the original names, as ``full_state_dict`` or a single process saved them.
+        strict: raise if keys are missing or unexpected.
+        broadcast_from: the global rank that has the state dict; the others may pass an empty one. Default: all have it.
+
+    Returns:
+        The missing and the unexpected keys, as ``nn.Module.load_state_dict`` does.
+
+    Raises:
+        RuntimeError: on every rank, naming the keys and shapes that do not fit; then nothing has been loaded.
+    """
+    module, states, entries = sharded_entries(model)
+    group, options = states[0].group, states[0].options
+    expected = module.state_dict(keep_vars=True)
+    targets = {k: v for k, v in expected.items() if isinstance(v, torch.Tensor)}
+    shapes = {k: entries[id(v)].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
+    has_values = broadcast_from is None or dist.get_rank() == broadcast_from
+
+    keys = _IncompatibleKeys([], [])
+    problems: list[str] = []
+    if has_values:
+        missing = [k for k in expected if k not in state_dict]
+        keys = _IncompatibleKeys(missing, [k for k in state_dict if k not in expected])
+        found = {k: getattr(state_dict[k], "shape", None) for k in shapes if k in state_dict}
+        problems = [
+            f"{k} has shape {tuple(shape)}, the model's is {shapes[k]}"
+            if shape is not None
+            else f"{k} is a {type(state_dict[k]).__name__}, not a tensor"
+            for k, shape in found.items()
+            if shape is None or tuple(shape) != shapes[k]
+        ]
+        if strict:
+            problems += [f"missing key {k}" for k in keys.missing_keys]
+            problems += [f"unexpected key {k}" for k in keys.unexpected_keys]
+    error = f"cannot load the state dict into {type(module).__name__}: {'; '.join(problems)}" if problems else ""
+    try:
+        compare(group, "a state dict to load", [], timeout=options.timeout, error=error)
+    except RankMismatchError as mismatch:
+        raise RuntimeError(error or str(mismatch)) from None
+
+    extra = {k: state_dict[k] for k in expected if k not in targets and k in state_dict}
+    if broadcast_from is not None:
+        said: list[Any] = [keys, extra]
+        dist.broadcast_object_list(said, src=broadcast_from, group=group)
+        keys, extra = said
+    for key, value in extra.items():
+        module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
+    with torch.no_grad():
+        for key, target in targets.items():
+            if key in keys.missing_keys:
+                continue
+            if broadcast_from is None:
+                values = state_dict[key]
+            else:
+                device = entries[id(target)].device if id(target) in entries else target.device
+                values = target.new_empty(shapes[key], device=device)
+                if has_values:
+                    values.copy_(state_dict[key])
+                broadcast(values, broadcast_from, group)
+            target.copy_(shard(values, entries[id(target)].home) if id(target) in entries else values)
+    return keys
+
+
+@contextmanager
+def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Inside, the model's parameters are whole, on every rank; on leaving, each rank keeps its shards again.
+
+    A collective on entering, after which the device that computes holds the whole model. The model itself (not what
+    ``thunder.jit`` made of it) may be called inside, without Thunder. PyTorch's name for it is ``summon_full_params``.
+
+    Gradients of shards are put aside inside; those that are computed inside are dropped on leaving.
+
+    Args:
+        writeback: keep what was changed inside, of which each rank takes its own rows. Not kept if an exception leaves
+            the context.
+    """
+    _, states, entries = sharded_entries(model)
+    shards = {key: (entry.shard.data, entry.shard.grad) for key, entry in entries.items()}
+    whole: dict[int, torch.Tensor] = {}
+    try:
+        for entry in entries.values():
+            entry.shard.grad = None
+            replace_data(entry.shard, unshard(entry.shard, entry.full_shape, entry.home))
+        for state in states:
+            state.unsharded = True
+        yield
+        if writeback:
+            whole = {key: entry.shard.data for key, entry in entries.items()}
+    finally:
+        for state in states:
+            state.unsharded = False
+        for key, entry in entries.items():
+            data, grad = shards[key]
+            entry.shard.grad = None
+            replace_data(entry.shard, data)
+            entry.shard.grad = grad
+    _write_back(entries, whole)
+
+
+def _write_back(entries: dict[int, Entry], whole: dict[int, torch.Tensor]) -> None:
+    for key, values in whole.items():
+        entry = entries[key]
+        if tuple(values.shape) != entry.full_shape:
+            raise RuntimeError(
+                f"parameter {entry.name!r} was given shape {tuple(values.shape)} inside full_params, its shape is "
+                f"{entry.full_shape}: nothing after it was written back"
+            )
+        entry.shard.data.copy_(shard(values, entry.home))

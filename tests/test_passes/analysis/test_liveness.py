@@ -1,0 +1,260 @@
+"""Predicted memory against what can be counted by hand, and against what torch's profiler sees."""
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+from passes.analysis.liveness import KINDS, liveness, step_liveness
+
+import pytest
+import thunder
+import torch
+from expecttest import assert_expected_inline
+from golden import compile_fake
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "gpt2"))
+
+
+def traces(cmodel):
+    return thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]
+
+
+def table(trace, memory):
+    """For each line its start, the bytes while it runs, and after it by kind; without inputs, which stay the same."""
+    numbers = {}
+    rows = [" during | " + " ".join(f"{kind[:9]:>9}" for kind in KINDS[1:])]
+    for row, bsym in zip(memory.lines, trace.bound_symbols, strict=True):
+        if bsym.sym.name.startswith(("unpack", "clear_mutable")):
+            continue
+        line = next(line for line in str(bsym).splitlines() if not line.lstrip().startswith("#"))
+        line = re.sub(r"\b((?:bw_)?f?t)\d+\b", lambda m: numbers.setdefault(m[0], f"{m[1]}{len(numbers)}"), line)
+        kinds = " ".join(f"{getattr(row, kind):9}" for kind in KINDS[1:])
+        rows.append(f"{row.during - row.inputs:7} | {kinds}  {line[:40].rstrip()}")
+    return "\n".join(rows)
+
+
+def two_linear():
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2))
+
+
+# By hand, in bytes, for a batch of 3: weights 4 * 8 * 4 = 128 and 8 * 2 * 4 + 2 * 4 = 72 (padded and whole), hidden
+# layer 3 * 8 * 4 = 96, output 3 * 2 * 4 = 24; inputs are half of 200 and the batch, 3 * 4 * 4 = 48.
+
+
+def test_two_linear(fake_ranks):
+    fake_ranks(2)
+    forward, backward = traces(compile_fake(two_linear, torch.ones(3, 4)))
+    memory = step_liveness(forward, backward, persistent=1000)
+    assert memory.forward.lines[0].inputs == memory.backward.lines[-1].inputs == 100 + 48
+    assert memory.peak == 1000 + 148 + 452  # two reduce_scatters in flight
+    memory = step_liveness(forward, backward)
+    assert_expected_inline(
+        table(forward, memory.forward),
+        """\
+ during | unsharded in_flight activatio     saved gradients
+    128 |         0       128         0         0         0  ft0 = all_gather((t_0_weight,), b_0)  #
+    200 |         0       200         0         0         0  ft1 = all_gather((t_2_weight, t_2_bias),
+    200 |       128        72         0         0         0  (t2,) = wait_all_gather(ft0, b_0)
+    200 |       128        72         0         0         0  del ft0
+    296 |       128        72        96         0         0  t3 = torch.nn.functional.linear(input, t
+    296 |         0        72        96         0         0  del t2
+    264 |         0        72        96        96         0  t4 = torch.tanh(t3)  # t4: "cpu f32[3, 8
+    264 |         0        72         0        96         0  del t3
+    240 |        72        72         0        96         0  (t5, t6) = wait_all_gather(ft1, b_2)
+    240 |        72         0         0        96         0  del ft1
+    192 |        72         0        24        96         0  t7 = torch.nn.functional.linear(t4, t5,
+    192 |         0         0        24        96         0  del t5, t6
+    120 |         0         0        24        96         0  return {'output': (t7,), 'flat_args': [i""",
+    )
+    assert_expected_inline(
+        table(backward, memory.backward),
+        """\
+ during | unsharded in_flight activatio     saved gradients
+    144 |         0         0        24        96        24  del C1, saved_for_backward
+    144 |         0         0        24        96        24  del cotangents
+    144 |         0         0        24        96        24  del C0
+    216 |         0        72        24        96        24  bw_ft0 = all_gather((t_2_weight, t_2_bia
+    216 |         0        72        24        96        24  del t_2_weight, t_2_bias
+    216 |         0        72        24        96        24  t1 = torch.reshape(t2, (-1, 2))  # t1: "
+    288 |        72        72        24        96        24  (bw_t3, bw_t4) = wait_all_gather(bw_ft0,
+    288 |        72         0        24        96        24  del bw_t4, bw_ft0
+    312 |        72         0       120        96        24  t5 = torch.matmul(t1, bw_t3)  # t5: "cpu
+    312 |         0         0       120        96        24  del t1, bw_t3
+    240 |         0         0       120        96        24  t6 = torch.reshape(t5, (3, 8))  # t6: "c
+    240 |         0         0       120        96        24  del t5
+    240 |         0         0       120        96        24  t7 = torch.reshape(t2, (-1, 2))  # t7: "
+    240 |         0         0       120        96        24  t8 = torch.permute(t7, (1, 0))  # t8: "c
+    240 |         0         0       120        96        24  del t7
+    240 |         0         0       120        96        24  t9 = torch.reshape(t10, (-1, 8))  # t9:
+    304 |         0         0       120        96        88  t11 = torch.matmul(t8, t9)  # t11: "cpu
+    304 |         0         0       120        96        88  del t8, t9
+    312 |         0         0       120        96        96  t12 = torch.sum(t2, (0,), False, dtype=N
+    312 |         0         0       120        96        72  del t2
+    396 |         0       108       120        96        72  ft13 = reduce_scatter((t11, t12), b_2)
+    396 |         0       108       120        96         0  del t11, t12
+    420 |         0       108       216        96         0  t14 = torch.mul(t10, t10)  # t14: "cpu f
+    420 |         0       108       216         0         0  del t10
+    420 |         0       108       312         0         0  t15 = torch.sub(1, t14, alpha=1)  # t15:
+    420 |         0       108       216         0         0  del t14
+    420 |         0       108       312         0         0  t16 = torch.mul(t6, t15)  # t16: "cpu f3
+    420 |         0       108       120         0         0  del t6, t15
+    228 |         0       108       120         0         0  t17 = torch.reshape(t16, (-1, 8))  # t17
+    228 |         0       108       120         0         0  del t16
+    228 |         0       108       120         0         0  t18 = torch.permute(t17, (1, 0))  # t18:
+    228 |         0       108       120         0         0  del t17
+    228 |         0       108       120         0         0  t19 = torch.reshape(input, (-1, 4))  # t
+    228 |         0       108       120         0         0  del input
+    356 |         0       108       120         0       128  t20 = torch.matmul(t18, t19)  # t20: "cp
+    356 |         0       108        24         0       128  del t18, t19
+    452 |         0       300        24         0       128  ft21 = reduce_scatter((t20,), b_0)  # ft
+    452 |         0       300        24         0         0  del t20
+    360 |         0       300        24         0        36  (t22, t23) = wait_reduce_scatter(ft13, b
+    360 |         0       192        24         0        36  del ft13
+    316 |         0       192        24         0       100  (t24,) = wait_reduce_scatter(ft21, b_0)
+    316 |         0         0        24         0       100  del ft21
+    124 |         0         0        24         0       100  return (None, t24, t23, t22)""",
+    )
+
+
+def test_backward_by_itself(fake_ranks):
+    fake_ranks(2)
+    forward, backward = traces(compile_fake(two_linear, torch.ones(3, 4)))
+    alone, step = liveness(backward), step_liveness(forward, backward).backward
+    # it does not know the batch for an input, nor of the output that the caller holds
+    assert [row.gradients for row in alone.lines] == [row.gradients for row in step.lines]
+    assert [row.in_flight for row in alone.lines] == [row.in_flight for row in step.lines]
+    assert alone.lines[0].saved == step.lines[0].saved + 48
+    assert alone.lines[0].activations == step.lines[0].activations - 24
+
+
+def traced(function, *inputs, **options):
+    jitted = thunder.jit(function, **options)
+    jitted(*inputs)
+    return thunder.last_traces(jitted)[-1]
+
+
+def test_views_share_memory():
+    def function(x):
+        doubled = x * 2  # 96 bytes
+        left, right = doubled.split(3, 1)
+        turned = left.transpose(0, 1)
+        copied = turned.reshape(12)  # 48 bytes, as it is not contiguous
+        return copied, right.expand(2, 4, 3).unsqueeze(0)  # holds all of doubled
+
+    trace = traced(function, torch.ones(4, 6))
+    memory = liveness(trace)
+    assert_expected_inline(
+        table(trace, memory),
+        """\
+ during | unsharded in_flight activatio     saved gradients
+     96 |         0         0        96         0         0  t0 = torch.mul(x, 2)  # t0: "cpu f32[4,
+     96 |         0         0        96         0         0  [t1, t2] = torch.split(t0, 3, 1)
+     96 |         0         0        96         0         0  del t0
+     96 |         0         0        96         0         0  t3 = torch.transpose(t1, 0, 1)  # t3: "c
+     96 |         0         0        96         0         0  del t1
+    144 |         0         0       144         0         0  t4 = torch.reshape(t3, (12,))  # t4: "cp
+    144 |         0         0       144         0         0  del t3
+    144 |         0         0       144         0         0  t5 = Tensor.expand(t2, 2, 4, 3)  # t5: "
+    144 |         0         0       144         0         0  del t2
+    144 |         0         0       144         0         0  t6 = torch.unsqueeze(t5, 0)  # t6: "cpu
+    144 |         0         0       144         0         0  del t5
+    144 |         0         0       144         0         0  return (t4, t6)""",
+    )
+    assert [(b.bytes, b.kind) for b in memory.buffers] == [(96, "inputs"), (96, "activations"), (48, "activations")]
+
+
+def test_fusion(monkeypatch):
+    def function(x, weight):
+        hidden = torch.tanh(x @ weight).exp()  # in memory is what goes into and comes out of a product, not the tanh
+        y = hidden @ weight
+        return y.t(), y
+
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    trace = traced(function, torch.ones(4, 4), torch.ones(4, 4), executors=["torchcompile"])
+    assert [b.sym.is_fusion for b in trace.bound_symbols].count(True) == 1
+    memory = liveness(trace)
+    inputs, matrix = 128, 64
+    assert memory.lines[-1].total == inputs + matrix  # the two results share it
+    assert memory.peak.during == inputs + 2 * matrix
+
+
+def chain(n):
+    def function(x):
+        for _ in range(n):
+            x = torch.tanh(x.transpose(0, 1).reshape(8, 8)) * 2
+        return x
+
+    return traced(function, torch.ones(8, 8))
+
+
+def count_calls(function, *args):
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_work_is_linear_in_lines():
+    chains = [chain(n) for n in (4, 8, 16)]
+    count_calls(liveness, chains[0])  # fills caches
+    small, medium, large = (count_calls(liveness, trace) for trace in chains)
+    assert large - medium <= 2.1 * (medium - small)
+
+
+# ---- against the profiler ----
+
+
+def measured(path, function):
+    """Bytes of tensors alive after each allocation and release of ``function`` beyond those at its start, its result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    profile.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    levels, total = [], 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        total += event["args"]["Bytes"]
+        levels.append(total)
+    return levels, result
+
+
+def assert_passed_through(predicted, levels, slack=64):
+    """Each level is reached within ``slack`` bytes, in this order: nothing is held longer than predicted, or shorter."""
+    rest = iter(levels)
+    for level in predicted:
+        assert any(abs(other - level) <= slack for other in rest), f"memory does not come to {level} bytes in its turn"
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy):
+    from model import GPT, GPTConfig
+
+    fake_ranks(2)
+    config = GPTConfig(n_layer=1, n_embd=128, n_head=4, block_size=64, dropout=0.0 if strategy == "zero2" else 0.1)
+    tokens = torch.randint(0, 256, (4, 64))
+    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy)
+    cmodel.zero_grad()
+
+    forward_levels, loss = measured(tmp_path / "forward.json", lambda: cmodel(tokens, tokens))
+    backward_levels, _ = measured(tmp_path / "backward.json", loss.backward)
+    backward_levels = [forward_levels[-1] + level for level in backward_levels]
+
+    memory = step_liveness(*traces(cmodel))
+    for part, levels in ((memory.forward, forward_levels), (memory.backward, backward_levels)):
+        assert part.peak.during - part.lines[0].inputs == pytest.approx(max(levels), rel=0.1)
+        assert part.lines[-1].total - part.lines[0].inputs == pytest.approx(levels[-1], rel=0.01)
+        totals = [row.total - row.inputs for row in part.lines]
+        changes = [new for old, new in itertools.pairwise(totals) if new != old]
+        assert_passed_through(changes, levels)
+    shards = sum(p.numel() * p.element_size() for p in cmodel.parameters())
+    assert memory.backward.lines[-1].gradients == shards

@@ -1,0 +1,185 @@
+"""Lines of a step whose parameters are at rest in host memory, compiled for a GPU that need not be there."""
+
+import re
+
+import shardtrace
+from passes.analysis.recognise import bucket_of, is_offload
+from passes.analysis.seconds import link_seconds
+from passes.analysis.verify import VerificationError, verify
+from passes.plan import CostModel, Device, Link
+from shardtrace.fake import compile_only
+from shardtrace.inspector.page import render
+from shardtrace.report import memory
+
+import pytest
+import thunder
+import torch
+from expecttest import assert_expected_inline
+from golden import stage, text
+from hosts import absent_cuda, on_absent_cuda
+from thunder.core.trace import from_trace
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.sum()
+
+
+def compiled(**options):
+    with absent_cuda():
+        model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy(), **options)
+    cmodel = thunder.jit(model)
+    compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
+    return cmodel
+
+
+def compiled_where_it_is():
+    cmodel = thunder.jit(shardtrace.fsdp(Net()))
+    compile_only(cmodel, ((torch.ones(4, 8),), {}))
+    return cmodel
+
+
+def communication(trace):
+    kinds = "gather|broadcast|replicated|reduce|offload|accumulate|return"
+    return "\n".join(line for line in text(trace).splitlines() if re.search(kinds, line))
+
+
+def test_gradients_leave_when_they_are_reduced_and_are_awaited_at_the_end(fake_ranks):
+    fake_ranks(2)
+    cmodel = compiled()
+    assert_expected_inline(
+        communication(stage(cmodel, "schedule")),
+        """\
+ft0 = all_gather((t_blocks_0_weight, t_blocks_0_bias), b_blocks_0)
+ft1 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
+(t2, t3) = wait_all_gather(ft0, b_blocks_0)
+ft6 = all_gather((t_blocks_2_weight, t_blocks_2_bias), b_blocks_2)
+(t7, t8) = wait_all_gather(ft1, b_blocks_1)
+(t11, t12) = wait_all_gather(ft6, b_blocks_2)
+return {'output': (t15,), 'flat_args': [x, t_blocks_0_bias, t_blocks_0_weight, t_blocks_1_bias, t_blocks_1_weight, t_blocks_2_bias, t_blocks_2_weight], 'flat_output': (t15,)}, ((t14, t_blocks_2_weight, t_blocks_2_bias, t10, t_blocks_1_weight, t_blocks_1_bias, t5, x), ())""",
+    )
+    backward = stage(cmodel, "schedule", thunder.last_backward_traces)
+    assert_expected_inline(
+        communication(backward),
+        """\
+bw_ft4 = all_gather((t_blocks_2_weight, t_blocks_2_bias), b_blocks_2)
+bw_ft11 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
+(bw_t12, bw_t13) = wait_all_gather(bw_ft4, b_blocks_2)
+ft21 = reduce_scatter((t19, t20), b_blocks_2)
+(bw_t26, bw_t27) = wait_all_gather(bw_ft11, b_blocks_1)
+ft35 = reduce_scatter((t33, t34), b_blocks_1)
+(t38, t39) = wait_reduce_scatter(ft21, b_blocks_2)
+ft40 = offload((t38, t39), b_blocks_2)
+ft47 = reduce_scatter((t45, t46), b_blocks_0)
+(t48, t49) = wait_reduce_scatter(ft35, b_blocks_1)
+ft50 = offload((t48, t49), b_blocks_1)
+(t51, t52) = wait_reduce_scatter(ft47, b_blocks_0)
+ft53 = offload((t51, t52), b_blocks_0)
+(t54, t55) = wait_offload(ft40, b_blocks_2)
+(t56, t57) = wait_offload(ft50, b_blocks_1)
+(t58, t59) = wait_offload(ft53, b_blocks_0)
+return (None, t59, t58, t57, t56, t55, t54)""",
+    )
+    assert {p.device.device_str() for p in backward.bound_symbols[-1].flat_proxy_args} == {"cpu"}
+    assert {a.device.device_str() for b in backward.bound_symbols if b.sym.name == "offload" for a in b.args[0]} == {
+        "cuda:0"
+    }
+
+
+def test_each_rank_copies_the_shards_that_it_reduces_over_replicas(fake_ranks):
+    fake_ranks(4)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    cmodel = compiled(sharding_strategy="hybrid_zero3", mesh=mesh, bucketing_strategy="model")
+    assert_expected_inline(
+        communication(stage(cmodel, "schedule", thunder.last_backward_traces)),
+        """\
+bw_ft4 = all_gather((t_blocks_0_weight, t_blocks_0_bias, t_blocks_1_weight, t_blocks_1_bias, t_blocks_2_weight, t_blocks_2_bias), b_model)
+(bw_t11, bw_t12, bw_t13, bw_t14, bw_t15, bw_t16) = wait_all_gather(bw_ft4, b_model)
+ft43 = reduce_scatter((t41, t42, t33, t34, t22, t23), b_model)
+(t44, t45, t46, t47, t48, t49) = wait_reduce_scatter(ft43, b_model)
+ft50 = all_reduce((t44, t45, t46, t47, t48, t49), b_model_replicas)
+(t51, t52, t53, t54, t55, t56) = wait_all_reduce(ft50, b_model_replicas)
+ft57 = offload((t51, t52, t53, t54, t55, t56), b_model)
+(t58, t59, t60, t61, t62, t63) = wait_offload(ft57, b_model)
+return (None, t59, t58, t61, t60, t63, t62)""",
+    )
+
+
+def test_a_world_of_one_gathers_from_the_host(fake_ranks):
+    fake_ranks(1)
+    cmodel = compiled()
+    assert [c.kind for c in shardtrace.collectives(cmodel)].count("all_gather") == 2 * 3 - 1  # the first needs no grad
+    assert memory(cmodel).peak < memory(compiled_where_it_is()).peak
+
+
+def test_kept_gradients_are_not_copied(fake_ranks):
+    fake_ranks(2)
+    with absent_cuda():
+        model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy())
+    cmodel = thunder.jit(model)
+    with model.no_sync():
+        compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
+    lines = communication(thunder.last_backward_traces(cmodel)[-1])
+    assert "offload" not in lines
+    assert lines.count("accumulate(") == 3
+
+
+def test_memory_of_the_device_alone(fake_ranks):
+    fake_ranks(2)
+    there, here = memory(compiled()), memory(compiled_where_it_is())
+    shards = 3 * 4 * (8 * 8 + 8) // 2
+    assert {row.inputs for row in here.forward.lines[1:]} == {row.inputs + shards for row in there.forward.lines[1:]}
+    assert there.backward.lines[-1].gradients == 0
+    assert here.backward.lines[-1].gradients == shards
+    assert there.peak < here.peak
+
+
+def test_the_inspector_shows_the_copies(fake_ranks):
+    fake_ranks(2)
+    shown = shardtrace.inspect(compiled())
+    assert "432 B of shards in host memory" in str(shown)
+    assert [s.kind for s in shown.record.phases[1].timeline.spans].count("offload") == 3
+    assert len(shown.collectives) == 8  # a copy is none
+    page = render(shown.record)
+    assert page.count(">to host<") == 1
+    assert "to and from host memory" in page
+
+
+def test_a_gradient_that_is_not_copied_is_found(fake_ranks):
+    fake_ranks(2)
+    trace = stage(compiled(), "schedule", thunder.last_backward_traces)
+    broken = from_trace(trace)
+    first = bucket_of(next(b for b in trace.bound_symbols if is_offload(b)))
+    broken.bound_symbols = [b for b in trace.bound_symbols if not (is_offload(b) and bucket_of(b) is first)]
+    with pytest.raises(VerificationError, match=r"the gradient of blocks\.2\.weight is copied to the host 0 times"):
+        verify(broken)
+
+
+def test_a_copy_that_is_not_awaited_is_found(fake_ranks):
+    fake_ranks(2)
+    trace = stage(compiled(), "schedule", thunder.last_backward_traces)
+    broken = from_trace(trace)
+    wait = next(b for b in reversed(trace.bound_symbols) if is_offload(b))
+    broken.bound_symbols = [b for b in trace.bound_symbols if b is not wait]
+    with pytest.raises(VerificationError, match="is never waited for"):
+        verify(broken)
+
+
+def test_a_gather_takes_the_copy_too(fake_ranks):
+    fake_ranks(2)
+    cost = CostModel(Link(bandwidth=100.0, latency=1.0), Device(1e12, 1e12, 1e12, 0.0, host_bandwidth=50.0))
+    cmodel = compiled(cost_model=cost, bucketing_strategy="model")
+    (gather,) = [b for b in stage(cmodel, "schedule").bound_symbols if b.sym.name == "all_gather"]
+    shards = 3 * 4 * (8 * 8 + 8) // 2
+    assert link_seconds(gather) == 1 + shards / 100 + shards / 50
+    backward = stage(cmodel, "schedule", thunder.last_backward_traces).bound_symbols
+    seconds = {b.sym.name: link_seconds(b) for b in backward if b.sym.name in ("reduce_scatter", "offload")}
+    assert seconds == {"reduce_scatter": 1 + shards / 100, "offload": shards / 50}

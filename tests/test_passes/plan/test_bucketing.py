@@ -1,0 +1,65 @@
+from types import SimpleNamespace
+
+from passes.plan.bucketing import Use, group_uses
+from passes.plan.plan import Member, Plan, ShardedParameter
+
+import pytest
+from thunder.core import dtypes
+
+EMBED, H0, H1, NORM, HEAD = ("embed", None), ("h.0.mlp", "h.0"), ("h.1.mlp", "h.1"), ("norm", None), ("head", None)
+
+
+def uses(bucketing, *places, rows=256, dtype=dtypes.float32, device="cpu", plan=None):
+    """Parameters "weight" and "bias" of each (layer, block), in order of use; weights of ``rows`` KB over 2 ranks."""
+    plan = plan or Plan("Model", group=SimpleNamespace(), world_size=2, bucketing=bucketing)
+    return [
+        Use(Member(ShardedParameter(plan, f"{layer}.{name}", shape, layer, block), trainable=True), dtype, device)
+        for layer, block in places
+        for name, shape in (("weight", (rows, 256)), ("bias", (256,)))
+    ]
+
+
+def summary(groups):
+    return {g.label: [u.parameter.name for u in g.uses] for g in groups}
+
+
+def test_none_is_one_parameter_each():
+    assert summary(group_uses(uses("none", H0))) == {
+        "h.0.mlp.weight": ["h.0.mlp.weight"],
+        "h.0.mlp.bias": ["h.0.mlp.bias"],
+    }
+
+
+def test_layer_is_what_a_module_owns():
+    assert list(summary(group_uses(uses("layer", EMBED, H0, H1)))) == ["embed", "h.0.mlp", "h.1.mlp"]
+
+
+def test_block_groups_the_rest_by_first_use():
+    groups = summary(group_uses(uses("block", EMBED, H0, H1, NORM, HEAD)))
+    assert list(groups) == ["embed", "h.0", "h.1", "norm..head"]
+    assert groups["norm..head"] == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+
+
+def test_block_stays_together_whatever_comes_between():
+    groups = summary(group_uses(uses("block", H0, NORM, H0)[:4] + uses("block")))
+    assert list(groups) == ["h.0", "norm"]
+
+
+def test_size_packs_consecutive_parameters():
+    """A weight is 256 KB; 0.6 MB hold two with their biases."""
+    groups = group_uses(uses(0.6, EMBED, H0, H1, NORM))
+    assert [len(g.uses) for g in groups] == [4, 4]
+    assert all(sum(u.bytes for u in g.uses) <= 0.6 * 2**20 for g in groups)
+
+
+def test_larger_than_the_size_goes_by_itself():
+    groups = group_uses(uses(0.1, EMBED))
+    assert [g.label for g in groups] == ["embed", "embed"]
+
+
+@pytest.mark.parametrize("other", [{"dtype": dtypes.bfloat16}, {"device": "cuda:0"}, {}])
+def test_dtypes_devices_and_models_do_not_mix(other):
+    """The last case is another model: another plan."""
+    first = uses("block", H0)
+    plan = first[0].parameter.plan if other else None
+    assert len(group_uses(first + uses("block", H0, plan=plan, **other))) == 2

@@ -1,0 +1,93 @@
+"""The layout of a bucket on the wire, without processes: what ranks pack, put together, is what they unpack."""
+
+from types import SimpleNamespace
+
+from passes.plan.bucket import Bucket
+from passes.plan.layout import SMALL
+from passes.plan.plan import Member, Plan, ShardedParameter, shard_shape
+
+import pytest
+import torch
+from thunder.core import dtypes
+
+SHAPES = [(5, 3), (), (1, 4), (8,), (2, 1, 3)]
+
+
+def bucket_of(shapes, world_size, trainable=True):
+    plan = Plan("Model", group=SimpleNamespace(), world_size=world_size)
+    members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), trainable) for i, s in enumerate(shapes))
+    return Bucket("root", "b_root", plan, members, dtypes.float32)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 128])
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[:1], SHAPES[1:2]])
+def test_unpacking_inverts_packing(shapes, world_size):
+    bucket = bucket_of(shapes, world_size)
+    tensors = tuple(torch.randn(s) for s in shapes)
+    rows = bucket.layout.pack_rows(tensors)
+    assert rows.shape == (world_size * bucket.numel,)
+    for tensor, again in zip(tensors, bucket.layout.unpack_rows(rows), strict=True):
+        torch.testing.assert_close(again, tensor, rtol=0, atol=0)
+        assert again.is_contiguous()
+
+
+@pytest.mark.parametrize("shapes", [[(4, 3), (8,)], [(4, 3), (5,), ()]])  # without padding and with it
+def test_a_row_gives_shards_back(shapes):
+    bucket = bucket_of(shapes, 2)
+    tensors = tuple(torch.randn(s) for s in shapes)
+    for row, rank in zip(bucket.layout.pack_rows(tensors).view(2, -1), range(2), strict=True):
+        for shard, tensor in zip(bucket.layout.unpack_row(row), tensors, strict=True):
+            rows = tensor.reshape(-1, *tensor.shape[1:])[rank * len(shard) : (rank + 1) * len(shard)]
+            torch.testing.assert_close(shard[: len(rows)], rows, rtol=0, atol=0)
+            assert not shard[len(rows) :].any()
+
+
+def test_large_members_keep_no_memory_but_their_own():
+    bucket = bucket_of([(2, SMALL), (5,), (3, SMALL), (4,)], 2)
+    assert bucket.layout.large == (0, 2)
+    rows = torch.zeros(2 * bucket.numel)
+    full = bucket.layout.unpack_rows(rows)
+    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 10, 4 * SMALL, 10)]
+    assert full[1].untyped_storage().data_ptr() == full[3].untyped_storage().data_ptr()  # small ones share
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_each_row_is_a_rank_and_padding_is_zero(world_size):
+    bucket = bucket_of([(5, 3)], world_size)
+    table = bucket.layout.pack_rows((torch.ones(5, 3),)).view(world_size, *shard_shape((5, 3), world_size))
+    assert table.sum() == 15
+    assert (table.flatten(0, 1)[:5] == 1).all()
+
+
+def test_gradients_are_divided_before_they_are_summed():
+    """In fp16 a sum over ranks of 60000 would overflow."""
+    bucket = bucket_of([(4,)], 2)
+    rows = bucket.layout.pack_rows((torch.full((4,), 60000.0, dtype=torch.float16),), divisor=2)
+    assert torch.isfinite(rows + rows).all()
+
+
+def test_gradient_of_a_scalar_may_come_unreduced():
+    assert bucket_of([()], 2).layout.pack_rows((torch.ones(2, 3),)).tolist() == [6.0, 0.0]
+
+
+def test_frozen_members_are_not_reduced():
+    bucket = bucket_of([(4,), (2,)], 2, trainable=False)
+    assert bucket.trainable is None
+    mixed = Bucket("m", "m", bucket.plan, (bucket.members[0], bucket_of([(2,)], 2).members[0]), dtypes.float32)
+    assert len(mixed.trainable.members) == 1
+    assert mixed.bytes == 2 * (2 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    ("full", "world_size", "expected"),
+    [
+        ((64, 8), 2, (32, 8)),
+        ((5, 3), 2, (3, 3)),
+        ((1, 4), 8, (1, 4)),
+        ((), 3, (1,)),
+        ((3, 0), 2, (2, 0)),
+        ((0, 2), 2, (0, 2)),
+    ],
+)
+def test_shard_shape(full, world_size, expected):
+    assert shard_shape(full, world_size) == expected

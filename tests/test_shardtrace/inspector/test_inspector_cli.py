@@ -1,0 +1,169 @@
+"""The command ``shardtrace``."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from shardtrace.cli import main
+
+import pytest
+import torch.distributed as dist
+
+FACTORY = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), torch.ones(3, 6)
+
+def nothing():
+    return None
+
+def broken():
+    return nn.Linear(6, 8), torch.ones(3, 5)
+"""
+
+SCRIPT = """
+import os
+import sys
+import shardtrace, thunder, torch
+import torch.distributed as dist
+from torch import nn
+
+def main():
+    dist.init_process_group("gloo")
+    assert dist.get_rank() == int(os.environ["RANK"])
+    jitted = thunder.jit(shardtrace.fsdp(nn.Linear(6, 8), sharding_strategy="zero2"))
+    try:
+        with torch.no_grad():
+            jitted(torch.ones(3, 6))
+        if sys.argv[1] == "train":
+            try:
+                jitted(torch.ones(7, 6)).sum().backward()
+            except Exception:
+                pass
+            raise AssertionError("the step was run")
+    finally:
+        dist.destroy_process_group()
+    sys.exit(sys.argv[1])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "factory_for_cli.py").write_text(FACTORY)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "empty.py").write_text("x = 3\n")
+    (tmp_path / "usage.py").write_text("import sys; sys.exit('--rows 16 is too few')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    return tmp_path
+
+
+def test_inspect_factory(folder, capsys):
+    arguments = ["inspect", "factory_for_cli.py:model", "--world-size", "64", "--rank", "3", "--out", "page.html"]
+    assert main([*arguments, "--chrome-trace", "trace.json", "--bucketing-strategy", "2.5", "--prefetch", "0"]) == 0
+    assert capsys.readouterr().out == "wrote page.html\nwrote trace.json\n"
+    page = (folder / "page.html").read_text()
+    assert "ZeRO-3 over 64 ranks, seen from rank 3 · buckets by 2.5 MB · prefetch 0" in page
+    assert (folder / "trace.json").exists()
+
+
+def test_hybrid(folder, capsys):
+    arguments = ["explain", "factory_for_cli.py:model", "--sharding-strategy", "hybrid_zero3"]
+    assert main([*arguments, "--mesh", "8x2", "--rank", "15"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Sequential: hybrid ZeRO-3 over 16 ranks, seen from rank 15")
+    assert "backward all_reduce" in text
+    assert main(arguments) == 1
+    assert "for fake ranks mesh_shape=(replicas, shards)" in capsys.readouterr().err
+    assert main([*arguments, "--mesh", "8x2", "--world-size", "8"]) == 1
+    assert "a mesh of shape (8, 2) has 16 ranks, not world_size=8" in capsys.readouterr().err
+
+
+def test_explain_module(folder, capsys):
+    assert main(["explain", "factory_for_cli:model", "--sharding-strategy", "zero2"]) == 0
+    assert capsys.readouterr().out.startswith("Sequential: ZeRO-2 over 8 ranks, seen from rank 0")
+
+
+@pytest.mark.parametrize("argument", ["train", "evaluate"])
+def test_explain_script(folder, capsys, argument):
+    """Its first training step, of which nothing is run; the first call of a script that has none."""
+    before = {**os.environ}
+    assert main(["explain", "script.py", "--world-size", "4", "--rank", "2", "--", argument]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Linear: ZeRO-2 over 4 ranks, seen from rank 2")
+    assert "forward all_gather" in text
+    assert ("backward reduce_scatter" in text) == (argument == "train")
+    assert os.environ == before
+    assert not dist.is_initialized()
+
+
+def test_example_is_a_target(capsys, tmp_path):
+    script = Path(__file__).parents[3] / "examples/gpt2/train.py"
+    arguments = [
+        "--world-size",
+        "64",
+        "--",
+        "--layers",
+        "1",
+        "--batch-size",
+        "64",
+        "--seq-len",
+        "16",
+        "--device",
+        "cpu",
+    ]
+    assert main(["explain", str(script), *arguments]) == 0
+    assert capsys.readouterr().out.startswith("GPT: ZeRO-3 over 64 ranks")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("missing.py", "there is no file missing.py"),
+        ("missing.py:model", "there is no file missing.py"),
+        ("missing_module:model", "there is no module missing_module: is missing_module a file?"),
+        ("factory_for_cli.py:other", "there is no function other in factory_for_cli.py"),
+        ("factory_for_cli.py:nothing", "must return a module and what it is called with"),
+        ("factory_for_cli.py:broken", "--traceback shows where"),
+        ("empty.py", "empty.py called no sharded model"),
+        ("usage.py", "usage.py left by sys.exit('--rows 16 is too few') before it called a sharded model"),
+    ],
+)
+def test_errors(folder, capsys, target, message):
+    assert main(["explain", target]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["inspect"], ["explain", "x.py", "--world-size", "many"], ["explain", "x.py", "--mesh", "8"]]
+)
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"]])
+def test_help(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "file.py:function" in text
+    assert "Exit codes: 0; 1 if" in text
+
+
+def test_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["shardtrace", "explain"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("shardtrace", run_name="__main__")
+    assert stop.value.code == 2
+    assert "shardtrace explain" in capsys.readouterr().err

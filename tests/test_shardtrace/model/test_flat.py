@@ -1,0 +1,58 @@
+"""Shards of a bucket in one buffer: a gather has nothing to pack."""
+
+import copy
+
+import shardtrace
+from passes.plan import Member, Plan, ShardedParameter
+from passes.plan.layout import Layout
+
+import torch
+from models import Zoo
+from thunder.core import dtypes
+
+
+def flat_row(shards):
+    plan = Plan("Model", group=None, world_size=2)
+    shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
+    members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
+    return Layout(members, 2, dtypes.float32).flat_row(shards)
+
+
+def buffers(model):
+    """Names of the parameters that share memory."""
+    by_storage = {}
+    for name, p in model.named_parameters():
+        by_storage.setdefault(p.untyped_storage().data_ptr(), []).append(name)
+    return [names for names in by_storage.values() if len(names) > 1]
+
+
+def test_the_shards_of_a_block_share_a_buffer_without_gaps(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Zoo())
+    assert ["blocks.0.norm", "blocks.0.down", "blocks.0.up.weight", "blocks.0.up.bias"] in buffers(model)
+    block = list(model.blocks[0].parameters())
+    row = flat_row([p.detach() for p in block])
+    assert row.data_ptr() == block[0].data_ptr()
+    assert row.numel() == sum(p.numel() for p in block)
+    assert torch.equal(row, torch.cat([p.detach().reshape(-1) for p in block]))
+
+
+def test_each_parameter_has_its_own_where_each_travels_alone(fake_ranks):
+    fake_ranks(2)
+    assert buffers(shardtrace.fsdp(Zoo(), bucketing_strategy="none")) == []
+
+
+def test_a_copy_of_the_model_has_buffers_of_its_own(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Zoo())
+    again = copy.deepcopy(model)
+    assert buffers(again) == buffers(model)
+    assert again.blocks[0].norm.untyped_storage().data_ptr() != model.blocks[0].norm.untyped_storage().data_ptr()
+
+
+def test_other_memory_is_packed():
+    a, b = torch.arange(3.0), torch.arange(4.0).view(2, 2)
+    assert flat_row([a, b]).tolist() == [0, 1, 2, 0, 1, 2, 3]
+    row = torch.arange(8.0)
+    assert flat_row([row[:2], row[3:]]).tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert flat_row([row[4:], row[:4]]).tolist() == [4, 5, 6, 7, 0, 1, 2, 3]

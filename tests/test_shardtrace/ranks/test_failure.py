@@ -1,0 +1,150 @@
+"""Ranks that run different steps, and ranks that fail: an error on all, soon, and the right one."""
+
+import os
+import subprocess
+import sys
+
+import shardtrace
+from passes.plan import Gradients, Step
+
+import pytest
+import step_workers as workers
+from torch import nn
+
+SCRIPT = """
+import os
+import sys
+import shardtrace, thunder, torch
+import torch.distributed as dist
+from torch import nn
+
+def train(rank, store, where, failing):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shardtrace.fsdp(torch.nn.Linear(8, 8))
+    cmodel = thunder.jit(model)
+    for step in range(4):
+        x = torch.ones(2, 8)
+        if step == 2 and rank == failing:
+            if where == "forward":
+                x = "not a tensor"
+            else:
+                model.weight.register_hook(lambda grad: 1 / 0)
+        try:
+            cmodel(x).sum().backward()
+        except BaseException as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+            raise
+
+def leave(rank, store, how, failing):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    cmodel = thunder.jit(shardtrace.fsdp(model, bucketing_strategy="layer", timeout=5, check_steps=None))
+    for step in range(4):
+        words, bad = torch.tensor([1, 2]), step == 2 and rank == failing
+        if bad and how == "fails":
+            words += 10
+        try:
+            loss = cmodel(words).sum()
+            if bad and how == "skips backward":
+                continue
+            loss.backward()
+        except IndexError:
+            continue
+        except BaseException as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+            raise
+
+for run, how, failing in CASES:
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run(rank, os.path.abspath(how), how, failing)
+            sys.exit()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    print(f"exit codes {codes}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True)])
+def test_ranks_about_to_run_different_steps(two_ranks, how, check_steps):
+    for ok, text in two_ranks.outcomes(workers.different_steps, how=how, check_steps=check_steps):
+        assert not ok
+        assert text.startswith("RankMismatchError: the ranks differ in the collectives of Linear: rank 0 has ")
+        assert "the first difference, at position 1: rank 0 has nothing; rank 1 has backward: " in text
+
+
+def test_same_steps_are_run(two_ranks):
+    for check_steps in (None, True, False):
+        two_ranks.run(workers.different_steps, how="reduced", check_steps=check_steps)
+
+
+def run_ranks(folder, *cases):
+    """What the two ranks of each case print, by case. Without torchrun, which would end them by a signal; the ranks are
+    forks of a process that has imported Thunder."""
+    (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("SHARDTRACE_CHECK_STEPS", None)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    *parts, rest = done.stdout.split("exit codes [1, 1]\n")
+    assert (len(parts), rest) == (len(cases), ""), done.stdout + done.stderr
+    return parts
+
+
+def test_the_error_of_one_rank_ends_the_others(tmp_path):
+    parts = run_ranks(tmp_path, '(train, "forward", 1)', '(train, "backward", 0)')
+    for failing, said in ((1, parts[0].splitlines()), (0, parts[1].splitlines())):
+        own = next(line for line in said if line.startswith(f"rank {failing}: "))
+        assert "RankFailedError" not in own
+        other = next(line for line in said if line.startswith(f"rank {1 - failing}: "))
+        assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
+
+
+def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
+    """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
+    parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
+    for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
+        error = (
+            "RankMismatchError: rank(s) 1 did not come to compare the collectives of Sequential within 5 s: they do "
+            f"something else, while here a step begins {place}"
+        )
+        assert f"rank 0: {error}\n" in said
+        assert f"rank 1: RankFailedError: another rank failed: rank 0: {error}" in said
+
+
+T, V = "train", "evaluate"
+STEADY = [
+    # steps, and which of them are compared: each that is not what came after the step before it the last time
+    ([T, T, T, T], [1, 2]),
+    ([T, T, T, V, V, V, T, T, T], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (4 * [T, V], [1, 2, 3]),
+    ([T, T, T, "skipped", T, T], [1, 2, 4, 5]),
+    (4 * ["skipped", T], [1, 2, 3]),  # two forwards for each backward
+    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do alone
+]
+
+
+@pytest.mark.parametrize(("steps", "expected"), STEADY)
+def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, monkeypatch, steps, expected):
+    fake_ranks(2)
+    monkeypatch.delenv("SHARDTRACE_CHECK_STEPS")
+    compared = []
+    monkeypatch.setattr("shardtrace.model.state.compare", lambda *args, **options: compared.append(args))
+    kinds = {T: ["all_gather of weight"], V: ["broadcast of weight"], "nothing": []}
+    state = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace
+    numbers = []
+    for number, kind in enumerate(steps):
+        before = len(compared)
+        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled anew, as for another shape
+        state.meet(step)
+        numbers += [number] * (len(compared) - before)
+        state.progress.end(step)
+        if kind == T:
+            state.progress.begin(step, "backward")
+            state.progress.end(step)
+    assert numbers == expected
+
+
+def test_a_step_that_all_ranks_leave_alike(two_ranks):
+    two_ranks.run(workers.all_leave_a_step)

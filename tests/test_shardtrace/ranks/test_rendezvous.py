@@ -1,0 +1,73 @@
+"""Ranks that torchrun restarted share a store with those that died."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import shardtrace  # noqa: F401  isort: split
+from shardtrace.ranks.rendezvous import attempt_name
+
+import pytest
+import torch.distributed as dist
+
+
+def attempt(store, ranks, first):
+    """The names that ranks in threads agree on; rank ``first`` comes earlier than the others."""
+
+    def join(rank):
+        time.sleep(0 if rank == first else 0.05)
+        return attempt_name(store, rank, ranks, timeout=20)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return set(threads.map(join, range(ranks)))
+
+
+def test_each_attempt_has_a_name_of_its_own_on_all_ranks():
+    store, seen = dist.HashStore(), set()
+    for ranks, first in ((2, 0), (2, 1), (3, 2), (3, 0), (1, 0), (2, 1)):  # with keys of those before
+        names = attempt(store, ranks, first)
+        assert len(names) == 1
+        assert not names & seen
+        seen |= names
+
+
+@pytest.mark.parametrize(("rank", "message"), [(0, r"rank\(s\) 1, 2 did not start"), (1, "rank 0 did not start")])
+def test_ranks_that_do_not_come_are_named(rank, message):
+    store = dist.HashStore()
+    attempt(store, 3, 0)
+    with pytest.raises(RuntimeError, match=f"{message} within 0.1 s"):
+        attempt_name(store, rank, 3, timeout=0.1)
+
+
+LEAVE = """
+import os, sys
+import torch, torch.distributed as dist
+from shardtrace.rendezvous import leave_in_peace
+
+def run(rank, store):
+    sys.setswitchinterval(100)  # who has the GIL keeps it, as on a busy machine
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    leave_in_peace()
+    works = [dist.all_reduce(torch.ones(64), async_op=True) for _ in range(20)]
+    for work in works:
+        work.wait()
+
+for attempt in range(6):
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run(rank, os.path.abspath(f"store{attempt}"))
+            sys.exit()
+    print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks])
+"""
+
+
+def test_ranks_end_without_an_abort(tmp_path):
+    """Of those that do not wait, four in ten are ended by a signal here."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LEAVE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == 6 * "[0, 0]\n", done.stderr
