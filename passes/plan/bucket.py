@@ -33,9 +33,9 @@ class Wire:
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
-    Thunder prints a ContextObject by its name, so that a trace reads ``all_gather((w, b), h_0)``. How the members lie
-    on the wire: :mod:`passes.plan.layout`; ``dtype`` is the one that they have there. A bucket with a ``wire`` of its own
-    is gathered by that, and never reduced.
+    Thunder prints a ContextObject by its name: a trace reads ``all_gather((w, b), h_0)``. :mod:`passes.plan.layout`
+    says how the members lie on the wire, where their dtype is ``dtype``. A bucket with a ``wire`` of its own is
+    gathered by that, and never reduced.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def test_ranks_that_do_not_come_are_named(rank, message):
 LEAVE = """
 import os, sys
 import torch, torch.distributed as dist
-from shardtrace.rendezvous import leave_in_peace
+from shardtrace.ranks.rendezvous import leave_in_peace
 
 def run(rank, store):
     sys.setswitchinterval(100)  # who has the GIL keeps it, as on a busy machine
