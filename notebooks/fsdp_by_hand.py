@@ -74,7 +74,7 @@ show(computation)
 # is which. A `Plan` with `regather=True` is ZeRO-3. `Enlisted` says which inputs of the trace are sharded parameters.
 
 # %%
-plan = Plan("Sequential", group=None, world_size=2, regather=True)
+plan = Plan("Sequential", world_size=2, regather=True)
 inputs = {proxy.name: proxy for proxy in computation.args}
 enlisted = Enlisted()
 for index, (name, parameter) in enumerate(model.named_parameters()):
@@ -268,7 +268,7 @@ from passes.comm.direct import finish_all_gather as wait_all_gather
 from passes.comm.direct import finish_reduce_scatter as wait_reduce_scatter
 from passes.comm.direct import issue_all_gather as all_gather
 from passes.comm.direct import issue_reduce_scatter as reduce_scatter
-from passes.plan import Member
+from passes.plan import Member, PlainRuntime
 from thunder.core import dtypes
 from torch import nn
 
@@ -289,7 +289,7 @@ def check(what, holds):
 
 
 def main(rank):
-    plan = Plan("Sequential", dist.group.WORLD, world_size=2, rank=rank, direct=True)
+    plan = Plan("Sequential", world_size=2, rank=rank, direct=True, runtime=PlainRuntime(dist.group.WORLD))
     b_0 = make_bucket("b_0", plan, weight=(64, 64), bias=(64,))
     b_2 = make_bucket("b_2", plan, weight=(64, 64), bias=(64,))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from passes.analysis.recognise import begins, ends, is_backward, is_deletion, is_gather, is_unpack
 from passes.comm.kept_gradients import accumulate, accumulated
-from passes.plan import Gradients, Plan, Step
+from passes.plan import Gradients, Runtime, Step
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
@@ -22,10 +22,10 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 
-def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> TraceCtx:
+def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> TraceCtx:
     """Returns a backward that keeps the gradients of the plans that say so, and returns None for them, or adds to those
     of others what was kept; any other trace as it is."""
-    gradients = {plan: step.gradients for plan, step in steps.items()}
+    gradients = {runtime: step.gradients for runtime, step in steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)
@@ -46,7 +46,7 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Plan, Step]) -> Trac
         if not begins(bsym):
             continue
         grads, bucket = bsym.args
-        mode = gradients.get(bucket.plan)
+        mode = gradients.get(bucket.plan.runtime)
         at = max(first, 1 + max(made[g.name] for g in grads))
         if grads[0].name in reduced:
             kept |= {bsym.output.name} if grads[0].name in kept else set()

@@ -1,61 +1,77 @@
-"""Pass: before anything is sent, the ranks may check that they are about to run the same step, from the same place.
+"""Pass: the ranks compare what they have compiled, now, and which step they are about to run, each time.
 
     check_ranks(ranks_0)        ahead of all that a forward computes
-    note(forward_ends_0)        where it has come to its end
-    note(backward_begins_0)     the first and the last line of a backward
-    note(backward_ends_0)
+    note(forward_ends_0)        where it ends
+    note(backward_begins_0)     the first line of a backward
+    note(backward_ends_0)       its last line
 
-A rank that was left in the middle by an exception, or that skips a backward, so is known by its next forward.
+The notes let the next forward tell that an exception has left this rank in the middle of a step, or that it has skipped
+a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack
+from passes.analysis.recognise import bucket_of, is_backward, is_deletion, is_issue, is_return, is_unpack
+from passes.analysis.traffic import collectives
 from passes.comm.symbols import check_ranks, note
-from passes.plan import Enlisted, Progress, Step
+from passes.plan import Enlisted, Runtime, Step
 
 from thunder.core.codeutils import ContextObject
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-Meeting = tuple[Callable[[Step], None], Progress, Step]
+
+def compare_ranks(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+    """Compares the collectives of the trace with other ranks', for each model, and adds them to its step.
+
+    Returns the trace with these lines for each model whose steps are compared.
+
+    Raises:
+        Exception: on every rank of a model, if its ranks have compiled different collectives.
+    """
+    for runtime, lines in _sent(trace).items():
+        enlisted.step_of(runtime).collectives.extend(lines)
+        runtime.compare_trace(lines)
+    return insert_checks(trace, {runtime: enlisted.step_of(runtime) for runtime in enlisted.runtimes})
 
 
-def meet(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
-    """Returns the trace with these lines for each model that wants it (``Plan.meet``)."""
-    meetings: list[Meeting] = list(
-        dict.fromkeys(
-            (plan.meet, plan.progress, enlisted.step_of(plan))
-            for plan in enlisted.plans
-            if plan.meet is not None and plan.progress is not None
-        )
-    )
-    if not meetings:
+def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
+    """The collectives of each model, in order, a text for each."""
+    sent: dict[Runtime, list[str]] = {}
+    issues = [b for b in trace.bound_symbols if is_issue(b)]
+    for bsym, row in zip(issues, collectives(trace), strict=True):
+        sent.setdefault(bucket_of(bsym).plan.runtime, []).append(f"{row.phase}: {row}")
+    return sent
+
+
+def insert_checks(trace: TraceCtx, steps: Mapping[Runtime, Step]) -> TraceCtx:
+    """The trace with its lines of checks and notes, for each model whose runtime has a ``progress``."""
+    compared = [(runtime, step) for runtime, step in steps.items() if runtime.progress is not None]
+    if not compared:
         return trace
     new = from_trace(trace)
     lines = trace.bound_symbols
     first = next(i for i, b in enumerate(lines) if not is_unpack(b) and not is_deletion(b))
     last = next(i for i, b in enumerate(lines) if is_return(b))
-    before, after = zip(
-        *map(_backward if is_backward(trace) else _forward, range(len(meetings)), meetings), strict=True
-    )
+    around = _around_backward if is_backward(trace) else _around_forward
+    before, after = zip(*(around(i, *model) for i, model in enumerate(compared)), strict=True)
     new.bound_symbols = [*lines[:first], *before, *lines[first:last], *after, *lines[last:]]
     return new
 
 
-def _forward(i: int, meeting: Meeting) -> Iterator[BoundSymbol]:
-    compare, progress, step = meeting
-    yield _line(check_ranks, f"ranks_{i}", partial(compare, step))
-    yield _line(note, f"forward_ends_{i}", partial(progress.end, step))
+def _around_forward(i: int, runtime: Runtime, step: Step) -> Iterator[BoundSymbol]:
+    assert runtime.progress is not None
+    yield _line(check_ranks, f"ranks_{i}", partial(runtime.compare_step, step))
+    yield _line(note, f"forward_ends_{i}", partial(runtime.progress.end, step))
 
 
-def _backward(i: int, meeting: Meeting) -> Iterator[BoundSymbol]:
-    _, progress, step = meeting
-    yield _line(note, f"backward_begins_{i}", partial(progress.begin, step, "backward"))
-    yield _line(note, f"backward_ends_{i}", partial(progress.end, step))
+def _around_backward(i: int, runtime: Runtime, step: Step) -> Iterator[BoundSymbol]:
+    assert runtime.progress is not None
+    yield _line(note, f"backward_begins_{i}", partial(runtime.progress.begin, step, "backward"))
+    yield _line(note, f"backward_ends_{i}", partial(runtime.progress.end, step))
 
 
 def _line(symbol: Symbol, name: str, call: Callable[[], None]) -> BoundSymbol:

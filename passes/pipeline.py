@@ -13,14 +13,13 @@ from typing import Any
 
 from passes.accumulate import accumulate_gradients
 from passes.analysis.recognise import bucket_of, is_issue
-from passes.analysis.traffic import collectives
 from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
 from passes.comm.symbols import synchronize
-from passes.compare_ranks import meet
+from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
-from passes.plan import Enlisted, Plan
+from passes.plan import Enlisted, Runtime
 from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
@@ -68,16 +67,15 @@ class Pass(Transform):
         return f"shardtrace.{self.name}"
 
     @contextmanager
-    def running(self, plans: Iterable[Plan]) -> Iterator[None]:
-        """Times what is done inside. An error on this rank becomes one on every rank of ``plans``, instead of a wait
+    def running(self, runtimes: Iterable[Runtime]) -> Iterator[None]:
+        """Times what is done inside. An error on this rank becomes one on every rank of the models, instead of a wait
         for this one."""
         start = time.perf_counter()
         try:
             yield
         except Exception as error:
-            for announce in dict.fromkeys(plan.announce for plan in plans):
-                if announce is not None:
-                    announce(f"{type(error).__name__}: {error}")
+            for runtime in runtimes:
+                runtime.announce(f"{type(error).__name__}: {error}")
             raise
         self.seconds = time.perf_counter() - start
 
@@ -96,7 +94,7 @@ class ShardParameters(Pass):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         enlisted = self.compilation.enlisted
-        with self.running(enlisted.plans):
+        with self.running(enlisted.runtimes):
             self.compilation.end()
             prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
         if computation is not computation_trace:
@@ -114,13 +112,13 @@ class PassBeforeAutodiff(Pass):
     def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
         super().__init__(name or run.__name__)
         self.run = run
-        self.compilation = compilation  # of a pass that runs before the trace itself tells its plans
+        self.compilation = compilation  # for a pass that runs before the trace itself has buckets
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        plans = self.compilation.enlisted.plans if self.compilation is not None else plans_in(computation_trace)
-        with self.running(plans):
+        found = self.compilation.enlisted.runtimes if self.compilation is not None else runtimes_in(computation_trace)
+        with self.running(found):
             computation = self.run(computation_trace)
         if computation is not computation_trace:
             self.sign(computation)
@@ -138,7 +136,7 @@ class PassAfterLowering(Pass):
         self.run = run
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        with self.running(plans_in(computation_trace)):
+        with self.running(runtimes_in(computation_trace)):
             new = self.run(computation_trace)
             if new is not computation_trace:
                 self._verify(new)
@@ -153,33 +151,22 @@ class PassAfterLowering(Pass):
             raise VerificationError(f"after pass {self.name}: {error}") from None
 
 
-def plans_in(trace: TraceCtx) -> tuple[Plan, ...]:
-    """The plans of the buckets that a trace synchronizes, gathers or reduces."""
+def runtimes_in(trace: TraceCtx) -> tuple[Runtime, ...]:
+    """Those of the models whose buckets a trace synchronizes, gathers or reduces."""
     lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
-    return tuple(dict.fromkeys(bucket_of(b).plan for b in lines))
+    return tuple(dict.fromkeys(bucket_of(b).plan.runtime for b in lines))
 
 
 class CompareRanks(Pass):
-    """Lets each model compare the collectives of what will be executed with those of its other ranks: now, and by a
-    line at the top of forward whenever it runs."""
+    """The last of our passes. Its errors are raised on every rank by themselves."""
 
     def __init__(self, compilation: Compilation) -> None:
         super().__init__("compare_ranks")
         self.compilation = compilation
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        start, enlisted = time.perf_counter(), self.compilation.enlisted
-        models: dict[Callable[[list[str]], None] | None, list[str]] = {}
-        issues = [b for b in computation_trace.bound_symbols if is_issue(b)]
-        for bsym, row in zip(issues, collectives(computation_trace), strict=True):
-            plan, line = bucket_of(bsym).plan, f"{row.phase}: {row}"
-            models.setdefault(plan.agree, []).append(line)
-            enlisted.step_of(plan).collectives.append(line)
-        for agree, lines in models.items():
-            if agree is not None:
-                agree(lines)
-        new = meet(computation_trace, enlisted=enlisted)
-        self.seconds = time.perf_counter() - start
+        with self.running(()):
+            new = compare_ranks(computation_trace, enlisted=self.compilation.enlisted)
         if new is not computation_trace:
             self.sign(new)
         return new

@@ -68,8 +68,9 @@ def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> Boun
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
     """One line for each model, ahead of the others: which of several compiled steps is the right one shows there."""
-    guards = dict.fromkeys((plan.guard, enlisted.step_of(plan)) for plan in enlisted.plans if plan.guard is not None)
     prologue.bound_symbols[:0] = [
-        check_parameters.bind(ContextObject(f"guard_{i}", functools.partial(guard, step)), output=None)
-        for i, (guard, step) in enumerate(guards)
+        check_parameters.bind(
+            ContextObject(f"guard_{i}", functools.partial(runtime.check_step, enlisted.step_of(runtime))), output=None
+        )
+        for i, runtime in enumerate(enlisted.runtimes)
     ]

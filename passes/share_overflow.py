@@ -11,6 +11,7 @@ from typing import Any
 
 from passes.analysis.recognise import bucket_of, ends, is_backward, is_gather, is_return, names
 from passes.comm.symbols import symbol
+from passes.plan import Axis
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def share_overflow(trace: TraceCtx) -> TraceCtx:
             if dtypes.float16 in (bucket.dtype, bucket.plan.param_dtype):
                 grads += [g for g in bsym.flat_proxy_outs if g.name in returned]
                 host = bucket.plan.host
-                groups.append((bucket.plan.everyone, host.device if host is not None else None))
+                groups.append((bucket.plan.runtime.group(Axis.ALL), host.device if host is not None else None))
     if not grads:
         return trace
     new = from_trace(trace)

@@ -187,7 +187,9 @@ def fsdp(
     )
     tell_others_of_failure(groups.everyone)
     leave_in_peace()
-    attach(model, ShardedState(type(model).__name__, groups, options, entries, cost), checkpointed.values())
+    state = ShardedState(type(model).__name__, groups, options, entries, cost)
+    state.claim_shards()
+    attach(model, state, checkpointed.values())
     return _jit_again(jitted) if jitted is not None else model
 
 

@@ -22,7 +22,18 @@ from typing import Any
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.plan import Bucket, CostModel, Device, HostMemory, Link, Member, Plan, ShardedParameter, default_cost_model
+from passes.plan import (
+    Bucket,
+    CostModel,
+    Device,
+    HostMemory,
+    Link,
+    Member,
+    PlainRuntime,
+    Plan,
+    ShardedParameter,
+    default_cost_model,
+)
 from shardtrace.costs import Key, backend_of, cost_model_key, of_first_rank, write_cost_model
 from shardtrace.ranks.mesh import is_alone, resolve_device, resolve_group, transport
 
@@ -164,7 +175,9 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort
 def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
     """One fp32 parameter of about ``size`` bytes, sharded over ``group``."""
     ranks = group.size()
-    plan = Plan("calibration", group, ranks, group.rank(), **transport(group, {device.type})._asdict())
+    plan = Plan(
+        "calibration", ranks, group.rank(), runtime=PlainRuntime(group), **transport(group, {device.type})._asdict()
+    )
     parameter = ShardedParameter(plan, "message", (max(1, size // 4 // ranks) * ranks,), "calibration")
     return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
 

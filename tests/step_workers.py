@@ -78,7 +78,7 @@ def accumulate(strategy: Any, mesh: tuple[int, int] | None = None, reduce_each: 
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        assert not model._shardtrace.sums.by_parameter
+        assert not model._shardtrace.runtime.kept.by_parameter
     assert thunder.cache_misses(cmodel) == (1 if reduce_each else 2)
 
 
@@ -93,7 +93,7 @@ def sums_in_fp32() -> None:
             with model.no_sync() if i < 8 else nullcontext():
                 cmodel(torch.full((1, 4), 1.0 if i == 0 else 2.0**-9)).sum().backward()
             if i == 0:
-                (total,) = model._shardtrace.sums.by_parameter.values()
+                (total,) = model._shardtrace.runtime.kept.by_parameter.values()
                 assert total.dtype == (dtype or torch.bfloat16)
         kept[dtype] = model.weight.grad[0, 0].item()
     assert kept == {torch.float32: 1 + 8 * 2.0**-9, None: 1.0}

@@ -470,14 +470,14 @@ def changed_on_one_rank(on: int) -> None:
 def exchange_bucket(dtype: str) -> None:
     """Gathers and reduces a bucket of large members, whole and padded, and of small ones, by messages."""
     from passes.comm import direct
-    from passes.plan import Bucket, Member, Placement, Plan, ShardedParameter
+    from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
     from passes.plan.layout import SMALL
     from shardtrace.model.home import Home, shard
 
     from thunder.core import dtypes
 
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    plan = Plan("Model", group=group, world_size=ranks, rank=rank, direct=True)
+    plan = Plan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
     home = Home(Placement.SHARD, group)
     kind = getattr(torch, dtype)
     shapes = [(300, 512), (5,), (301, 512), (), (1, 2**17)]  # the last one's shard is padding on all ranks but one

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from passes.plan import Bucket
+from passes.plan import Bucket, PlainRuntime
 from passes.plan.host_memory import DONE, HostMemory
 
 import torch
@@ -126,7 +126,8 @@ def _silent(bucket: Bucket) -> Bucket:
     """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
     plan = bucket.plan
     host = HostMemory(torch.device("meta")) if plan.host is not None else None
-    plan = dataclasses.replace(plan, group=_SilentGroup(plan.rank, plan.world_size), host=host, progress=None)
+    runtime = PlainRuntime(_SilentGroup(plan.rank, plan.world_size))
+    plan = dataclasses.replace(plan, runtime=runtime, host=host)
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
 
 

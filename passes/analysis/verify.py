@@ -12,8 +12,8 @@
 6. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
    Thunder finds that no more is saved by it.)
 
-That every rank issues the same collectives in the same order is for the caller to compare (``Plan.agree``): a trace
-knows nothing of other ranks.
+A trace knows nothing of other ranks: :mod:`passes.compare_ranks` compares that all issue the same collectives in the
+same order.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 
 
-class Sums:
+class KeptGradients:
     """The gradients of a model that wait to be reduced, whole and by parameter. Lives from step to step."""
 
     def __init__(self) -> None:
@@ -60,12 +60,21 @@ def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[T
     return tuple(TensorProxy(like=g, dtype=dtype, requires_grad=False) for g in grads)
 
 
+def _add(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
+    bucket.plan.runtime.kept.add(grads, bucket)
+
+
+def _take(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    taken: tuple[torch.Tensor, ...] = bucket.plan.runtime.kept.take(grads, bucket)
+    return taken
+
+
 accumulate = symbol(
     "accumulate",
     lambda grads, bucket: None,
-    lambda grads, bucket: bucket.plan.sums.add(grads, bucket),
+    _add,
     tags=[OpTags.DONT_DCE],
 )
 
 
-accumulated = symbol("accumulated", _accumulated_meta, lambda grads, bucket: bucket.plan.sums.take(grads, bucket))
+accumulated = symbol("accumulated", _accumulated_meta, _take)

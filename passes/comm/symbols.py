@@ -54,8 +54,7 @@ def _blaming(function: Run) -> Run:
         try:
             return function(value, bucket)
         except RuntimeError as error:
-            if bucket.plan.blame is not None:
-                bucket.plan.blame(error, bucket.label)
+            bucket.plan.runtime.raise_if_rank_failed(error, bucket.label)
             raise
 
     return run
@@ -67,8 +66,8 @@ def _finishes(function: Run) -> Run:
 
     @functools.wraps(function)
     def run(future: Any, bucket: Bucket) -> Any:
-        if bucket.plan.progress is not None:
-            bucket.plan.progress.finished(future)
+        if (progress := bucket.plan.runtime.progress) is not None:
+            progress.finished(future)
         return finish(future, bucket)
 
     return run
@@ -83,8 +82,8 @@ def _issues(finish: Run) -> Callable[[Run], Run]:
         @functools.wraps(function)
         def run(value: Any, bucket: Bucket) -> Any:
             future = issue(value, bucket)
-            if bucket.plan.progress is not None:
-                bucket.plan.progress.issued(future, functools.partial(finish, future, bucket))
+            if (progress := bucket.plan.runtime.progress) is not None:
+                progress.issued(future, functools.partial(finish, future, bucket))
             return future
 
         return run

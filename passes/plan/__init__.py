@@ -5,9 +5,11 @@ from passes.plan.cost import CostModel, Device, Link, default_cost_model
 from passes.plan.enlisted import Enlisted
 from passes.plan.host_memory import HostMemory
 from passes.plan.plan import Member, Placement, Plan, Shape, ShardedParameter, shard_shape
+from passes.plan.runtime import Axis, PlainRuntime, Runtime
 from passes.plan.step import Gradients, Progress, Step
 
 __all__ = [
+    "Axis",
     "Bucket",
     "CostModel",
     "Device",
@@ -17,8 +19,10 @@ __all__ = [
     "Link",
     "Member",
     "Placement",
+    "PlainRuntime",
     "Plan",
     "Progress",
+    "Runtime",
     "Shape",
     "ShardedParameter",
     "Step",

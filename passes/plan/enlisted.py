@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.plan.plan import Plan, ShardedParameter
+from passes.plan.plan import ShardedParameter
+from passes.plan.runtime import Runtime
 from passes.plan.step import Gradients, Step
 
 
 @dataclass
 class Enlisted:
-    """What one tracing found: which trace inputs are sharded parameters, and the step that is being compiled.
+    """Which inputs of a trace are sharded parameters, and the step of each model that is being compiled.
 
     A proxy is known by its ``history`` (Thunder's record of where the value came from), which survives renaming.
     """
 
     by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
-    steps: dict[Plan, Step] = field(default_factory=dict)
+    steps: dict[Runtime, Step] = field(default_factory=dict)
 
     def add(self, history: Any, parameter: ShardedParameter) -> None:
         self.by_history[id(history)] = (history, parameter)  # holding it keeps the id from being reused
@@ -26,9 +27,10 @@ class Enlisted:
         found = self.by_history.get(id(getattr(proxy, "history", None)))
         return found[1] if found else None
 
-    def step_of(self, plan: Plan) -> Step:
-        return self.steps.setdefault(plan, Step(Gradients.REDUCED))
+    def step_of(self, runtime: Runtime) -> Step:
+        return self.steps.setdefault(runtime, Step(Gradients.REDUCED))
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        return tuple(dict.fromkeys(parameter.plan for _, parameter in self.by_history.values()))
+    def runtimes(self) -> tuple[Runtime, ...]:
+        """Those of the models whose parameters were found."""
+        return tuple(dict.fromkeys(parameter.plan.runtime for _, parameter in self.by_history.values()))

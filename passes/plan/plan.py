@@ -7,15 +7,14 @@ whole on every rank. A parameter without elements is not the plan's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from passes.plan.cost import CostModel, default_cost_model
 from passes.plan.host_memory import HostMemory
-from passes.plan.step import Progress, Step
+from passes.plan.runtime import Axis, PlainRuntime, Runtime
 
 from thunder.core import dtypes
 
@@ -48,18 +47,17 @@ class Plan:
 
     Args:
         model: name of the model's class, for messages.
-        group: the process group over which parameters are sharded; only collectives look into it.
-        world_size: ranks in ``group``.
-        rank: this rank's number in ``group``.
+        world_size: ranks over which parameters are sharded.
+        rank: this rank's number among them.
         strategy: its name, for messages.
         placement: where parameters are at rest.
+        axis: which process group of ``runtime`` those ranks are.
         outer: how the shards themselves are placed in another group (hybrid strategies: replicated).
-        everyone: the process group of all ranks of the model.
         host: host memory, if that is where parameters are at rest; None: they are on the device that computes.
-        param_dtype: of floating-point parameters from gather to use; None: the one that they have at rest.
-        reduce_dtype: in which their gradients are averaged; None: the one in which they are computed.
-        sum_dtype: in which gradients of lower precision are added up over steps; None: the one they are computed in.
-        sums: where gradients are kept from step to step (passes/accumulate.py).
+        param_dtype: dtype of floating-point parameters from gather to use; None: the one that they have at rest.
+        reduce_dtype: dtype in which their gradients are averaged; None: the one in which they are computed.
+        sum_dtype: dtype in which gradients of lower precision are added up over steps; None: the one that they are
+            computed in.
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
         prefetch: buckets whose gather is issued ahead of use.
@@ -68,28 +66,20 @@ class Plan:
         cost: how long collectives and compute take.
         direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
         averages: the backend's reduce_scatter can average.
-        guard: called before each step; raises if it is not the one that is wanted now, or if a parameter is no longer
-            the one that was sharded.
-        meet: called before each step that will run; raises on every rank if ranks are about to run different ones.
-        progress: what the lines of a step note where they are.
-        blame: called with an error of a collective; raises a better one if another rank is the cause.
-        agree: called with the ordered collectives of each compiled trace; raises on every rank if ranks differ.
-        announce: called with an error of this rank, so that the others raise where they come to agree.
+        runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
     model: str
-    group: Any
     world_size: int
     rank: int = 0
     strategy: str = "zero3"
     placement: Placement = Placement.SHARD
+    axis: Axis = Axis.ALL
     outer: Plan | None = None
-    everyone: Any = None
     host: HostMemory | None = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None
     sum_dtype: dtypes.dtype | None = dtypes.float32
-    sums: Any = None
     regather: bool = True
     bucketing: str | float = "block"
     prefetch: int = 1
@@ -97,12 +87,12 @@ class Plan:
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
-    guard: Callable[[Step], None] | None = None
-    meet: Callable[[Step], None] | None = None
-    progress: Progress | None = None
-    blame: Callable[[Exception, str], None] | None = None
-    agree: Callable[[list[str]], None] | None = None
-    announce: Callable[[str], None] | None = None
+    runtime: Runtime = field(default_factory=PlainRuntime)
+
+    @property
+    def group(self) -> Any:
+        """The process group that its collectives run on."""
+        return self.runtime.group(self.axis)
 
     def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
         """In which a parameter that has ``dtype`` at rest is gathered and used."""

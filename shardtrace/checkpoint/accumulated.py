@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from passes.comm.kept_gradients import Sums
+from passes.comm.kept_gradients import KeptGradients
 from passes.plan import ShardedParameter
 from shardtrace.checkpoint.state import ModelState
 
@@ -23,15 +23,15 @@ def accumulated(model: ModelState) -> dict[str, torch.Tensor]:
 def set_accumulated(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
     """Puts saved sums in place of those that the model has."""
     for state in model.states:
-        state.sums.clear()
+        state.runtime.kept.clear()
     for name, sums, parameter in _parameters(model):
         if name in values:
             sums.by_parameter[parameter] = values[name].to(model.device)
             sums.used, sums.reducing = True, False
 
 
-def _parameters(model: ModelState) -> Iterator[tuple[str, Sums, ShardedParameter]]:
+def _parameters(model: ModelState) -> Iterator[tuple[str, KeptGradients, ShardedParameter]]:
     names = {id(slot.local): name for name, slot in model.slots.items()}
     for state in model.states:
         for entry in state.entries:
-            yield names[id(entry.shard)], state.sums, state.by_stand_in[id(entry.stand_in)]
+            yield names[id(entry.shard)], state.runtime.kept, state.by_stand_in[id(entry.stand_in)]

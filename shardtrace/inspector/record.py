@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
-from passes.plan import Bucket, CostModel, Plan, default_cost_model
+from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
 from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
@@ -298,9 +298,8 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
     strategies = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
     bucketing = f"{plan.bucketing:g} MB" if isinstance(plan.bucketing, int | float) else plan.bucketing
     strategy = " and ".join(STRATEGIES.get(name, name) for name in strategies)
-    ranks, rank = (
-        (plan.everyone.size(), plan.everyone.rank()) if plan.everyone is not None else (plan.world_size, plan.rank)
-    )
+    everyone = plan.runtime.group(Axis.ALL)
+    ranks, rank = (everyone.size(), everyone.rank()) if everyone is not None else (plan.world_size, plan.rank)
     return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost, kept)
 
 

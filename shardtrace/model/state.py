@@ -9,31 +9,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from passes.comm.kept_gradients import Sums
-from passes.plan import CostModel, Gradients, Placement, Plan, Progress, Shape, ShardedParameter, Step
+from passes.plan import Axis, CostModel, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
+from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.strategy import Rules, ShardingStrategy
-from shardtrace.ranks.consensus import announce, compare
-from shardtrace.ranks.failure import blame
-from shardtrace.ranks.mesh import Groups, is_alone, transport
+from shardtrace.ranks.mesh import Groups, transport
 
 import torch
-import torch.distributed as dist
 from thunder.core.dtypes import to_dtype
 from thunder.core.module import ThunderModule
-from thunder.distributed import get_skip_data_parallel_grad_sync
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-# Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
-ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: the same
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
-
-
-Came = tuple[str, str]  # what a step sends, and where it begins
 
 
 @dataclass(frozen=True)
@@ -104,30 +95,23 @@ class Entry:
 
 
 class ShardedState:
-    """The sharding of one model. Copies deeply along with it; the process group is shared."""
+    """The sharding of one model: its parameters, their plans and their stand-ins. Copies deeply along with the model,
+    with which it shares the process groups."""
 
     def __init__(
-        self,
-        model_name: str,
-        groups: Groups,
-        options: Options,
-        entries: tuple[Entry, ...],
-        cost: CostModel,
+        self, model_name: str, groups: Groups, options: Options, entries: tuple[Entry, ...], cost: CostModel
     ) -> None:
         self.model_name = model_name
         self.groups = groups
         self.group = groups.everyone
         self.options = options
         self.entries = entries
+        self.cost = cost
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
-        self.keeps_gradients = False  # inside no_sync
-        self.sums = Sums()
-        self._agreed: set[tuple[str, ...]] = set()
-        self.progress = Progress()
-        self._came: Came | None = None  # of the step that was run last
-        self._usual: dict[Came | None, Came] = {}  # what followed each, the last time
-        self.cost = cost
+        self.runtime = ModelRuntime(
+            model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
+        )
         self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -135,49 +119,51 @@ class ShardedState:
             )
             for index, e in enumerate(entries)
         }
-        for e in entries:
+
+    def claim_shards(self) -> None:
+        """Lays the shards of each bucket out side by side in memory, and links each shard to this state."""
+        for e in self.entries:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
-        lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in entries)
+        lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
     def _plan(self, strategy: ShardingStrategy) -> Plan:
         entries = [e for e in self.entries if e.strategy is strategy]
-        home = entries[0].home
+        home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
-        precision = self.options.precision
-        meets = self.options.check_steps is not False and not is_alone(self.group)
+        precision = options.precision
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
-            "everyone": self.group,
-            "bucketing": self.options.bucketing,
-            "prefetch": self.options.prefetch if self.options.prefetch is not None else 1 if strategy.regathers else 3,
-            "max_inflight_bytes": self.options.max_inflight_bytes,
+            "bucketing": options.bucketing,
+            "prefetch": options.prefetch if options.prefetch is not None else 1 if strategy.regathers else 3,
+            "max_inflight_bytes": options.max_inflight_bytes,
             "cost": self.cost,
-            "sum_dtype": to_dtype(self.options.accumulation_dtype) if self.options.accumulation_dtype else None,
-            "sums": self.sums,
-            "guard": self.check_step,
-            "meet": self.meet if meets else None,
-            "progress": self.progress if meets else None,
-            "blame": blame,
-            "agree": self.agree,
-            "announce": self.announce,
+            "sum_dtype": _dtype(options.accumulation_dtype),
+            "runtime": self.runtime,
         }
 
-        def over(group: dist.ProcessGroup, placement: Placement, **others: Any) -> Plan:
-            sent = transport(group, devices)._asdict()
+        def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
+            group = self.runtime.group(axis)
             return Plan(
-                group=group, world_size=group.size(), rank=group.rank(), placement=placement, **sent, **common, **others
+                axis=axis,
+                world_size=group.size(),
+                rank=group.rank(),
+                placement=placement,
+                **transport(group, devices)._asdict(),
+                **common,
+                **others,
             )
 
         outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
+        replicas = outer is not None and outer.size() > 1
         return over(
-            home.group,
+            Axis.ALL if home.group is self.group else Axis.SHARD,
             home.placement,
             host=home.host,
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
-            outer=over(outer, Placement.REPLICATE, regather=False) if outer is not None and outer.size() > 1 else None,
-            param_dtype=to_dtype(precision.param_dtype) if precision and precision.param_dtype else None,
-            reduce_dtype=to_dtype(precision.reduce_dtype) if precision and precision.reduce_dtype else None,
+            outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
+            param_dtype=_dtype(precision.param_dtype if precision else None),
+            reduce_dtype=_dtype(precision.reduce_dtype if precision else None),
         )
 
     @cached_property
@@ -193,65 +179,16 @@ class ShardedState:
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
         new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]
+        new.claim_shards()
         return new
 
-    def gradients(self) -> Gradients | None:
-        """What a step that begins now is to do with gradients; None if it computes none."""
-        if not torch.is_grad_enabled():
-            return None
-        if self.keeps_gradients or get_skip_data_parallel_grad_sync():  # which Thunder's own no_sync sets
-            return Gradients.KEPT
-        return Gradients.ADDED if self.sums.used else Gradients.REDUCED
-
-    def check_step(self, step: Step) -> None:
-        """The check of every step, as cheap as can be: tracing anew says what is wrong, or compiles another step."""
-        if step.gradients is not self.gradients():
-            raise RuntimeError("compiled for another use of gradients")
+    def _check_in_place(self) -> None:
+        """Raises RuntimeError if a parameter is not this rank's shard."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
-        if self.sums.left_behind():
-            raise RuntimeError("gradients were left behind")
         for parameters, attribute, entry in self._places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
-
-    def agree(self, lines: list[str]) -> None:
-        """Compares a compiled trace's collectives with other ranks'; what was agreed on before needs no second time.
-
-        So a rank that alone sees a new shape, as with an uneven last batch, does not wait for the others.
-        """
-        known = tuple(lines)
-        if known not in self._agreed:
-            compare(self.group, self.what, lines, timeout=self.options.timeout, hint=ORDER_HINT)
-            self._agreed.add(known)
-
-    def meet(self, step: Step) -> None:
-        """Raises on every rank if the ranks are about to run different steps, or come from different places.
-
-        With ``check_steps`` each step is compared. Else one that sends other things than what followed the step before
-        it the last time, or that begins elsewhere, such as after a forward instead of after a backward: a rank that
-        changes alone so sends nothing, and gives up when the others have not come in time. A step that sends nothing is
-        not compared.
-        """
-        if not step.collectives:
-            return
-        before, now = self._came, (step.sends, str(self.progress))
-        unusual = before is not None and (self.progress.under_way or self._usual.get(before) != now)
-        if self.options.check_steps or unusual:
-            place, (first, *rest) = f"a step begins {now[1]}", step.collectives
-            timeout, lines = self.options.timeout, [f"{first}, where {place}", *rest]
-            compare(self.group, self.what, lines, timeout=timeout, hint=ORDER_HINT, likely=True, here=place)
-            self.progress.drain()
-        self._came = self._usual[before] = now
-        self.progress.begin(step, "forward")
-
-    def announce(self, error: str) -> None:
-        """Makes the other ranks raise ``error`` too, where they compare the trace that this one fails to compile."""
-        announce(self.group, self.what, error)
-
-    @property
-    def what(self) -> str:
-        return f"the collectives of {self.model_name}"
 
     def check_callable(self, name: str) -> None:
         """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
@@ -267,8 +204,8 @@ class ShardedState:
             raise RuntimeError(
                 f"a jitted {self.model_name} was called inside full_params: call the model itself, or leave the context"
             )
-        if left := self.sums.left_behind():
-            self.sums.clear()
+        if left := self.runtime.kept.left_behind():
+            self.runtime.kept.clear()
             raise RuntimeError(
                 f"parameter {left[0]!r} has gradients from no_sync that the step after it did not reduce, as it did "
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
@@ -298,6 +235,10 @@ class ShardedState:
             self.tracing = False
             for parameters, attribute, entry in self._places:
                 parameters[attribute] = entry.shard
+
+
+def _dtype(dtype: torch.dtype | None) -> Any:
+    return None if dtype is None else to_dtype(dtype)
 
 
 class Link:

@@ -46,16 +46,14 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         state.check_traceable()
         _refuse_graphs(state, get_compile_data().transforms)
     except RuntimeError as error:
-        state.announce(str(error))
+        state.runtime.announce(str(error))
         raise
     transforms = get_compile_data().transforms
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
-    step = Step(state.gradients())
-    for plan in state.plans.values():
-        compilation.enlisted.steps |= {plan: step} | ({plan.outer: step} if plan.outer is not None else {})
+    compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
         try:

@@ -65,7 +65,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
                 return False
 
 
-def blame(error: Exception, bucket: str) -> None:
+def raise_if_rank_failed(error: Exception, bucket: str) -> None:
     """Raises :class:`RankFailedError` if ``error``, of a collective of ``bucket``, is that of a broken connection."""
     if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
         return

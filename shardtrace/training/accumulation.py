@@ -42,15 +42,15 @@ def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
     if reduce_each:
         yield
         return
-    before = [state.keeps_gradients for state in states]
+    before = [state.runtime.keeps_gradients for state in states]
     for state in states:
-        state.keeps_gradients = True
+        state.runtime.keeps_gradients = True
     try:
         yield
     except BaseException:
         for state in states:
-            state.sums.clear()
+            state.runtime.kept.clear()
         raise
     finally:
         for state, kept in zip(states, before, strict=True):
-            state.keeps_gradients = kept
+            state.runtime.keeps_gradients = kept

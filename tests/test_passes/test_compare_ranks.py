@@ -1,10 +1,8 @@
 """The line that lets ranks check that they run the same step: where it stands. (What it does: test_failure.py.)"""
 
-import dataclasses
-
 from passes.analysis.recognise import is_deletion, is_unpack
-from passes.compare_ranks import meet
-from passes.plan import Enlisted, Gradients, Progress, ShardedParameter, Step
+from passes.compare_ranks import insert_checks
+from passes.plan import Gradients, PlainRuntime, Progress, Step
 
 import thunder
 from golden import compile_fake
@@ -12,35 +10,36 @@ from thunder.core.trace import TraceCtx
 from torch import nn, ones
 
 
-def enlisted(trace: TraceCtx, **changes) -> Enlisted:
-    found = Enlisted()
-    bucket = next(b.args[1] for b in trace.bound_symbols if b.sym.name == "all_gather")
-    plan = dataclasses.replace(bucket.plan, **changes)
-    found.add(object(), ShardedParameter(plan, "weight", (4, 4), ""))
-    found.steps[plan] = Step(Gradients.REDUCED)
-    return found
+class Recording(PlainRuntime):
+    """Notes which steps it was asked to compare."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self.progress = progress
+        self.compared: list[Step] = []
+
+    def compare_step(self, step: Step) -> None:
+        self.compared.append(step)
 
 
 def test_where_a_step_begins_and_ends(fake_ranks):
     fake_ranks(2)
     cmodel = compile_fake(lambda: nn.Linear(4, 4), ones(2, 4))
     forward, backward = thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]
-    met, progress = [], Progress()
-    wanted = enlisted(forward, meet=met.append, progress=progress)
-    (step,) = wanted.steps.values()
-    step.collectives.append("all_gather")
-    new = meet(forward, enlisted=wanted)
+    progress, step = Progress(), Step(Gradients.REDUCED, ["all_gather"])
+    runtime = Recording(progress)
+    new = insert_checks(forward, {runtime: step})
     names = [b.sym.name for b in new.bound_symbols]
     assert names.index("check_ranks") == names.index("all_gather") - 1
     assert set(names[: names.index("check_ranks")]) == {"unpack_trivial"}
     assert names[-2:] == ["note", "python_return"]
     run(new, "check_ranks")
-    assert met == [step]
+    assert runtime.compared == [step]
     progress.begin(step, "forward")
     run(new, "note")
     assert str(progress) == "after forward"
 
-    new = meet(backward, enlisted=wanted)
+    new = insert_checks(backward, {runtime: step})
     names = [b.sym.name for b in new.bound_symbols if not is_unpack(b) and not is_deletion(b)]
     assert (names[0], names[-2:]) == ("note", ["note", "python_return"])
     assert run(new, "note") == ["in backward, 0 collectives sent", "after backward"]
@@ -66,4 +65,4 @@ def test_a_step_that_sends_nothing_is_nowhere():
 def test_not_where_it_is_not_wanted(fake_ranks):
     fake_ranks(2)
     forward = thunder.last_traces(compile_fake(lambda: nn.Linear(4, 4), ones(2, 4)))[-1]
-    assert meet(forward, enlisted=enlisted(forward, meet=None)) is forward
+    assert insert_checks(forward, {Recording(None): Step(Gradients.REDUCED)}) is forward

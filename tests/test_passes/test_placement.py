@@ -21,7 +21,7 @@ from passes.analysis.recognise import (
 )
 from passes.analysis.seconds import collective_seconds, compute_seconds
 from passes.analysis.verify import VerificationError, verify
-from passes.plan import CostModel, Device, Link, Plan
+from passes.plan import CostModel, Device, Link, PlainRuntime, Plan
 from passes.schedule import schedule
 
 import dags
@@ -39,7 +39,7 @@ def made_up(draw):
     rows = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=8))
     cost = CostModel(Link(draw(SPEED), draw(st.sampled_from([0.0, 1e-3]))), Device(1e9, 1e9, draw(SPEED), 1e-6))
     limit = draw(st.one_of(st.none(), st.integers(1, 8000)))
-    plan = Plan("M", None, 2, prefetch=draw(st.integers(0, 3)), max_inflight_bytes=limit, cost=cost)
+    plan = Plan("M", 2, prefetch=draw(st.integers(0, 3)), max_inflight_bytes=limit, cost=cost)
     unreduced = set(range(len(rows)))
     steps = []
     for n in range(draw(st.integers(1, 14))):
@@ -155,7 +155,7 @@ def test_compute_waits_for_no_gather_that_could_have_been_issued_earlier(made):
 @given(made=made_up())
 def test_the_result_is_the_same_bit_for_bit(single_rank, made):
     plan, rows, steps, backward = made
-    plan = replace(plan, group=torch.distributed.group.WORLD, world_size=1)
+    plan = replace(plan, runtime=PlainRuntime(torch.distributed.group.WORLD), world_size=1)
     trace = dags.build(plan, rows, steps, backward=backward)
     for expected, got in zip(dags.run(trace), dags.run(schedule(trace)), strict=True):
         assert torch.equal(expected, got)
@@ -194,14 +194,14 @@ def cost(link, memory):
     ],
 )
 def test_the_cost_model_decides(model, expected):
-    plan = Plan("M", None, 2, cost=model)
+    plan = Plan("M", 2, cost=model)
     assert collectives(schedule(chain(plan))).startswith(expected)
 
 
 def test_64_blocks_cost_at_most_9_times_what_8_do():
     def calls(blocks):
         """Function calls of scheduling and verifying: what time is proportional to, without its noise."""
-        plan = Plan("M", None, 2)
+        plan = Plan("M", 2)
         steps = [
             dags.Step((i * 6 + k,), (i,) if k == 0 else (), i if k == 5 else None)
             for i in range(blocks)
@@ -216,7 +216,7 @@ def test_64_blocks_cost_at_most_9_times_what_8_do():
 
 
 def test_verify_finds_too_many_bytes_in_flight():
-    plan = Plan("M", None, 2, prefetch=3)
+    plan = Plan("M", 2, prefetch=3)
     trace = schedule(chain(plan))
     strict = replace(plan, max_inflight_bytes=1)
     for bsym in trace.bound_symbols:

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 from passes.plan.bucketing import Use, group_uses
 from passes.plan.plan import Member, Plan, ShardedParameter
 
@@ -11,7 +9,7 @@ EMBED, H0, H1, NORM, HEAD = ("embed", None), ("h.0.mlp", "h.0"), ("h.1.mlp", "h.
 
 def uses(bucketing, *places, rows=256, dtype=dtypes.float32, device="cpu", plan=None):
     """Parameters "weight" and "bias" of each (layer, block), in order of use; weights of ``rows`` KB over 2 ranks."""
-    plan = plan or Plan("Model", group=SimpleNamespace(), world_size=2, bucketing=bucketing)
+    plan = plan or Plan("Model", world_size=2, bucketing=bucketing)
     return [
         Use(Member(ShardedParameter(plan, f"{layer}.{name}", shape, layer, block), trainable=True), dtype, device)
         for layer, block in places

@@ -1,7 +1,5 @@
 """The layout of a bucket on the wire, without processes: what ranks pack, put together, is what they unpack."""
 
-from types import SimpleNamespace
-
 from passes.plan.bucket import Bucket
 from passes.plan.layout import SMALL
 from passes.plan.plan import Member, Plan, ShardedParameter, shard_shape
@@ -14,7 +12,7 @@ SHAPES = [(5, 3), (), (1, 4), (8,), (2, 1, 3)]
 
 
 def bucket_of(shapes, world_size, trainable=True):
-    plan = Plan("Model", group=SimpleNamespace(), world_size=world_size)
+    plan = Plan("Model", world_size=world_size)
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), trainable) for i, s in enumerate(shapes))
     return Bucket("root", "b_root", plan, members, dtypes.float32)
 

@@ -12,7 +12,7 @@ from thunder.core import dtypes
 
 
 def flat_row(shards):
-    plan = Plan("Model", group=None, world_size=2)
+    plan = Plan("Model", world_size=2)
     shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
     members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
     return Layout(members, 2, dtypes.float32).flat_row(shards)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import shardtrace
-from passes.plan import Gradients, Step
+from passes.plan import Gradients, Progress, Step
 
 import pytest
 import step_workers as workers
@@ -130,19 +130,20 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     fake_ranks(2)
     monkeypatch.delenv("SHARDTRACE_CHECK_STEPS")
     compared = []
-    monkeypatch.setattr("shardtrace.model.state.compare", lambda *args, **options: compared.append(args))
+    monkeypatch.setattr("shardtrace.model.runtime.compare", lambda *args, **options: compared.append(args))
     kinds = {T: ["all_gather of weight"], V: ["broadcast of weight"], "nothing": []}
-    state = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace
+    runtime = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace.runtime
+    runtime.progress = Progress()  # as with other ranks
     numbers = []
     for number, kind in enumerate(steps):
         before = len(compared)
         step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled anew, as for another shape
-        state.meet(step)
+        runtime.compare_step(step)
         numbers += [number] * (len(compared) - before)
-        state.progress.end(step)
+        runtime.progress.end(step)
         if kind == T:
-            state.progress.begin(step, "backward")
-            state.progress.end(step)
+            runtime.progress.begin(step, "backward")
+            runtime.progress.end(step)
     assert numbers == expected
 
 
