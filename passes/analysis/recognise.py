@@ -45,12 +45,12 @@ def is_offload(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOADS.values()
 
 
-def begins(bsym: BoundSymbol) -> bool:
+def issues_future(bsym: BoundSymbol) -> bool:
     """True for a line whose output is a future: it issues a collective, or a copy to the host."""
     return is_issue(bsym) or bsym.sym.id in OFFLOADS
 
 
-def ends(bsym: BoundSymbol) -> bool:
+def waits_for_future(bsym: BoundSymbol) -> bool:
     """True for a line that waits for a future."""
     return is_wait(bsym) or bsym.sym.id in OFFLOADS.values()
 
