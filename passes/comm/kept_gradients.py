@@ -6,6 +6,7 @@ grads = accumulated(grads, bucket)      before a reduction: adds what is kept to
 
 from __future__ import annotations
 
+from passes.comm.properties import Property
 from passes.comm.symbols import symbol
 from passes.plan import Bucket, ShardedParameter
 from passes.plan.layout import summed_to
@@ -64,8 +65,14 @@ accumulate = symbol(
     "accumulate",
     lambda grads, bucket: None,
     lambda grads, bucket: bucket.plan.sums.add(grads, bucket),
+    properties=Property.STATEFUL,
     tags=[OpTags.DONT_DCE],
 )
 
 
-accumulated = symbol("accumulated", _accumulated_meta, lambda grads, bucket: bucket.plan.sums.take(grads, bucket))
+accumulated = symbol(
+    "accumulated",
+    _accumulated_meta,
+    lambda grads, bucket: bucket.plan.sums.take(grads, bucket),
+    properties=Property.STATEFUL,
+)
