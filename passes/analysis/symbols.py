@@ -106,7 +106,7 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         *_torch("linalg.diagonal moveaxis movedim narrow permute positive ravel real reshape resolve_conj resolve_neg"),
         *_torch("select slice_inverse split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose"),
         *_torch("unbind unflatten unsqueeze view_as_complex view_as_real vsplit"),
-        *_method("as_strided ccol_indices coalesce col_indices crow_indices indices reshape_as row_indices values"),
+        *_method("as_strided ccol_indices col_indices crow_indices indices reshape_as row_indices values"),
         *_functional("unfold"),
     ),
     Property.INDEX: _torch("Tensor.__getitem__"),
@@ -116,7 +116,7 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         *_method("bfloat16 bool byte cdouble cfloat chalf char cpu double half int short"),
     ),
     Property.COPY: (
-        PrimIDs.STRIDE_ORDER, torchex.stride_order_prim_impl.id, *_torch("Tensor.contiguous"), *_method("pin_memory"),
+        PrimIDs.STRIDE_ORDER, torchex.stride_order_prim_impl.id, *_torch("Tensor.contiguous"), *_method("coalesce pin_memory"),
     ),
     Property.LOOK_UP: (
         PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS,
@@ -130,7 +130,7 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         PrimIDs.GET_AND_UPDATE_RNG_STATE, PrimIDs.MULTINOMIAL, PrimIDs.RANDINT, PrimIDs.RANDN, PrimIDs.UNIFORM,
         torchex.get_and_update_rng_state_impl.id, torchex.uniform.id,
         *_torch("_native_multi_head_attention alpha_dropout bernoulli binomial dropout feature_alpha_dropout"),
-        *_torch("feature_dropout gru lstm multinomial native_dropout poisson rand rand_like randint randint_like"),
+        *_torch("feature_dropout gru lobpcg lstm multinomial native_dropout poisson rand rand_like randint randint_like"),
         *_torch("randn randn_like rnn_relu rnn_tanh rrelu rrelu_ uniform uniform_like"), "exponential", "exponential_",
         *_functional("alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout gumbel_softmax"),
         *_functional("fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d"),
