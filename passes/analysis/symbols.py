@@ -6,8 +6,8 @@ Thunder's own tags (``OpTags``) do not tell views from copies and miss most rand
 properties is not in the table. Symbols of shardtrace declare theirs where they are made.
 
 Note [Identity]. Lowering replaces Thunder's symbols by operators of executors. An operator stands for the symbol that
-it was registered to be like, or for the torch function that it calls. Its name says little: ``unfold`` of
-``torch.Tensor`` is a view and ``unfold`` of ``torch.nn.functional`` is not, and both operators are called ``unfold``.
+it was registered to be like, or for the torch function that it calls. Its name tells nothing: a user's operator may be
+called ``reshape`` and copy.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN, PrimIDs.SHAPE, PrimIDs.SINK, PrimIDs.UNPACK_SEQUENCE,
         PrimIDs.UNPACK_TRIVIAL, pythonex.clear_mutable_collection.id, torchex.shape.id,
     ),
-    # torch.nn.functional.unfold is the id of Tensor.unfold, and of the function of that name, which copies.
+    # torch.nn.functional.unfold is Thunder's id of Tensor.unfold, and also of the function of that name, which copies.
     Property.VIEW: (
         PrimIDs.BROADCAST_IN_DIM, PrimIDs.IMAG, PrimIDs.REAL, PrimIDs.RESHAPE, PrimIDs.SHALLOW_COPY, PrimIDs.SLICE,
         PrimIDs.SQUEEZE, PrimIDs.TRANSPOSE, PrimIDs.UNFOLD, PrimIDs.UPDATE_ALIASES, PrimIDs.VIEW,
@@ -116,7 +116,8 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         *_method("bfloat16 bool byte cdouble cfloat chalf char cpu double half int short"),
     ),
     Property.COPY: (
-        PrimIDs.STRIDE_ORDER, torchex.stride_order_prim_impl.id, *_torch("Tensor.contiguous"), *_method("coalesce pin_memory"),
+        PrimIDs.STRIDE_ORDER, torchex.stride_order_prim_impl.id,
+        *_torch("Tensor.contiguous"), *_method("coalesce pin_memory"),
     ),
     Property.LOOK_UP: (
         PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS,
@@ -130,8 +131,9 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         PrimIDs.GET_AND_UPDATE_RNG_STATE, PrimIDs.MULTINOMIAL, PrimIDs.RANDINT, PrimIDs.RANDN, PrimIDs.UNIFORM,
         torchex.get_and_update_rng_state_impl.id, torchex.uniform.id,
         *_torch("_native_multi_head_attention alpha_dropout bernoulli binomial dropout feature_alpha_dropout"),
-        *_torch("feature_dropout gru lobpcg lstm multinomial native_dropout poisson rand rand_like randint randint_like"),
-        *_torch("randn randn_like rnn_relu rnn_tanh rrelu rrelu_ uniform uniform_like"), "exponential", "exponential_",
+        *_torch("feature_dropout gru lobpcg lstm multinomial native_dropout poisson rand rand_like randint"),
+        *_torch("randint_like randn randn_like rnn_relu rnn_tanh rrelu rrelu_ uniform uniform_like"),
+        "exponential", "exponential_",
         *_functional("alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout gumbel_softmax"),
         *_functional("fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d"),
         *_functional("fractional_max_pool3d_with_indices multi_head_attention_forward scaled_dot_product_attention"),
