@@ -55,8 +55,9 @@ def is_library_call(sym: Symbol) -> bool:
 
 
 def is_free(bsym: BoundSymbol) -> bool:
-    """True for a line that computes nothing."""
-    return Property.FREE in properties(bsym.sym)
+    """True for a line that computes nothing, such as a cast to the dtype that the tensor has."""
+    found = properties(bsym.sym)
+    return Property.FREE in found or (Property.CAST in found and not _changed(bsym))
 
 
 def bytes_moved(bsym: BoundSymbol) -> int:
@@ -68,11 +69,9 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     found = properties(bsym.sym)
     if found & (Property.FREE | Property.VIEW):
         return 0
-    sources, results = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
     if Property.CAST in found:
-        changed = [(a, b) for a, b in zip(sources, results, strict=False) if not _same_kind(a, b)]
-        sources, results = [a for a, _ in changed], [b for _, b in changed]
-    read, written = _sizes(sources), _sizes(results)
+        return sum(sum(_sizes(pair).values()) for pair in _changed(bsym))
+    read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
     if Property.STATEFUL in found:
         return sum(read.values()) + 2 * _summed(bsym)
     if Property.INDEX in found and len(read) == 1:  # indexed only by slices and numbers: a view
@@ -81,6 +80,12 @@ def bytes_moved(bsym: BoundSymbol) -> int:
         most = sum(written.values())
         return most + sum(min(size, most) for size in read.values())
     return sum((read | written).values())
+
+
+def _changed(bsym: BoundSymbol) -> list[tuple[TensorProxy, TensorProxy]]:
+    """The arguments of a cast that have another dtype or device, each with its result."""
+    pairs = zip(_tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs), strict=False)
+    return [(a, b) for a, b in pairs if (a.dtype, a.device) != (b.dtype, b.device)]
 
 
 def _summed(bsym: BoundSymbol) -> int:
@@ -93,10 +98,6 @@ def _summed(bsym: BoundSymbol) -> int:
 def _sizes(tensors: Iterable[TensorProxy]) -> dict[str, int]:
     """Bytes of each tensor, by name: one that is passed twice is read once."""
     return {t.name: _elements(t) * t.dtype.bytes for t in tensors}
-
-
-def _same_kind(a: TensorProxy, b: TensorProxy) -> bool:
-    return bool(a.dtype == b.dtype and a.device == b.device)
 
 
 def _shape(p: TensorProxy) -> tuple[int, ...]:
