@@ -1,4 +1,4 @@
-"""The bytes that lines of shardtrace move, and costs of operators that stand for others. (All else: test_cost.py.)"""
+"""Properties that symbols of shardtrace declare: the bytes that their lines move."""
 
 import shardtrace
 from passes.analysis.flops import bytes_moved, flops, is_free
@@ -51,7 +51,7 @@ def test_replicated_parameters(fake_ranks, precision, moved):
 
 def test_an_operator_costs_what_the_symbol_costs_that_it_is_like():
     """Its own name tells nothing: a user's ``reshape`` may copy."""
-    executor = OperatorExecutor("test_flops")
+    executor = OperatorExecutor("test_properties")
     product = executor.register_operator("fast", like=thunder.torch.matmul, fn=torch.matmul)
     view = executor.register_operator("rows", like=thunder.torch.reshape, fn=torch.reshape)
     copy = executor.register_operator("reshape", meta=lambda x: TensorProxy(like=x), fn=torch.neg)
