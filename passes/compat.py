@@ -63,15 +63,9 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
     return Symbol(name=name, meta=meta, _bind_postprocess=bind, **options)
 
 
-def has_function(bsym: BoundSymbol) -> bool:
-    """True if a line holds the function that it calls; others call their symbol's name in its module."""
-    return bsym._call_ctx is not None
-
-
-def function_of(bsym: BoundSymbol) -> Callable[..., Any] | None:
-    """The function that a line holds for its symbol."""
-    found: Callable[..., Any] | None = (bsym._call_ctx or {}).get(bsym.sym.name)
-    return found
+def function_of(bsym: BoundSymbol) -> Any:
+    """The function that a line holds; None if it calls one by the symbol's name in the symbol's module."""
+    return (bsym._call_ctx or {}).get(bsym.sym.name)
 
 
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
@@ -133,10 +127,9 @@ def traced_device(tensor: torch.Tensor) -> torch.device:
 # ---- jitted modules ----
 
 
-def jitted_module(jitted: ThunderModule) -> torch.nn.Module:
+def jitted_module(jitted: ThunderModule) -> Any:
     """The module that ``thunder.jit`` was given."""
-    module: torch.nn.Module = jitted._model
-    return module
+    return jitted._model
 
 
 def jitted_transforms(jitted: ThunderModule) -> list[Transform]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import is_library_call
 from passes.analysis.symbols import identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.compat import function_of, has_function
+from passes.compat import function_of
 from passes.plan import Bucket
 from passes.plan.host_memory import DONE, HostMemory
 
@@ -140,9 +140,10 @@ def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
         return None
     if identity(sym) == scaled_dot_product_attention.id:
         return _attention
-    if has_function(bsym):
-        return function_of(bsym)
-    return attrgetter(sym.name)(sym.module) if sym.module is not None else None
+    function: Callable[..., Any] | None = function_of(bsym)
+    if function is None and sym.module is not None:
+        function = attrgetter(sym.name)(sym.module)
+    return function
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
