@@ -107,9 +107,8 @@ def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
         if bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:  # new names for the same values
             pairs = zip(bsym.args[0], bsym.output, strict=True)
             names.update({o.name: names[a.name] for a, o in pairs if a.name in names})
-        elif properties(bsym.sym).is_alias and bsym.flat_proxy_args:
-            source = names.get(bsym.flat_proxy_args[0].name)
-            names.update({o.name: source for o in bsym.flat_proxy_outs} if source is not None else {})
+        elif _is_alias(bsym) and (source := bsym.flat_proxy_args[0].name) in names:
+            names.update({o.name: names[source] for o in bsym.flat_proxy_outs})
         if bsym.sym.id == prims.PrimIDs.COPY_ and bsym.args[1].name in names:
             raise RuntimeError(
                 f"parameter {names[bsym.args[1].name].name!r} is updated in place in forward, which would change a "
@@ -120,6 +119,11 @@ def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
 
     for bsym in computation.bound_symbols:
         check(bsym)
+
+
+def _is_alias(bsym: BoundSymbol) -> bool:
+    """True for views and casts. Thunder loses the gradient of a parameter whose cast is updated in place."""
+    return properties(bsym.sym).is_alias and bool(bsym.flat_proxy_args)
 
 
 def _outputs(bsym: BoundSymbol) -> list[Proxy]:
