@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from passes.analysis.recognise import begins, ends, is_backward, is_deletion, is_gather, is_unpack
+from passes.analysis.recognise import is_backward, is_deletion, is_gather, is_unpack, issues_future, waits_for_future
 from passes.comm.kept_gradients import accumulate, accumulated
 from passes.plan import Gradients, Runtime, Step
 
@@ -39,11 +39,11 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> T
     for bsym in lines:
         if is_gather(bsym):
             continue
-        if ends(bsym):
+        if waits_for_future(bsym):
             outputs = {o.name for o in bsym.flat_proxy_outs}
             reduced |= outputs
             kept |= outputs if bsym.args[0].name in kept else set()
-        if not begins(bsym):
+        if not issues_future(bsym):
             continue
         grads, bucket = bsym.args
         mode = gradients.get(bucket.plan.runtime)
@@ -61,10 +61,10 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> T
 
     for i, bsym in enumerate(lines):
         new.bound_symbols += inserted.get(i, [])
-        if begins(bsym):
+        if issues_future(bsym):
             if bsym.output.name not in kept:
                 new.bound_symbols.append(replaced.get(bsym.output.name, bsym))
-        elif not (ends(bsym) and bsym.args[0].name in kept):
+        elif not (waits_for_future(bsym) and bsym.args[0].name in kept):
             new.bound_symbols.append(bsym)
     last = new.bound_symbols.pop()
     args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in kept else x, last.args)

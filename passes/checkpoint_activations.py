@@ -1,13 +1,15 @@
-"""Pass: the activations of chosen blocks are computed again in backward instead of being saved.
+"""Pass: the activations of chosen blocks are recomputed in backward instead of being saved.
 
-Thunder's autodiff repeats in backward what is tagged RECOMPUTE_IN_BACKWARD and needed there. Tagged here are the lines
-of a block, but for those that make what other lines use: of each block its inputs are saved, and no more. So are the
-lines that Thunder tagged where the model itself calls ``torch.utils.checkpoint``. In both, Note [Not twice] holds.
+Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. This pass tags
+the lines of a block, except for those whose results other lines use, so that a block saves only its inputs. It treats
+the lines that Thunder tagged, because the model itself calls ``torch.utils.checkpoint``, in the same way. Note
+[Not twice] holds for both.
 
-Note [Not twice]. A random line would draw other numbers, and one that reads or writes what is updated in place would
-see or make other values: what such lines compute is saved. Of random numbers by themselves the smallest form is: of a
-dropout, which draws numbers and compares them with its probability, the boolean mask, one byte for each element. Of a
-symbol with a grad rule of its own, such as attention with dropout on CUDA, it is the result and what the rule needs.
+Note [Not twice]. A random line would draw other numbers, and a line that reads or writes values that are updated in
+place would see or make other values. The results of such lines are saved. Random numbers are saved in their smallest
+form: a dropout, which draws numbers and compares them with its probability, saves its boolean mask, one byte for each
+element. A symbol with its own grad rule, such as attention with dropout on CUDA, saves its result and what the rule
+needs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Call:
 
 
 def mark_block(lines: Iterable[BoundSymbol]) -> None:
-    """Marks lines that were just traced as those of one call. Of a block within a block the outer one counts."""
+    """Marks lines that were just traced as those of one call. If blocks are nested, the outer one counts."""
     call = Call()
     for bsym in lines:
         inner = {tag for tag in bsym.tags if isinstance(tag, Call)}
@@ -43,9 +45,9 @@ def mark_block(lines: Iterable[BoundSymbol]) -> None:
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
-    """Returns the computation with the lines tagged that are to run again.
+    """Returns the computation with a tag on the lines that are to run again.
 
-    A composite symbol of which only some parts may run twice is replaced by its parts, as autodiff would do anyway.
+    If only some parts of a composite symbol may run twice, its parts replace it, as autodiff would do anyway.
     """
     lines = computation.bound_symbols
     by_thunder = {o.name: o for b in lines for o in b.flat_proxy_outs if ProxyTag.RECOMPUTE_IN_BACKWARD in o.tags}
@@ -62,8 +64,8 @@ def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
 
 
 class Facts(NamedTuple):
-    """Names of values: what blocks give to other lines or the function returns, what is updated in place, and what is
-    computed from random numbers alone."""
+    """Names of values: results of blocks that other lines use or the function returns, values that are updated in
+    place, and values that are computed only from random numbers."""
 
     results: frozenset[str]
     updated: frozenset[str]
@@ -71,7 +73,7 @@ class Facts(NamedTuple):
 
 
 def _untagged(trace: TraceCtx, tagged: dict[str, Proxy]) -> dict[Variable, Proxy]:
-    """The same values without Thunder's tag: here lines are tagged, which a line's parts inherit."""
+    """The same values without Thunder's tag. This pass tags lines instead, because a line's parts inherit its tags."""
     swap = {}
     for name, old in tagged.items():
         trace.names.discard(name)
@@ -85,7 +87,7 @@ def _call(bsym: BoundSymbol) -> Call | None:
 
 
 def _results(lines: Sequence[BoundSymbol], calls: Sequence[Call | None]) -> frozenset[str]:
-    """What is returned, and what a block computes and lines that are not its own read."""
+    """The names of values that are returned, or that a block computes and other lines read."""
     found = names(lines[-1].args[0]["output"])
     made_in: dict[str, Call | None] = {}
     for bsym, call in zip(lines[:-1], calls, strict=False):
@@ -120,7 +122,7 @@ def _may_run_again(bsym: BoundSymbol, facts: Facts) -> bool:
 
 
 def _is_drawn(bsym: BoundSymbol, facts: Facts) -> bool:
-    """Random numbers, or what is computed from them alone and takes no more memory."""
+    """True for a line that draws random numbers, or computes only from them and takes no more memory."""
     inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
     if not inputs:
         return is_random(bsym)

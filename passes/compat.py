@@ -1,23 +1,31 @@
-"""Stand-ins that let lightning-thunder 0.2.6 be imported on torch 2.13 and later.
+"""Everything that depends on one release of torch or Thunder: stand-ins, renamed functions, Thunder's private names.
 
-Thunder looks up every method of ``torch.Tensor`` that it knows when it is imported, to map it to its own symbol
-or to mark it as unsupported. torch 2.13 removed named tensors, and with them five of those methods, so that
-``import thunder`` raises AttributeError. :func:`install` sets a stand-in for each that is missing: a function that
-bears the method's name (Thunder checks it) and raises when it is called, as the removed method would.
+lightning-thunder 0.2.6 looks up every method of ``torch.Tensor`` that it knows when it is imported, to map it to its
+own symbol or to mark it as unsupported. torch 2.13 removed named tensors, and with them five of those methods, so that
+``import thunder`` raises AttributeError. :func:`install` sets a stand-in for each missing method: a function that bears
+the method's name (Thunder checks it) and raises when it is called, as the removed method would. It does nothing on
+torch up to 2.12.
 
-Where nothing is missing (torch up to 2.12, or a Thunder that no longer asks), nothing is done.
+torch 2.13 also renamed two collectives. :data:`all_gather_single` and :data:`reduce_scatter_single` are these functions
+under the name that this torch has.
 
-torch 2.13 also gave two collectives new names; :data:`all_gather_single` and :data:`reduce_scatter_single` are them
-under whichever name this torch has.
+The functions below :func:`install` are the only users of Thunder's private names. They import Thunder when they are
+called, because this module is imported before Thunder can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from thunder.core.module import ThunderModule
+    from thunder.core.proxies import TensorProxy
+    from thunder.core.symbol import BoundSymbol, Symbol
+    from thunder.core.transform_common import Transform
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,8 +43,95 @@ def _stand_in(name: str) -> Callable[..., Any]:
 
 
 def install() -> tuple[str, ...]:
-    """Adds the missing methods to ``torch.Tensor`` and returns their names (empty where nothing is missing)."""
+    """Adds the missing methods to ``torch.Tensor`` and returns their names (empty if none is missing)."""
     missing = tuple(name for name in REMOVED_METHODS if not hasattr(torch.Tensor, name))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
     return missing
+
+
+# ---- symbols and lines of a trace ----
+
+
+def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **options: Any) -> Symbol:
+    """A symbol whose lines call ``fn``. ``options`` are those of Thunder's ``Symbol``."""
+    from thunder.core.symbol import Symbol
+
+    def bind(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {name: fn}
+
+    return Symbol(name=name, meta=meta, _bind_postprocess=bind, **options)
+
+
+def function_of(bsym: BoundSymbol) -> Any:
+    """The function that a line holds; None if it calls one by the symbol's name in the symbol's module."""
+    return (bsym._call_ctx or {}).get(bsym.sym.name)
+
+
+def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
+    """The shape of a proxy, outside of a trace too. With symbolic values a dimension may be a proxy."""
+    return tuple(proxy._shape)
+
+
+def has_grad_rule(bsym: BoundSymbol) -> bool:
+    """True if Thunder, or the executor that will run the line, has a grad rule for the symbol as a whole."""
+    from thunder.core.transforms import _get_gradfn_and_executor
+
+    return _get_gradfn_and_executor(bsym)[0] is not None
+
+
+def fake_argument(value: Any) -> Any:
+    """What a torch function is given for an argument of a line; a tensor has no memory under ``FakeTensorMode``."""
+    from thunder.torch import _get_fake_arg
+
+    return _get_fake_arg(value)
+
+
+# ---- tracing ----
+
+
+def interpret(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function`` in Thunder's interpreter, which is running. Arguments and result are wrapped values."""
+    from thunder.core.interpreter import _interpret_call
+
+    return _interpret_call(function, *args, **kwargs)
+
+
+def proxied_values() -> set[Any]:
+    """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
+    from thunder.core.interpreter import get_interpreterruntimectx
+
+    found: set[Any] = get_interpreterruntimectx()._proxied_values
+    return found
+
+
+def compile_data_and_stats() -> tuple[Any, Any]:
+    """Thunder's data and statistics of the compilation that is going on; a pair of None outside of one."""
+    from thunder.core.compile_data import _compile_data
+
+    data, stats = _compile_data.get()
+    return data, stats
+
+
+def set_traced_device(tensor: torch.Tensor, device: torch.device) -> None:
+    """Lets Thunder trace ``tensor``, which may be a meta tensor, as one on ``device``."""
+    tensor._thunder_device = device  # type: ignore[attr-defined]
+
+
+def traced_device(tensor: torch.Tensor) -> torch.device:
+    """The device that :func:`set_traced_device` set."""
+    device: torch.device = tensor._thunder_device  # type: ignore[attr-defined]
+    return device
+
+
+# ---- jitted modules ----
+
+
+def jitted_module(jitted: ThunderModule) -> Any:
+    """The module that ``thunder.jit`` was given."""
+    return jitted._model
+
+
+def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
+    """The transforms that ``thunder.jit`` was given, and those that were enlisted since."""
+    return list(jitted._lc_transforms)

@@ -1,7 +1,7 @@
-"""Pass 2: the computation gets its full parameters back, one ``synchronize`` for each bucket before its first use.
+"""Pass 2: one ``synchronize`` for each bucket, before its first use, gives the computation its full parameters back.
 
-Thunder's autodiff then turns each into an all_gather in forward and a reduce_scatter in backward, by its grad rule:
-what is bucketed here is bucketed in both.
+By the grad rule of ``synchronize``, Thunder's autodiff then turns each into an all_gather in forward and a
+reduce_scatter in backward, so that both have the same buckets.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
 from passes.plan import Bucket, Enlisted, Member, ShardedParameter
 from passes.plan.bucketing import Group, Use, group_uses
@@ -20,22 +21,20 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import is_constant_for_vjp
-from thunder.torch import _syms_returning_views, _syms_that_may_return_views
-
-VIEWS = _syms_returning_views | _syms_that_may_return_views
 
 
 def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
     """Returns the computation with a ``synchronize`` for each bucket of the parameters that it uses.
 
-    A parameter that is unpacked under several names (tied weights) is gathered once. One that is never used gets no
-    collective; one that is used only where no gradient flows (``no_grad``, ``detach``) is gathered but not reduced.
+    A parameter that is unpacked under several names (tied weights) is gathered once. A parameter that is never used
+    has no collective. One that is used only where no gradient flows (``no_grad``, ``detach``) is gathered and not
+    reduced.
     """
     if not any(enlisted.get(p) for p in computation.args):
         return computation
     _refuse_updates(computation, enlisted)
-    # A line without effect is no use. Thunder goes through named_parameters() in the order of a set, which differs
-    # between ranks: models that only ask for a dtype there would be gathered in different orders.
+    # Lines without effect do not count as uses. Thunder iterates over named_parameters() in the order of a set, which
+    # differs between ranks: if a model only asks for a dtype there, ranks would gather in different orders.
     computation = dce(computation)
     first_use, canonical, trainable = _find_uses(computation, enlisted)
     if not first_use:
@@ -78,7 +77,7 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
 def _find_uses(
     computation: TraceCtx, enlisted: Enlisted
 ) -> tuple[dict[ShardedParameter, int], dict[ShardedParameter, TensorProxy], set[ShardedParameter]]:
-    """In order of first use: the line of it, the first proxy of each parameter, and those that get a gradient."""
+    """The line of first use and the first proxy of each parameter, in order of first use; and those with a gradient."""
     known = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
     inputs = {p.name: p for p in computation.args if p.name in known}
     first_use: dict[ShardedParameter, int] = {}
@@ -101,15 +100,14 @@ def _find_uses(
 
 
 def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
-    """Raises RuntimeError if a line copies something into a parameter or a view of one, as in-place operations do."""
+    """Raises RuntimeError if a line copies into a parameter or a view of one, as in-place operations do."""
     names = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
 
     def check(bsym: BoundSymbol) -> None:
         if bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:  # new names for the same values
-            names.update(
-                {o.name: names[a.name] for a, o in zip(bsym.args[0], bsym.output, strict=True) if a.name in names}
-            )
-        elif bsym.sym in VIEWS and bsym.flat_proxy_args and (source := bsym.flat_proxy_args[0].name) in names:
+            pairs = zip(bsym.args[0], bsym.output, strict=True)
+            names.update({o.name: names[a.name] for a, o in pairs if a.name in names})
+        elif _is_alias(bsym) and (source := bsym.flat_proxy_args[0].name) in names:
             names.update({o.name: names[source] for o in bsym.flat_proxy_outs})
         if bsym.sym.id == prims.PrimIDs.COPY_ and bsym.args[1].name in names:
             raise RuntimeError(
@@ -121,6 +119,11 @@ def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
 
     for bsym in computation.bound_symbols:
         check(bsym)
+
+
+def _is_alias(bsym: BoundSymbol) -> bool:
+    """True for views and casts. Thunder loses the gradient of a parameter whose cast is updated in place."""
+    return properties(bsym.sym).is_alias and bool(bsym.flat_proxy_args)
 
 
 def _outputs(bsym: BoundSymbol) -> list[Proxy]:
@@ -141,13 +144,13 @@ def _synchronize(
     with tracectx(trace):
         outputs = synchronize(shards, bucket)
     (bsym,) = trace.pop_scope()
-    for p in outputs:  # set if tracing ended inside no_grad; whether a gradient flows is for the uses to tell
+    for p in outputs:  # the tag is set if tracing ended inside no_grad; here the uses tell whether a gradient flows
         p.tags.discard(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
     return bsym, outputs
 
 
 def _identifier(trace: TraceCtx, label: str) -> str:
-    """A Python name for a bucket that nothing else in the trace has."""
+    """A Python name for a bucket, unique in the trace."""
     base = "b_" + re.sub(r"\W+", "_", label).strip("_")
     name, n = base, 1
     while trace.has_name(name):
@@ -159,7 +162,7 @@ def _identifier(trace: TraceCtx, label: str) -> str:
 def _return(trace: TraceCtx, bsym: BoundSymbol, swap: dict[Variable, TensorProxy]) -> list[BoundSymbol]:
     """The return line, with a copy of each parameter that the model returns.
 
-    The copy is an output proper, which later passes may not recompute. The inputs listed for autograd stay shards.
+    The copy is an output, which later passes may not recompute. The inputs that are listed for autograd stay shards.
     """
     trace.push_scope([])
     with tracectx(trace):

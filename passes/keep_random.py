@@ -1,9 +1,9 @@
-"""Pass: random numbers are drawn once, in forward, and backward reads those.
+"""Pass: random numbers are drawn once, in forward; backward reads the same numbers.
 
-Thunder's fusions repeat cheap lines of forward in backward (thunder.core.rematerialization), but for those that are
-tagged RANDOM_OP, which its own randn and randint are not. Drawn again they would be other numbers, and the gradients
-wrong. So every random line is tagged here. A line of which autodiff takes the parts has only those of its parts tagged
-that are random: the others, such as the product of a dropout, may be repeated.
+Thunder's fusions repeat cheap lines of forward in backward (thunder.core.rematerialization), except for lines that are
+tagged RANDOM_OP, and Thunder's own randn and randint are not tagged. A second draw would give other numbers and wrong
+gradients. This pass therefore tags every random line. If autodiff takes a line apart, only its random parts are tagged:
+the other parts, such as the product of a dropout, may be repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transforms import is_constant_for_vjp
 
-# Random functions whose gradient is zero, whatever is drawn.
+# Random functions whose gradient is zero for any numbers.
 WITHOUT_GRADIENT = frozenset({"torch.randint_like", "torch.poisson", "torch.binomial"})
 
 
@@ -23,7 +23,7 @@ def keep_random(computation: TraceCtx) -> TraceCtx:
     """Returns the computation with all random lines tagged.
 
     Raises:
-        NotImplementedError: Thunder would differentiate a random function by calling it once more.
+        NotImplementedError: if Thunder would differentiate a random function by calling it again.
     """
     if not any(is_random(b) for b in computation.bound_symbols):
         return computation
@@ -41,7 +41,8 @@ def _tagged(bsym: BoundSymbol) -> BoundSymbol:
 
 
 def _refuse_second_calls(computation: TraceCtx) -> None:
-    """Of a function that Thunder registered automatically, the gradient calls it again (thunder.torch._vjp_impl)."""
+    """Raises if the gradient of a random function would call it again, as thunder.torch does for functions that it
+    registers automatically."""
     differentiated = {a.name for a in computation.args if getattr(a, "requires_grad", False)}
     for bsym in computation.bound_symbols:
         if is_constant_for_vjp(bsym) or differentiated.isdisjoint(names(bsym.flat_proxy_args)):
@@ -56,7 +57,7 @@ def _refuse_second_calls(computation: TraceCtx) -> None:
 
 
 def _called_twice(bsym: BoundSymbol) -> str:
-    """The name of the random function that the gradient of a line calls again, if there is one."""
+    """The id of the random function that the gradient of a line calls again; empty if there is none."""
     if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
         return str(bsym.sym.id) if is_random(bsym) and bsym.sym.id not in WITHOUT_GRADIENT else ""
     return next(filter(None, map(_called_twice, bsym.subsymbols)), "")

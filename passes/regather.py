@@ -1,8 +1,8 @@
-"""Pass 3 (ZeRO-3): what is computed from parameters alone is computed again in backward instead of being saved.
+"""Pass 3 (ZeRO-3): values that are computed only from parameters are recomputed in backward instead of being saved.
 
-Thunder's autodiff repeats in backward whatever is tagged RECOMPUTE_IN_BACKWARD and needed there. The whole chain
-must carry the tag, from the gather to the last view or cast of a parameter: a chain that ends too early saves its
-last link, and with it the memory of the whole parameter.
+Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. The whole chain
+must carry the tag, from the gather to the last view or cast of a parameter. A chain that ends too early saves its last
+link, and with it the memory of the whole parameter.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 def regather(computation: TraceCtx) -> TraceCtx:
-    """Tags the gathers of ZeRO-3 buckets, and all that depends on nothing but their parameters and constants.
+    """Tags the gathers of ZeRO-3 buckets, and all lines that depend only on their parameters and on constants.
 
-    Random symbols are not tagged (a second draw would differ), nor is what the function returns. A composite symbol
-    that mixes parameters with activations, such as a product that first broadcasts its weight, is replaced by its
-    parts where autodiff would do so anyway, so that the part that concerns the parameter alone can be tagged.
+    Random lines are not tagged, because a second draw would differ, and lines whose results are returned are not. A
+    composite symbol may mix parameters with activations, as a product does that first broadcasts its weight. It is
+    replaced by its parts if autodiff would do so anyway, so that the parts that use only parameters can be tagged.
     """
     if not any(_is_regathered(b) for b in computation.bound_symbols):
         return computation
@@ -43,7 +43,7 @@ def regather(computation: TraceCtx) -> TraceCtx:
 
 
 class Derived(NamedTuple):
-    """Names of values: computed from parameters and constants, constants and buffers, and what is returned."""
+    """Names of values: those computed from parameters and constants, constants and buffers, and returned values."""
 
     parameters: set[str]
     constants: set[str]
@@ -71,7 +71,7 @@ def _tagged(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
 
 
 def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
-    """Computed from parameters and constants alone, the same way each time."""
+    """True for a line that computes the same values each time, from parameters and constants only."""
     tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
     return (
         not tensors.isdisjoint(derived.parameters)
@@ -82,7 +82,7 @@ def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
 
 
 def _is_derived_constant(bsym: BoundSymbol, derived: Derived) -> bool:
-    """Computed from constants alone, such as a mask that is cast or sliced."""
+    """True for a line that computes only from constants, such as a cast or slice of a mask."""
     tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
     return bool(tensors) and tensors <= derived.constants and is_repeatable(bsym)
 

@@ -27,9 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from passes.analysis.recognise import (
-    begins,
     bucket_of,
-    ends,
     is_backward,
     is_collective,
     is_deletion,
@@ -39,6 +37,8 @@ from passes.analysis.recognise import (
     is_return,
     is_unpack,
     is_wait,
+    issues_future,
+    waits_for_future,
 )
 from passes.analysis.seconds import compute_seconds, link_seconds
 from passes.plan import Bucket, Plan, inflight_limits
@@ -88,7 +88,7 @@ class _Placement:
         compute, self.seconds = [b for b, _ in timed], [seconds for _, seconds in timed]
         issues = [b for b in lines if is_issue(b)]
         self.issue_of = {b.output.name: b for b in issues}  # by the name of the future
-        self.wait_of = {o.name: b for b in lines if ends(b) for o in b.flat_proxy_outs}
+        self.wait_of = {o.name: b for b in lines if waits_for_future(b) for o in b.flat_proxy_outs}
         self.wait_for = {b.args[0].name: b for b in lines if is_wait(b)}
         self.limits = inflight_limits(bucket_of(b) for b in issues)
 
@@ -100,7 +100,8 @@ class _Placement:
             self.latest = self._latest_starts(compute, uses, [b for b in issues if not is_gather(b)])
         self.pending = _Pending([b for b in issues if not is_gather(b)])
         self.ready: deque[BoundSymbol] = deque()  # reduces whose gradients exist
-        self.offload_of = {b.output.name: b for b in lines if begins(b) and is_offload(b)}  # by the name of the future
+        # by the name of the future
+        self.offload_of = {b.output.name: b for b in lines if issues_future(b) and is_offload(b)}
         self.offloads = _Pending(list(self.offload_of.values()))
 
         self.now = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.analysis.recognise import bucket_of, ends, is_backward, is_gather, is_return, names
+from passes.analysis.recognise import bucket_of, is_backward, is_gather, is_return, names, waits_for_future
 from passes.comm.symbols import symbol
 from passes.plan import Axis
 
@@ -30,7 +30,7 @@ def share_overflow(trace: TraceCtx) -> TraceCtx:
     grads: list[TensorProxy] = []
     groups: list[Any] = []
     for bsym in trace.bound_symbols:
-        if ends(bsym) and not is_gather(bsym):
+        if waits_for_future(bsym) and not is_gather(bsym):
             bucket = bucket_of(bsym)
             if dtypes.float16 in (bucket.dtype, bucket.plan.param_dtype):
                 grads += [g for g in bsym.flat_proxy_outs if g.name in returned]

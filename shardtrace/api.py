@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from passes.compat import jitted_module, jitted_transforms, set_traced_device
 from passes.plan import CostModel, HostMemory, Placement
 from shardtrace.costs import load_cost_model
 from shardtrace.model.home import Home, shard, unshard
@@ -124,7 +125,7 @@ def fsdp(
     Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the layout is that of PyTorch FSDP2.
     """
     jitted = model if isinstance(model, ThunderModule) else None
-    model = jitted._model if jitted is not None else model
+    model = jitted_module(jitted) if jitted is not None else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(model).__name__}")
     sharding_strategy, bucketing_strategy, mp_policy = canonical(
@@ -329,12 +330,12 @@ def _refusal(
 def _stand_in(parameter: nn.Parameter, device: torch.device, precision: MixedPrecisionPolicy | None) -> nn.Parameter:
     """A meta tensor of the full shape and of the dtype of its use.
 
-    Thunder takes the device of its proxy from ``_thunder_device``.
+    Its proxy is on ``device``.
     """
     used = precision.param_dtype if precision is not None and parameter.is_floating_point() else None
     meta = torch.empty_like(parameter, device="meta", dtype=used or parameter.dtype)
     stand_in = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    stand_in._thunder_device = device  # type: ignore[attr-defined]
+    set_traced_device(stand_in, device)
     return stand_in
 
 
@@ -381,13 +382,13 @@ def _jit_again(jitted: ThunderModule) -> ThunderModule:
     """A new jitted module with the same options: what the old one has compiled is of whole parameters."""
     data = thunder.compile_data(jitted)
     return thunder.jit(
-        jitted._model,
+        jitted_module(jitted),
         langctx=data.langctx,
         executors=data.executors_list,
         sharp_edges=data.sharp_edges,
         cache=data.cache_option,
         disable_torch_autograd=data.disable_torch_autograd_support,
-        transforms=list(jitted._lc_transforms),
+        transforms=jitted_transforms(jitted),
         debug_options=data.debug_options,
         **data.compile_options,
     )

@@ -22,6 +22,7 @@ from typing import Any
 
 import passes  # noqa: F401  first, as it makes Thunder importable
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
+from passes.compat import function_of
 from passes.plan import (
     Bucket,
     CostModel,
@@ -184,7 +185,7 @@ def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket
 
 def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Callable[[], Any]:
     """What the two lines of a trace run, one after the other: a bound symbol holds the function that it calls."""
-    start, finish = (symbol.bind(None, bucket, output=None)._call_ctx[symbol.name] for symbol in (issue, wait))
+    start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
     return lambda: finish(start((values,), bucket), bucket)
 
 

@@ -1,9 +1,10 @@
-"""Runs single lines of an executed trace on meta tensors: which results share memory, and what a line needs meanwhile.
+"""Runs single lines of an executed trace on meta tensors, to learn which results share memory and what a line needs
+while it runs.
 
-Whether a reshape copies depends on strides, which a trace does not show, and what a collective's future holds on how
-it is sent. So the very function that a line calls is called with meta tensors, which have shapes, strides and storages
-but no memory, and with a process group that sends nothing. Nothing is computed, no random number is drawn, no device
-is touched.
+A trace does not tell whether a reshape copies, because it does not show strides, or what a collective's future holds.
+Therefore the function that a line calls is called here with meta tensors, which have shapes, strides and storages but
+no memory, and with a process group that sends nothing. Nothing is computed, no random number is drawn, no device is
+touched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from passes.analysis.flops import is_library_call
+from passes.analysis.symbols import identity, is_foreign, properties
+from passes.comm.properties import Property
+from passes.compat import function_of
 from passes.plan import Bucket, PlainRuntime
 from passes.plan.host_memory import DONE, HostMemory
 
@@ -22,13 +27,11 @@ from thunder.core import dtypes, prims
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
+from thunder.torch import scaled_dot_product_attention
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Values = dict[str, Any]  # by name: a meta tensor, or what a collective returned as its future
-
-# Of these executors each line is a function of tensors that does nothing else. Lines of others are not called.
-EXECUTORS = frozenset({"torch", "sdpa", "shardtrace"})
 
 
 class Result(NamedTuple):
@@ -41,8 +44,8 @@ class Result(NamedTuple):
 def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
     """Runs one line; ``values`` are its inputs by name.
 
-    A fusion's views are known and its temporaries estimated. The outputs of what cannot be run on meta tensors are
-    taken to be contiguous and to share no memory.
+    A fusion is not run: its views are known and its temporaries are estimated. If a line cannot run on meta tensors,
+    its outputs are taken to be contiguous and to share no memory.
     """
     if bsym.sym.is_fusion:
         return _run_fusion(bsym, values)
@@ -66,7 +69,7 @@ def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor, or of all tensors that a future holds."""
+    """The memory of a tensor, or of all tensors in a future."""
     if isinstance(value, torch.Tensor):
         yield value.untyped_storage()
     elif isinstance(value, tuple | list):
@@ -75,12 +78,12 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Tells one piece of memory from the others that exist at the same time."""
+    """A key that no other memory has at the same time."""
     return storage._cdata
 
 
 class _Meter(TorchDispatchMode):
-    """Makes every new tensor a meta tensor, and notes the most bytes that were alive at once and are not ``known``."""
+    """Makes every new tensor a meta tensor and measures the peak of the bytes that are not ``known``."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class _Meter(TorchDispatchMode):
 
 
 class _SilentGroup:
-    """A process group whose every collective is done at once and moves nothing."""
+    """A process group whose collectives move nothing and are done at once."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -123,7 +126,7 @@ class _SilentGroup:
 
 
 def _silent(bucket: Bucket) -> Bucket:
-    """The bucket with a group that sends nothing. (This rank's number tells how much of its shards is padding.)"""
+    """The bucket with a group that sends nothing. It keeps its rank, which tells how much of the shards is padding."""
     plan = bucket.plan
     host = HostMemory(torch.device("meta")) if plan.host is not None else None
     runtime = PlainRuntime(_SilentGroup(plan.rank, plan.world_size))
@@ -132,19 +135,20 @@ def _silent(bucket: Bucket) -> Bucket:
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
-    """What a line of a trace calls, if that is a plain function of tensors: not one that is called for its effect."""
-    if getattr(bsym.sym.executor, "name", None) not in EXECUTORS or not bsym.flat_proxy_outs:
+    """The function that a line calls; None if the line may do more than compute its outputs."""
+    sym = bsym.sym
+    if sym.executor is None or is_foreign(sym) or Property.STATEFUL in properties(sym) or not bsym.flat_proxy_outs:
         return None
-    name = bsym.sym.name
-    if name == "scaled_dot_product_attention":
+    if identity(sym) == scaled_dot_product_attention.id:
         return _attention
-    if bsym._call_ctx is not None:
-        return bsym._call_ctx.get(name)
-    return attrgetter(name)(bsym.sym.module) if bsym.sym.module is not None else None
+    function: Callable[..., Any] | None = function_of(bsym)
+    if function is None and sym.module is not None:
+        function = attrgetter(sym.name)(sym.module)
+    return function
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What fused kernels return, with heads after positions in memory. (On meta tensors torch does not call them.)"""
+    """The result of a fused kernel, with heads after positions in memory. On meta tensors torch does not call these."""
     *batch, heads, length, _ = query.shape
     return query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-3, -2)
 
@@ -173,7 +177,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _named(bsym: BoundSymbol, result: Any) -> Values | None:
-    """``result`` by the names of the line's outputs; None if it is not what the trace says."""
+    """``result`` by the names of the line's outputs; None if the trace says otherwise."""
     if isinstance(bsym.output, FutureTensorProxy):
         return {bsym.output.name: result}
     proxies, results = list(_leaves(bsym.output)), list(_leaves(result))
@@ -202,6 +206,7 @@ def _slice(a: torch.Tensor, starts: Any, ends: Any, strides: Any = None) -> torc
     return a[tuple(slice(*s) for s in zip(starts, ends, strides or [1] * a.ndim, strict=True))]
 
 
+# The prims of a fusion that are views, as functions of meta tensors.
 VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
     prims.PrimIDs.RESHAPE: torch.reshape,
     prims.PrimIDs.TRANSPOSE: torch.permute,
@@ -210,9 +215,8 @@ VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
     prims.PrimIDs.SLICE: _slice,
     prims.PrimIDs.SHALLOW_COPY: lambda a: a,
 }
-# Prims that are calls of a library: what goes in and what comes out lies in memory. All else is computed where it is
-# used, unless it is made of more than MAX_READS tensors (as in torch.compile, whose limit this is).
-LIBRARY_CALLS = frozenset({prims.PrimIDs.MATMUL, prims.PrimIDs.LINEAR, prims.PrimIDs.CONVOLUTION})
+# In a fusion, only what goes into a library call and what comes out lies in memory. Other values are computed where
+# they are used, unless they are made of more than MAX_READS tensors. (torch.compile has this limit.)
 MAX_READS = 8
 
 
@@ -227,14 +231,14 @@ def _run_fusion(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
 
 def _prims(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
     for part in bsym.subsymbols:
-        if part.sym.id in VIEWS or part.sym.id in LIBRARY_CALLS or not part.subsymbols:
+        if part.sym.id in VIEWS or is_library_call(part.sym) or not part.subsymbols:
             yield part
         else:
             yield from _prims(part)
 
 
 def _run_part(bsym: BoundSymbol, local: Values) -> None:
-    """Adds the outputs of a prim to ``local``: views where they are, else new contiguous tensors."""
+    """Adds the outputs of a prim to ``local``: views of its arguments, or new contiguous tensors."""
     view = VIEWS.get(bsym.sym.id)
     for o in _outputs(bsym):
         if view is not None:
@@ -248,12 +252,12 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _temporary(parts: list[BoundSymbol], local: Values, outputs: set[int], given: set[int]) -> int:
-    """Bytes that the parts of a fusion need at once besides ``outputs`` and what is ``given``, both storages."""
+    """Bytes that the parts of a fusion need at once, besides the storages ``outputs`` and ``given``."""
     stored = outputs | given
     for part in parts:
-        if part.sym.id in LIBRARY_CALLS:
+        if is_library_call(part.sym):
             stored |= {_key(local[p.name]) for p in (*part.flat_proxy_args, *_outputs(part)) if p.name in local}
-    reads = {key: frozenset([key]) for key in stored}  # what is read from memory to compute each value
+    reads = {key: frozenset([key]) for key in stored}  # the storages that are read to compute each value
     sizes: dict[int, int] = {}
     born: dict[int, int] = {}
     last: dict[int, int] = {}

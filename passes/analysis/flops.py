@@ -1,20 +1,27 @@
 """What a line of compute does: the FLOPs of its matrix products and the bytes that it moves.
 
-FLOPs are 2 for each multiply-add, as PyTorch's ``torch.utils.flop_counter`` counts them.
+A multiply-add is 2 FLOPs, as in PyTorch's ``torch.utils.flop_counter``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from passes.analysis.recognise import bucket_of
+from passes.analysis.symbols import differentiated, identity, properties
+from passes.comm.properties import Property
+from passes.compat import shape_of
+
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.executors import sdpaex
 
 
 class Work(NamedTuple):
-    """FLOPs by the rate at which they are done: fp32 (and fp64, which no rate is known for), and 16 bits or less."""
+    """FLOPs by the rate at which they are done: fp32 (and fp64, whose rate is not known), and 16 bits or less."""
 
     full: int
     half: int
@@ -25,84 +32,15 @@ def flops(bsym: BoundSymbol) -> int:
     return sum(work(bsym))
 
 
-def bytes_moved(bsym: BoundSymbol) -> int:
-    """Bytes that a line reads and writes in memory: each tensor that goes in or comes out once.
-
-    A fusion region so moves what crosses its border. A view moves nothing, and a look-up (an embedding, an index)
-    reads no more of its table than it writes.
-    """
-    name = bsym.sym.name
-    if name in VIEWS or is_free(bsym):
-        return 0
-    read = _sizes(bsym.flat_proxy_args)
-    if name in INDEXING and len(read) == 1:
-        return 0  # slices and numbers alone: a view
-    written = _sizes(bsym.flat_proxy_outs)
-    if name in CASTS and len(read) == len(written) == 1 and _same_kind(bsym.args[0], bsym.flat_proxy_outs[0]):
-        return 0
-    if name in LOOK_UPS or name in INDEXING:
-        most = sum(written.values())
-        return most + sum(min(size, most) for size in read.values())
-    return sum((read | written).values())
-
-
-# Lines that compute nothing.
-FREE = frozenset(
-    {"python_del", "python_return", "unpack_trivial", "unpack_sequence", "clear_mutable_collection", "comment", "sink"}
-)
-
-
-# Lines whose result shares the memory of their first argument. A reshape may have to copy, which its proxies do not
-# tell: their strides are unknown.
-VIEWS = frozenset(
-    {"broadcast_in_dim", "chunk", "diagonal", "expand", "flatten", "movedim", "narrow", "permute", "reshape", "select"}
-    | {"shallow_copy", "shape", "slice_prim", "split", "squeeze", "stop_gradient", "tensor_split", "transpose"}
-    | {"unbind", "unfold", "unsqueeze", "update_aliases", "view", "view_as", "atleast_1d", "atleast_2d", "atleast_3d"}
-    | {"torch_prims_reshape_impl", "torch_slice_prim_impl"}
-)
-
-
-INDEXING = frozenset({"getitem", "__getitem__"})  # a view, or a look-up if it is indexed by a tensor
-
-
-CASTS = frozenset({"to", "convert_element_type"})  # to what it is already: nothing
-
-
-LOOK_UPS = frozenset({"embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim"})
-
-
-COLLECTIVE = "shardtrace."  # how the ids of the symbols in passes.comm.symbols begin
-
-
-def is_free(bsym: BoundSymbol) -> bool:
-    return bsym.sym.name in FREE or (isinstance(bsym.sym.id, str) and bsym.sym.id.startswith(COLLECTIVE))
-
-
-def _sizes(proxies: Iterable[Any]) -> dict[str, int]:
-    """Bytes of each tensor, by name: one that is passed twice is read once."""
-    return {p.name: _elements(p) * p.dtype.bytes for p in proxies if isinstance(p, TensorProxy)}
-
-
-def _same_kind(a: TensorProxy, b: TensorProxy) -> bool:
-    return bool(a.dtype == b.dtype and a.device == b.device)
-
-
-def _shape(p: TensorProxy) -> tuple[int, ...]:
-    # with symbolic values a dim is a proxy, known by the value that it had when the call was traced
-    return tuple(d if isinstance(d, int) else int(d.value) for d in p._shape)
-
-
-def _elements(p: TensorProxy) -> int:
-    return math.prod(_shape(p))
-
-
 def work(bsym: BoundSymbol) -> Work:
-    name = bsym.sym.name
-    is_vjp = name.endswith(VJP)
-    rule = FLOPS.get(name[: -len(VJP)] if is_vjp else name)
+    """:func:`flops`, by the rate at which they are done."""
+    function = differentiated(bsym.sym)
+    rule = FLOPS.get(identity(bsym.sym) if function is None else function)
     if rule is not None:
         tensors, out = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)[0]
-        count = 3 * rule(tensors[:-1], tensors[-1]) if is_vjp else rule(tensors, out)
+        # Such a gradient takes the arguments and the output's gradient. It computes the output again and then, as a
+        # rule, two gradients of the same cost.
+        count = rule(tensors, out) if function is None else 3 * rule(tensors[:-1], tensors[-1])
         return Work(0, count) if out.dtype.bytes <= 2 else Work(count, 0)
     full = half = 0
     for part in bsym.subsymbols:
@@ -111,29 +49,86 @@ def work(bsym: BoundSymbol) -> Work:
     return Work(full, half)
 
 
-# Of tensor arguments and the first output. (A number or None among the arguments is left out.)
-Rule = Callable[[Sequence[TensorProxy], TensorProxy], int]
+def is_library_call(sym: Symbol) -> bool:
+    """True for a symbol that fusions leave to a library: what goes in and what comes out lies in memory."""
+    return identity(sym) in FLOPS
 
 
-# How the names end of the gradients of functions that Thunder takes from torch as they are: such a line takes the
-# arguments and the output's gradient, computes the output again and then, as a rule, two gradients of the same cost.
-VJP = "_vjp"
+def is_free(bsym: BoundSymbol) -> bool:
+    """True for a line that computes nothing, such as a cast to the dtype that the tensor has."""
+    found = properties(bsym.sym)
+    return Property.FREE in found or (Property.CAST in found and not _changed(bsym))
+
+
+def bytes_moved(bsym: BoundSymbol) -> int:
+    """Bytes that a line reads and writes in memory: each tensor that goes in or comes out once.
+
+    A fusion moves only what crosses its border. A view moves nothing, a cast only what it changes, and a look-up (an
+    embedding, an index) reads no more of its table than it writes.
+    """
+    found = properties(bsym.sym)
+    if found & (Property.FREE | Property.VIEW):
+        return 0
+    if Property.CAST in found:
+        return sum(sum(_sizes(pair).values()) for pair in _changed(bsym))
+    read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
+    if Property.STATEFUL in found:
+        return sum(read.values()) + 2 * _summed(bsym)
+    if Property.INDEX in found and len(read) == 1:  # indexed only by slices and numbers: a view
+        return 0
+    if found & (Property.INDEX | Property.LOOK_UP):
+        most = sum(written.values())
+        return most + sum(min(size, most) for size in read.values())
+    return sum((read | written).values())
+
+
+def _changed(bsym: BoundSymbol) -> list[tuple[TensorProxy, TensorProxy]]:
+    """The arguments of a cast that have another dtype or device, each with its result."""
+    pairs = zip(_tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs), strict=False)
+    return [(a, b) for a, b in pairs if (a.dtype, a.device) != (b.dtype, b.device)]
+
+
+def _summed(bsym: BoundSymbol) -> int:
+    """Bytes of the sums to which a line adds gradients. It reads and writes them in place."""
+    bucket = bucket_of(bsym)
+    width = bucket.plan.summed_dtype(bucket.rest_dtype).bytes
+    return sum(_elements(grad) * width for grad in _tensors(bsym.flat_proxy_args))
+
+
+def _sizes(tensors: Iterable[TensorProxy]) -> dict[str, int]:
+    """Bytes of each tensor, by name: one that is passed twice is read once."""
+    return {t.name: _elements(t) * t.dtype.bytes for t in tensors}
+
+
+def _shape(p: TensorProxy) -> tuple[int, ...]:
+    # with symbolic values a dimension is a proxy, known by the value that it had when the call was traced
+    return tuple(d if isinstance(d, int) else int(d.value) for d in shape_of(p))
+
+
+def _elements(p: TensorProxy) -> int:
+    return math.prod(_shape(p))
 
 
 def _tensors(proxies: Iterable[Any]) -> list[TensorProxy]:
     return [p for p in proxies if isinstance(p, TensorProxy)]
 
 
+# ---- rules ----
+
+# FLOPs from the tensor arguments and the first output. Numbers and None among the arguments are left out.
+Rule = Callable[[Sequence[TensorProxy], TensorProxy], int]
+
+
 def _product(left: int) -> Rule:
     """A matrix product whose left factor is tensor argument number ``left``: (..., m, k) x (..., k, n) -> (..., m, n).
 
-    A bias is not counted, nor a tensor to which the product is added.
+    Adding a bias or another tensor is not counted.
     """
     return lambda tensors, out: 2 * _elements(out) * _shape(tensors[left])[-1]
 
 
 def _grouped_product(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
-    """Products of groups of rows of one matrix with a matrix each, (m, k) x (g, k, n) -> (m, n), and its gradients."""
+    """Products of groups of rows, each with its own matrix, (m, k) x (g, k, n) -> (m, n), and their gradients."""
     a, b = tensors[:2]
     if len(_shape(a)) == 2:  # each element meets one row of one matrix
         return 2 * _elements(a) * _shape(b)[-1]
@@ -151,10 +146,11 @@ def _transposed_convolution(tensors: Sequence[TensorProxy], out: TensorProxy) ->
 
 
 def _attention(query: int, by_key: int, by_value: int) -> Rule:
-    """Fused attention: so many products with the keys' width and with the values', for each query and each key.
+    """Fused attention: ``by_key`` products with the keys' width and ``by_value`` with the values', for each pair of a
+    query and a key.
 
     ``query`` is its place among the tensor arguments; keys and values follow. Queries are (..., queries, width), keys
-    (..., keys, width). A causal mask is not counted off, as in ``torch.utils.flop_counter``.
+    (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
     """
 
     def count(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
@@ -167,24 +163,26 @@ def _attention(query: int, by_key: int, by_value: int) -> Rule:
 
 _attention_forward = _attention(query=0, by_key=1, by_value=1)  # Q K^T and P V
 
-
-# The scores again, and the gradients of Q and K; of P and V. The output's gradient comes first.
+# The scores again, and the gradients of Q and K; then those of P and V. The output's gradient comes first.
 _attention_backward = _attention(query=1, by_key=3, by_value=2)
 
 
-# By name, which a symbol of Thunder's, its prim and its executors' versions share.
-FLOPS: Mapping[str, Rule] = {
-    **dict.fromkeys(("linear", "matmul", "linalg_matmul", "bmm", "mv", "dot", "vdot"), _product(0)),
-    **dict.fromkeys(("mm", "spmm", "dsmm", "hsmm"), _product(0)),  # the last three are other names of torch.mm
-    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _product(1)),
-    "_grouped_mm": _grouped_product,
-    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _transposed_convolution),
-    "scaled_dot_product_attention": _attention_forward,
-    "sdpaex_grad_forward_scaled_dot_product_efficient_attention": _attention_forward,
-    "sdpafx_grad_forward_scaled_dot_product_efficient_attention": _attention_forward,
-    "sdpaex_scaled_dot_product_efficient_attention_backward": _attention_backward,
-    "sdpafx_scaled_dot_product_efficient_attention_backward": _attention_backward,
+FLOPS: Mapping[Hashable, Rule] = {
+    **dict.fromkeys((PrimIDs.LINEAR, PrimIDs.MATMUL, "torch.nn.functional.linear"), _product(0)),
+    **dict.fromkeys(("torch.matmul", "torch.linalg.matmul", "torch.bmm", "torch.mv"), _product(0)),
+    **dict.fromkeys(("torch.dot", "torch.vdot"), _product(0)),
+    # the last three are other names of torch.mm
+    **dict.fromkeys(("torch.mm", "torch.spmm", "torch.dsmm", "torch.hsmm"), _product(0)),
+    **dict.fromkeys(("torch.addmm", "torch.addmv", "torch.baddbmm"), _product(1)),
+    **dict.fromkeys((PrimIDs._GROUPED_MM, "torch._grouped_mm"), _grouped_product),
+    **dict.fromkeys((PrimIDs.CONVOLUTION, "torch.convolution"), _convolution),
+    **dict.fromkeys((f"torch.nn.functional.conv{n}d" for n in (1, 2, 3)), _convolution),
+    **dict.fromkeys((f"torch.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
+    **dict.fromkeys((f"torch.nn.functional.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
+    "torch.nn.functional.scaled_dot_product_attention": _attention_forward,
+    **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), _attention_forward),
+    **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), _attention_backward),
+    # executors that are there only if their library is
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),
 }

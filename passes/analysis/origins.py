@@ -1,6 +1,7 @@
-"""What a line of a lowered trace comes from: each traced line is marked, and autodiff and lowering hand the mark on.
+"""Traces each line of a lowered trace back to the traced line that it comes from.
 
-Nothing is computed differently. A line of backward so tells which line of the user's program it is the gradient of.
+Each traced line is marked with a tag, which autodiff and lowering hand on. A backward line thus tells which line of
+the user's program it differentiates. The tags change nothing else.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from thunder.core.symbol import BoundSymbol
 
 
 class Origin(NamedTuple):
-    """A tag of a line: the name of the first result of the traced line that it was made of."""
+    """A tag of a line: the name of the first result of the traced line that it comes from."""
 
     result: str
 
 
 def marked(bsym: BoundSymbol) -> BoundSymbol:
-    """A traced line, marked with itself if it has a result."""
+    """A traced line, tagged with its own first result if it has one."""
     results = bsym.flat_proxy_outs
     return bsym.from_bsym(tags=bsym.tags | {Origin(results[0].name)}) if results else bsym.from_bsym()
 
 
 def origin_of(bsym: BoundSymbol) -> str | None:
-    """The name of the first result of the traced line that a line comes from; None where nothing tells."""
+    """The name of the first result of the traced line that a line comes from; None if the line has no tag."""
     return next((tag.result for tag in bsym.tags if isinstance(tag, Origin)), None)

@@ -1,24 +1,26 @@
-"""Recognisers: what the lines of a trace are. They change nothing."""
+"""Recognisers tell what a line of a trace is. They change nothing."""
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
+from passes.comm.properties import Property
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, synchronize
+from passes.compat import fake_argument, has_grad_rule
 from passes.plan import Bucket
 
 import torch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter, tree_map
-from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
-from thunder.core.transforms import _get_gradfn_and_executor, augmented_forward_impls, is_constant_for_vjp
+from thunder.core.transforms import augmented_forward_impls, is_constant_for_vjp
 from thunder.executors.pythonex import clear_mutable_collection
-from thunder.torch import _get_fake_arg, scaled_dot_product_attention
+from thunder.torch import scaled_dot_product_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,12 +47,12 @@ def is_offload(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOADS.values()
 
 
-def begins(bsym: BoundSymbol) -> bool:
-    """True for a line whose output is a future: it issues a collective, or a copy to the host."""
+def issues_future(bsym: BoundSymbol) -> bool:
+    """True for a line that issues a collective or a copy to the host: its output is a future."""
     return is_issue(bsym) or bsym.sym.id in OFFLOADS
 
 
-def ends(bsym: BoundSymbol) -> bool:
+def waits_for_future(bsym: BoundSymbol) -> bool:
     """True for a line that waits for a future."""
     return is_wait(bsym) or bsym.sym.id in OFFLOADS.values()
 
@@ -60,12 +62,13 @@ def is_return(bsym: BoundSymbol) -> bool:
 
 
 def is_unpack(bsym: BoundSymbol) -> bool:
-    """A line that only gives names to what the function was called with."""
+    """True for a line that only names the function's arguments."""
     return bsym.sym.id in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
 
 
 def is_deletion(bsym: BoundSymbol) -> bool:
-    """``del``, or the clearing of the list that held the saved tensors: made anew whenever lines have moved."""
+    """True for ``del`` and for the clearing of the list that held the saved tensors. Both are made anew whenever lines
+    have moved."""
     return bsym.sym.id == prims.PrimIDs.DEL or bsym.sym.id == clear_mutable_collection.id
 
 
@@ -73,49 +76,39 @@ def is_backward(trace: TraceCtx) -> bool:
     return TraceTag.BACKWARD in trace.tags
 
 
-# Thunder tags only some of its random symbols RANDOM_OP, and none of those of its executors.
-RANDOM_NAMES = (
-    "rand",
-    "uniform",
-    "multinomial",
-    "bernoulli",
-    "dropout",
-    "philox",
-    "normal_",
-    "rrelu",
-    "gumbel",
-    "fractional_max_pool",
-    "multi_head_attention",
-    "scaled_dot_product",
-    "sdpa",
-)
-CONSTANT_NAMES = frozenset({"arange", "iota", "full", "zeros", "ones", "tensor_from_sequence"})
-
-
 def is_repeatable(bsym: BoundSymbol) -> bool:
     """True if computing it again gives the same values and changes nothing."""
-    return not has_tags(bsym, {prims.OpTags.IN_PLACE}) and not is_random(bsym)
+    return not changes_values(bsym) and not is_random(bsym)
+
+
+def changes_values(bsym: BoundSymbol) -> bool:
+    """True if a line updates one of its arguments in place, or tensors that outlive the step."""
+    changes = Property.IN_PLACE | Property.STATEFUL
+    return bool(properties(bsym.sym) & changes) or any(map(changes_values, bsym.subsymbols))
+
+
+# Parts of the names of operators that draw. A user's operator is seldom tagged, so that only its name tells.
+RANDOM_NAMES = (
+    "bernoulli", "dropout", "fractional_max_pool", "gumbel", "multi_head_attention", "multinomial", "normal_", "philox",
+    "rand", "rrelu", "scaled_dot_product", "sdpa", "uniform",
+)  # fmt: skip
 
 
 def is_random(bsym: BoundSymbol) -> bool:
-    """True if it may draw random numbers. Custom operators are taken not to."""
-    if bsym.sym.id == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
+    """True if a line may draw random numbers."""
+    sym = bsym.sym
+    if identity(sym) == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
         return False
-    if prims.OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
-        return _draws(bsym.sym.name) and _draws_when_called(bsym)
-    return has_tags(bsym, {prims.OpTags.RANDOM_OP}) or _draws(bsym.sym.name) or any(map(is_random, bsym.subsymbols))
-
-
-@functools.cache
-def _draws(name: str) -> bool:
-    """True if PyTorch says so of its operator of that name, or the name does."""
-    overloads = getattr(torch.ops.aten, name, None)
-    tags = {tag for o in overloads.overloads() for tag in getattr(overloads, o).tags} if overloads else set()
-    return torch.Tag.nondeterministic_seeded in tags or any(random in name for random in RANDOM_NAMES)
+    if prims.OpTags.AUTO_REGISTERED in (sym.tags or ()) and not is_foreign(sym):
+        return Property.RANDOM in properties(sym) and _draws_when_called(bsym)
+    known = properties(sym) | TABLE.get(differentiated(sym), Property.NONE)
+    named = is_foreign(sym) and any(random in sym.name for random in RANDOM_NAMES)
+    tagged = prims.OpTags.RANDOM_OP in bsym.tags
+    return Property.RANDOM in known or named or tagged or any(map(is_random, bsym.subsymbols))
 
 
 class _WatchDraws(TorchDispatchMode):
-    """Notes whether an operator runs that draws random numbers."""
+    """Notes whether an operator that draws random numbers runs: PyTorch tags its operators."""
 
     drawn = False
 
@@ -125,10 +118,10 @@ class _WatchDraws(TorchDispatchMode):
 
 
 def _draws_when_called(bsym: BoundSymbol) -> bool:
-    """True if PyTorch's function draws when called as in this line: a dropout does not when the model is evaluated."""
+    """True if PyTorch's function draws when it is called as in this line: a dropout does not in evaluation mode."""
     function = operator.attrgetter(bsym.sym.id.removeprefix("torch."))(torch)
     with FakeTensorMode(), _WatchDraws() as watch:
-        args, kwargs = tree_map(_get_fake_arg, (bsym.args, bsym.kwargs))
+        args, kwargs = tree_map(fake_argument, (bsym.args, bsym.kwargs))
         function(*args, **kwargs)
     return watch.drawn
 
@@ -139,25 +132,27 @@ def _dropout_of_attention(bsym: BoundSymbol) -> Any:
 
 
 def is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
-    """True where Thunder has no grad rule for the symbol as a whole and differentiates its parts."""
+    """True if Thunder has no grad rule for the symbol as a whole, so that it differentiates its parts."""
     return not (
         is_constant_for_vjp(bsym)
         or bsym.sym.is_prim
-        or _get_gradfn_and_executor(bsym)[0] is not None
+        or has_grad_rule(bsym)
         or bsym.sym.id in augmented_forward_impls
         or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
     )
 
 
 def is_constant(bsym: BoundSymbol) -> bool:
-    """True for a line that makes a tensor out of numbers."""
-    return bsym.sym.name in CONSTANT_NAMES and not any(isinstance(a, TensorProxy) for a in bsym.flat_proxy_args)
+    """True for a line that makes a tensor out of numbers, the same one each time."""
+    return Property.CONSTANT in properties(bsym.sym) and not any(
+        isinstance(a, TensorProxy) for a in bsym.flat_proxy_args
+    )
 
 
 def constant_inputs(trace: TraceCtx) -> set[str]:
-    """Inputs that are buffers, or parameters that are not sharded: the same in forward and backward.
+    """Inputs that are the same in forward and backward: buffers, and parameters that are not sharded.
 
-    Left out are those that a line updates in place, as batch normalisation does.
+    Inputs that a line updates in place, as batch normalization does, are not among them.
     """
     shards = {
         a.name for b in trace.bound_symbols if b.sym.id == synchronize.id or b.sym.id in GATHERS for a in b.args[0]
@@ -167,21 +162,22 @@ def constant_inputs(trace: TraceCtx) -> set[str]:
 
 
 def updated_in_place(trace: TraceCtx) -> set[str]:
-    """Values that some line of the trace changes."""
+    """The names of values that a line of the trace changes."""
     return {name for b in trace.bound_symbols for name in _updated(b)}
 
 
 def _updated(bsym: BoundSymbol) -> Iterator[str]:
-    if bsym.sym.name == "update_aliases":
+    symbol = identity(bsym.sym)
+    if symbol == prims.PrimIDs.UPDATE_ALIASES:
         yield from (a.name for a in bsym.flat_proxy_args)
-    elif bsym.sym.name == "copy_":
-        yield bsym.flat_proxy_args[-1].name
+    elif symbol == prims.PrimIDs.COPY_:
+        yield bsym.args[1].name
     for part in bsym.subsymbols:
         yield from _updated(part)
 
 
 def bucket_of(bsym: BoundSymbol) -> Bucket:
-    """The bucket of a collective's line."""
+    """The bucket of a line that issues or waits for a collective."""
     bucket: Bucket = bsym.args[1]
     return bucket
 
@@ -192,16 +188,16 @@ def names(values: Any) -> set[str]:
 
 
 def nbytes(values: Iterable[Any]) -> int:
-    """Bytes of the tensors among some proxies."""
+    """The bytes of the tensors among some proxies."""
     return sum(p.numel * p.dtype.bytes for p in values if isinstance(p, TensorProxy))
 
 
 def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:
     """For each value that holds unsharded parameters, the buckets that it comes from.
 
-    These are the outputs of gathers, and whatever is computed deterministically from nothing but them and constants
-    (numbers, buffers): views, casts, slices, transposes, products with a mask. Memory of a parameter lives as long as
-    any of them.
+    These are the outputs of gathers, and all that is computed deterministically from these and constants (numbers,
+    buffers) only: views, casts, slices, transposes, products with a mask. The memory of a parameter lives as long as
+    any of these.
     """
     found: dict[str, frozenset[Bucket]] = dict.fromkeys(constant_inputs(trace), frozenset())
     for bsym in trace.bound_symbols:
@@ -209,16 +205,8 @@ def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:
     return {name: buckets for name, buckets in found.items() if buckets}
 
 
-# Symbols whose result is their first argument in another shape, layout or dtype.
-SHAPES = {"reshape", "view", "squeeze", "unsqueeze", "expand", "broadcast_in_dim", "flatten"}
-TRANSPOSES = {"permute", "transpose", "t"}
-SLICES = {"getitem", "slice_prim", "narrow", "select", "split", "chunk", "unbind"}
-CASTS = {"to", "type", "convert_element_type", "float", "bfloat16", "half", "contiguous", "shallow_copy"}
-ALIASES = SHAPES | TRANSPOSES | SLICES | CASTS
-
-
 def parameter_aliases(trace: TraceCtx) -> set[str]:
-    """Gathered parameters, and their views, slices, transposes and casts."""
+    """The names of gathered parameters and of their views, slices, transposes and casts."""
     found: set[str] = set()
 
     def mark(bsym: BoundSymbol) -> None:
@@ -226,7 +214,7 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
             for part in bsym.subsymbols:
                 mark(part)
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
-        is_alias = bsym.sym.name in ALIASES and sources and all(name in found for name in sources)
+        is_alias = properties(bsym.sym).is_alias and sources and all(name in found for name in sources)
         if is_alias or bsym.sym.id in GATHERS.values():
             found.update(o.name for o in bsym.flat_proxy_outs)
 
@@ -236,12 +224,12 @@ def parameter_aliases(trace: TraceCtx) -> set[str]:
 
 
 def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> None:
-    """Constants are marked with no bucket."""
+    """Adds the outputs of a line to ``found``. Constants have no bucket."""
     if bsym.sym.id in GATHERS.values():
         buckets = frozenset([bucket_of(bsym)])
     elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
         return
-    elif bsym.sym.is_fusion:  # only its parts tell which of its outputs come from parameters alone
+    elif bsym.sym.is_fusion:  # only its parts tell which of its outputs come only from parameters
         for part in bsym.subsymbols:
             _mark_unsharded(part, found)
         return

@@ -1,4 +1,4 @@
-"""How long a line of a trace takes, by the cost model of its plan."""
+"""Seconds that a line of a trace takes, by the cost model of its plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from thunder.core.symbol import BoundSymbol
 
 
 def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
-    """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking) and for a collective, whose
-    time is :func:`link_seconds`."""
+    """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking) and for a collective, which
+    takes :func:`link_seconds`."""
     if is_free(bsym):
         return 0.0
     done = work(bsym)
@@ -19,9 +19,9 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
 
 
 def link_seconds(issue: BoundSymbol) -> float:
-    """A collective or a copy to the host, from the line that issues it to its arrival, on an otherwise idle link.
+    """A collective or a copy to the host, from its issue to its arrival on an otherwise idle link.
 
-    A gather of parameters that are at rest in host memory begins with their copy to the device.
+    If parameters are at rest in host memory, their gather begins with a copy to the device.
     """
     bucket = bucket_of(issue)
     cost = bucket.plan.cost
@@ -37,5 +37,5 @@ def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
 
 
 def copy_seconds(cost: CostModel, bucket: Bucket) -> float:
-    """This rank's shards of a bucket, or of its gradients, between host memory and device memory."""
+    """A copy of this rank's shards of a bucket, or of their gradients, between host memory and device memory."""
     return cost.copy_seconds(bucket.numel * bucket.rest_dtype.bytes)

@@ -1,4 +1,4 @@
-"""What a trace sends: its collectives, as plain rows."""
+"""The collectives of a trace, as plain rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from thunder.core.trace import TraceCtx
 
 
 class Collective(NamedTuple):
-    """One collective of a trace, in the order in which it is issued.
+    """One collective of a trace.
 
-    ``bytes`` counts the whole unsharded bucket, padding included; of it each rank sends and receives
-    ``bytes * (N - 1) / N`` where the algorithm is a ring. ``phase`` is "forward" or "backward", ``kind`` "all_gather",
-    "reduce_scatter", "broadcast", "reduce" or "all_reduce", ``parameters`` the names of the bucket's members.
+    ``bytes`` counts the whole unsharded bucket, padding included. In a ring, each rank sends and receives
+    ``bytes * (N - 1) / N``. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter",
+    "broadcast", "reduce" or "all_reduce"; ``parameters`` are the names of the bucket's members.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Collective(NamedTuple):
 
 
 def collectives(trace: TraceCtx) -> list[Collective]:
-    """The collectives that ``trace`` issues, in order."""
+    """The collectives of ``trace``, in the order in which it issues them."""
     phase = "backward" if is_backward(trace) else "forward"
     rows = []
     for bsym in trace.bound_symbols:

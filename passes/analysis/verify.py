@@ -25,9 +25,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from passes.analysis.recognise import (
-    begins,
     bucket_of,
-    ends,
     is_backward,
     is_collective,
     is_deletion,
@@ -35,9 +33,11 @@ from passes.analysis.recognise import (
     is_issue,
     is_offload,
     is_return,
+    issues_future,
     names,
     parameter_aliases,
     unsharded_values,
+    waits_for_future,
 )
 from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
 
@@ -95,9 +95,9 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
     issued: dict[str, int] = {}
     waited: set[str] = set()
     for i, bsym in enumerate(lines):
-        if begins(bsym):
+        if issues_future(bsym):
             issued[bsym.output.name] = i
-        elif ends(bsym):
+        elif waits_for_future(bsym):
             future = bsym.args[0].name
             if future in waited:
                 _fail(lines, i, f"future {future} is waited for twice")
@@ -156,7 +156,7 @@ def _verify_inflight(lines: list[BoundSymbol]) -> None:
 
 
 def _verify_offloads(lines: list[BoundSymbol]) -> None:
-    copied = Counter(m.parameter for b in lines if begins(b) and is_offload(b) for m in bucket_of(b).members)
+    copied = Counter(m.parameter for b in lines if issues_future(b) and is_offload(b) for m in bucket_of(b).members)
     for i, bsym in enumerate(lines):
         bucket = bucket_of(bsym) if is_issue(bsym) and not is_gather(bsym) else None
         if bucket is None or bucket.plan.host is None:

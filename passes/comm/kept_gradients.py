@@ -6,6 +6,7 @@ grads = accumulated(grads, bucket)      before a reduction: adds what is kept to
 
 from __future__ import annotations
 
+from passes.comm.properties import Property
 from passes.comm.symbols import symbol
 from passes.plan import Bucket, ShardedParameter
 from passes.plan.layout import summed_to
@@ -73,8 +74,9 @@ accumulate = symbol(
     "accumulate",
     lambda grads, bucket: None,
     _add,
+    properties=Property.STATEFUL,
     tags=[OpTags.DONT_DCE],
 )
 
 
-accumulated = symbol("accumulated", _accumulated_meta, _take)
+accumulated = symbol("accumulated", _accumulated_meta, _take, properties=Property.STATEFUL)

@@ -23,11 +23,13 @@ reduction of gradients come two lines more:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from passes.comm import direct, native
 from passes.comm.host_copies import finish_offload, issue_offload
+from passes.comm.properties import Property
+from passes.compat import symbol_that_calls
 from passes.plan import Bucket, Placement, Wire
 
 import torch
@@ -35,7 +37,7 @@ from thunder.core.codeutils import ContextObject
 from thunder.core.devices import cpu, to_device
 from thunder.core.prims import OpTags, get_grad, put_grad
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
 
@@ -144,15 +146,21 @@ def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tenso
 # ---- symbols ----
 
 
-def symbol(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **kwargs: Any) -> Symbol:
-    """A symbol that runs ``fn``; one without a function is lowered to its subsymbols."""
+def symbol(
+    name: str,
+    meta: Callable[..., Any],
+    fn: Callable[..., Any] | None,
+    *,
+    properties: Property = Property.FREE,
+    tags: Sequence[Any] = (),
+) -> Symbol:
+    """A symbol that runs ``fn``; one without a function is lowered to its subsymbols.
 
-    def bind_function(bsym: BoundSymbol) -> None:
-        bsym._call_ctx = {name: fn}
-
-    return Symbol(
-        name=name, meta=meta, id=f"shardtrace.{name}", executor=executor if fn else None,
-        is_prim=fn is not None, _bind_postprocess=bind_function, **kwargs,
+    ``properties`` say what it does besides sending: most of ours compute nothing.
+    """
+    return symbol_that_calls(
+        name, meta, fn, id=f"shardtrace.{name}", executor=executor if fn else None, is_prim=fn is not None,
+        tags=[*tags, properties],
     )  # fmt: skip
 
 
@@ -203,7 +211,7 @@ wait_broadcast = symbol("wait_broadcast", _wait_all_gather_meta, _finish_all_gat
 reduce = symbol("reduce", _reduce_scatter_meta, _issue_reduce_scatter)
 wait_reduce = symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_scatter)
 
-replicated = symbol("replicated", _replicated_meta, _cast)
+replicated = symbol("replicated", _replicated_meta, _cast, properties=Property.CAST)
 all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from passes.compat import jitted_module
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.model.home import Home
@@ -107,7 +108,7 @@ class ModelState:
 
 def model_state(model: nn.Module) -> ModelState:
     """Raises CheckpointError for a model that holds DTensors of another library, RuntimeError inside full_params."""
-    module = model._model if isinstance(model, ThunderModule) else model
+    module = jitted_module(model) if isinstance(model, ThunderModule) else model
     states = states_in(module)
     entries = sharded_entries(module)[2] if states else {}
     slots: dict[str, Slot] = {}

@@ -9,11 +9,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from passes.compat import symbol_that_calls
+
 import thunder
 import torch
 from thunder.common import transform_to_torch_types
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 
@@ -142,11 +143,7 @@ class _Stopwatch:
 
 def _with_marks(trace: TraceCtx, mark: Any) -> TraceCtx:
     """The same trace with a call of ``mark`` before each line."""
-
-    def bind(bsym: Any) -> None:
-        bsym._call_ctx = {"mark": mark}
-
-    line = Symbol("mark", lambda: None, is_prim=True, _bind_postprocess=bind).bind(output=None)
+    line = symbol_that_calls("mark", lambda: None, mark, is_prim=True).bind(output=None)
     marked = from_trace(trace)
     marked.bound_symbols = [b for bsym in trace.bound_symbols for b in (line, bsym)]
     return marked

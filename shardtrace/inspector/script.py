@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 from passes.analysis.recognise import is_backward
+from passes.compat import compile_data_and_stats
 from shardtrace.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, Traces, inspect_traces
 from shardtrace.model.tracing import watching
 
 import torch.distributed as dist
-from thunder.core.compile_data import _compile_data
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
@@ -39,7 +39,7 @@ class _Watch(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         if is_backward(computation_trace):  # after the forward that belongs to it
             raise _Compiled
-        data, stats = _compile_data.get()
+        data, stats = compile_data_and_stats()
         self.seen.append((data.fn, Traces(stats.last_traces, stats.last_backward_traces, stats.last_prologue_traces)))
         return computation_trace
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from passes.analysis.recognise import begins, bucket_of, ends, is_gather, is_offload
+from passes.analysis.recognise import bucket_of, is_gather, is_offload, issues_future, waits_for_future
 from passes.analysis.seconds import compute_seconds, link_seconds
 from passes.plan import CostModel, HostMemory
 
@@ -78,12 +78,12 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
-        if begins(bsym):
+        if issues_future(bsym):
             link = _link(bsym)
             start = max(now, is_free.get(link, 0.0))
             is_free[link] = stop = start + link_seconds(bsym)
             under_way[bsym.output.name] = links.span(bsym, i, start, stop)
-        elif ends(bsym):
+        elif waits_for_future(bsym):
             span = under_way.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop)
@@ -96,9 +96,9 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
     under_way: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
-        if begins(bsym):
+        if issues_future(bsym):
             under_way[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
-        elif ends(bsym):
+        elif waits_for_future(bsym):
             span = under_way.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from passes.compat import jitted_module, set_traced_device, traced_device
 from passes.plan import Axis, CostModel, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
@@ -66,8 +67,7 @@ class Entry:
     @property
     def device(self) -> torch.device:
         """Where the parameter is computed with."""
-        device: torch.device = self.stand_in._thunder_device  # type: ignore[attr-defined]
-        return device
+        return traced_device(self.stand_in)
 
     @property
     def rest_device(self) -> torch.device:
@@ -175,7 +175,7 @@ class ShardedState:
         entries = []
         for e in self.entries:
             stand_in = copy.deepcopy(e.stand_in, memo)
-            stand_in._thunder_device = e.device  # type: ignore[attr-defined]
+            set_traced_device(stand_in, e.device)
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
         new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]
@@ -271,7 +271,7 @@ def sharded_states(model: nn.Module) -> tuple[nn.Module, list[ShardedState]]:
 
     Raises ValueError if there are none.
     """
-    module = model._model if isinstance(model, ThunderModule) else model
+    module = jitted_module(model) if isinstance(model, ThunderModule) else model
     states = states_in(module)
     if not states:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
+from passes.compat import interpret, proxied_values
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.model.casts import with_casts
@@ -24,7 +25,7 @@ from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link
 from shardtrace.training.accumulation import no_sync
 
 from thunder.core.compile_data import get_compile_data
-from thunder.core.interpreter import _interpret_call, get_interpreterruntimectx, unwrap
+from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.transform_common import Transform
 from thunder.transforms.cudagraph import CUDAGraphTransform
@@ -54,7 +55,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
     compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
-    proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
+    proxied = proxied_values()  # grows until tracing ends
     with state.stand_ins():
         try:
             result = _interpret_block(original, module, *args, **kwargs)
@@ -85,10 +86,10 @@ def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces a module's forward; marks the lines that it adds if its activations are to be computed again."""
     if CHECKPOINTED not in unwrap(module).__dict__:
-        return _interpret_call(forward, module, *args, **kwargs)
+        return interpret(forward, module, *args, **kwargs)
     lines = get_jit_ctx().computation_trace.scopes[-1]
     before = len(lines)
-    result = _interpret_call(forward, module, *args, **kwargs)
+    result = interpret(forward, module, *args, **kwargs)
     mark_block(lines[before:])
     return result
 

@@ -1,10 +1,17 @@
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 from passes import compat
 
 import pytest
+import thunder
 import torch
+from thunder.core.devices import cpu
+from thunder.core.proxies import tensorproxy
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.transform_common import Transform
 
 
 def test_nothing_is_missing_once_installed():
@@ -31,3 +38,59 @@ def test_methods_that_exist_are_left_alone(monkeypatch):
 @pytest.mark.parametrize("first", ["shardtrace", "passes"])
 def test_thunder_imports_after_us(first):
     subprocess.run([sys.executable, "-c", f"import {first}, thunder"], check=True, capture_output=True)
+
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(p for package in ("passes", "shardtrace") for p in (ROOT / package).rglob("*.py"))
+COMPAT = ROOT / "passes" / "compat.py"
+
+
+def nodes(path):
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def private_imports(path):
+    """Names with a leading underscore that a file imports from Thunder."""
+    imports = (n for n in nodes(path) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "thunder")
+    return {alias.name for n in imports for alias in n.names if alias.name.startswith("_")}
+
+
+def private_attributes(path):
+    return {n.attr for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr[0] == "_" != n.attr[1]}
+
+
+def test_only_compat_uses_private_names_of_thunder():
+    attributes = private_attributes(COMPAT) | {"_bind_postprocess", "_siginfo"}
+    found = {p.name: private_imports(p) | private_attributes(p) & attributes for p in SOURCES if p != COMPAT}
+    assert {name: names for name, names in found.items() if names} == {}
+    assert {"_call_ctx", "_proxied_values"} <= attributes
+    assert "_interpret_call" in private_imports(COMPAT)
+
+
+def test_lines_and_their_functions():
+    """A line of ours holds its function; one of torch's names it."""
+    line = compat.symbol_that_calls("mine", lambda: None, abs, is_prim=True).bind(output=None)
+    assert compat.function_of(line) is abs
+    jitted = thunder.jit(lambda x: torch.cos(x))
+    jitted(torch.ones(2, 3))
+    traced = thunder.last_traces(jitted)[0].bound_symbols[-2]
+    assert (traced.sym.name, compat.function_of(traced)) == ("cos", None)
+    assert compat.shape_of(traced.flat_proxy_outs[0]) == (2, 3)
+    assert not compat.has_grad_rule(traced)
+    assert compat.has_grad_rule(traced.subsymbols[0])
+
+
+def test_jitted_modules():
+    module, transform = torch.nn.Linear(2, 2), Transform()
+    jitted = thunder.jit(module, transforms=[transform])
+    assert compat.jitted_module(jitted) is module
+    assert compat.jitted_transforms(jitted) == [transform]
+    assert compat.compile_data_and_stats() == (None, None)
+
+
+def test_a_meta_tensor_is_traced_on_another_device():
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    compat.set_traced_device(parameter, torch.device("cpu"))
+    assert compat.traced_device(parameter) == torch.device("cpu")
+    with tracectx(TraceCtx()):
+        assert tensorproxy(parameter, name="p", history=None).device == cpu
