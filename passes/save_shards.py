@@ -49,11 +49,12 @@ def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
     *lines, last = trace.bound_symbols
     result, (saved, other) = last.args
     issues = {b.output.name: b for b in lines if is_issue(b)}
+    only_saved = names(saved) - names(result["output"])
     for bsym in lines:
         if is_wait(bsym) and is_gather(bsym) and bucket_of(bsym).plan.regather:
             shards = issues[bsym.args[0].name].args[0]
             for i, (full, shard) in enumerate(zip(bsym.flat_proxy_outs, shards, strict=True)):
-                if full.name in names(saved) - names(result["output"]):
+                if full.name in only_saved:
                     swapped[full.name] = Swapped(bucket_of(bsym), i, shard)
     if not swapped:
         return trace
