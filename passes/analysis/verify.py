@@ -51,8 +51,12 @@ class VerificationError(AssertionError):
     """A compiled trace breaks an invariant: a bug of a pass, never of the model. The message shows the lines."""
 
 
-def verify(trace: TraceCtx) -> None:
-    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines."""
+def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
+    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines.
+
+    Autodiff and fusions issue and wait for collectives wherever they like. The limits of memory (invariant 3) therefore
+    hold only once the trace is ``scheduled``; until then everything else is proven.
+    """
     lines = trace.bound_symbols
     if not any(is_collective(b) for b in lines):
         return
@@ -60,8 +64,9 @@ def verify(trace: TraceCtx) -> None:
     _verify_futures(lines)
     _verify_traffic(trace)
     values = unsharded_values(trace)
-    _verify_live_buckets(lines, values)
-    _verify_inflight(lines)
+    if scheduled:
+        _verify_live_buckets(lines, values)
+        _verify_inflight(lines)
     _verify_offloads(lines)
     _verify_saved(trace, values)
     _verify_recomputed(trace)
