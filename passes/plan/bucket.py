@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from passes.plan.layout import Layout, OwnedLayout
+from passes.plan.layout import Layout, OwnerLayout, ShardLayout
 from passes.plan.plan import Member, Placement, Plan
 
 import torch
@@ -94,8 +94,8 @@ class Bucket(ContextObject):
     def _layout(self, members: Sequence[Member]) -> Layout:
         plan = self.plan
         if plan.placement is Placement.OWNER:
-            return OwnedLayout(members, plan.world_size, self.dtype)
-        return Layout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
+            return OwnerLayout(members, plan.world_size, self.dtype)
+        return ShardLayout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
 
     @property
     def trips(self) -> int:
