@@ -100,8 +100,8 @@ class ShardLayout:
         return [s.reshape(-1) for s in shards]
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Needs no copy for one parameter, or one rank. Several are copied out once each, so that they are contiguous: a
-        large one into memory of its own, which is freed after its last use; small ones side by side."""
+        """Needs no copy for one parameter, or one rank. Several are copied out once each, so that they are contiguous:
+        a large one into memory of its own, which is freed after its last use; small ones side by side."""
         places, world_size = self.places, self.world_size
         if len(places) == 1 or world_size == 1:
             at = rows.storage_offset()
