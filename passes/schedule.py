@@ -39,6 +39,7 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
+    is_overflow,
     is_return,
     is_unpack,
 )
@@ -104,7 +105,7 @@ def _facts(lines: list[BoundSymbol]) -> _Facts:
         wait_for={b.args[0].name: b for b in lines if ends(b)},
         source_of=source_of,
         gathers={future: k for k, future in enumerate(uses)},
-        latest=_latest_starts(compute, uses, gathers, [b for b in issues if not is_gather(b)]),
+        latest=_latest_starts(compute, uses, gathers, [b for b in issues if not is_gather(b) and not is_overflow(b)]),
         limits=inflight_limits(bucket_of(b) for b in issues),
     )
 
@@ -321,9 +322,13 @@ class _Walk:
         for future in self.facts.gathers:
             if self.facts.wait_for[future].flat_proxy_outs[0].name not in self.available:
                 self._wait(self.facts.wait_for[future], "it is returned")
-        while self.ready or self.reducing:
-            self._issue_reduces()
-            self._wait(self.facts.wait_for[self._first_reduce()], "the trace ends")
+        self._wait_for_reduces()
         for wait in self.facts.wait_for.values():
             if is_offload(wait) and wait.flat_proxy_outs[0].name not in self.available:
                 self._wait(wait, "the trace ends")
+        self._wait_for_reduces()  # an overflow is shared once all gradients have reached the host
+
+    def _wait_for_reduces(self) -> None:
+        while self.ready or self.reducing:
+            self._issue_reduces()
+            self._wait(self.facts.wait_for[self._first_reduce()], "the trace ends")

@@ -35,6 +35,7 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
+    is_overflow,
     is_return,
     names,
     parameter_aliases,
@@ -123,7 +124,7 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
 def _verify_traffic(trace: TraceCtx) -> None:
     lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
     for i, bsym in enumerate(lines):
-        if not is_issue(bsym):
+        if not is_issue(bsym) or is_overflow(bsym):
             continue
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:

@@ -112,6 +112,19 @@ class Bucket(ContextObject):
         return f"Bucket({self.name}: {names})"
 
 
+class OverflowFlag(Bucket):
+    """One number that the ranks of a model add up: NaN if a gradient overflowed on any of them, else 0. It has no
+    members."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        super().__init__(plan.model, name, plan, (), dtypes.float32)
+        self.numel = self.full_numel = 1
+
+    @property
+    def rest_dtype(self) -> dtypes.dtype:
+        return self.dtype
+
+
 def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
     """For each plan of a trace's buckets, the bytes that its collectives may have in flight at once.
 
