@@ -4,6 +4,7 @@ import shardtrace
 from passes.analysis.recognise import bucket_of, is_issue, is_overflow
 from passes.analysis.seconds import link_seconds
 from shardtrace.fake import compile_only
+from shardtrace.ranks.failure import RankFailedError
 
 import pytest
 import thunder
@@ -116,6 +117,19 @@ def test_one_rank_has_nobody_to_tell(fake_ranks):
     fake_ranks(1)
     cmodel = compile_fake(two_linear, torch.ones(3, 6), mp_policy="fp16")
     assert "share_overflow" not in last_lines(cmodel)
+
+
+def test_a_rank_that_dies_is_blamed(fake_ranks, monkeypatch):
+    fake_ranks(2)
+    cmodel = compile_fake(two_linear, torch.ones(3, 6), mp_policy="fp16")
+    result = cmodel(torch.ones(3, 6)).sum()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with pytest.raises(RankFailedError, match="noticed in a collective of Sequential"):
+        result.backward()
 
 
 def skip_the_step_of_the_model_that_overflows(which):
