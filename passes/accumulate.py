@@ -1,10 +1,10 @@
-"""Pass (gradient accumulation): gradients are kept unreduced for later steps, or what was kept is added to them.
+"""Pass (gradient accumulation): keeps gradients unreduced for later steps, or adds the kept ones to them.
 
-    accumulate(grads, bucket)               in place of their reduction: adds them to what is kept
-    grads = accumulated(grads, bucket)      before their reduction: with what was kept, which is given up
+    accumulate(grads, bucket)               replaces their reduction: adds them to the kept ones
+    grads = accumulated(grads, bucket)      precedes their reduction: adds the kept ones, and clears these
 
-Works on a lowered backward. Which of the two a model wants, if any, is decided when its forward is traced
-(:class:`passes.plan.Gradients`), as Thunder keeps a compiled step for each.
+Works on a lowered backward. Tracing a forward decides which of the two a model wants, if any
+(:class:`passes.plan.Gradients`). Thunder keeps a compiled step for each.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from thunder.executors.passes import del_last_used
 
 
 def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> TraceCtx:
-    """Returns a backward that keeps the gradients of the plans that say so, and returns None for them, or adds to those
-    of others what was kept; any other trace as it is."""
+    """Returns a backward that keeps gradients, and returns None for them, or adds the kept ones, as each model's step
+    says. Any other trace is returned unchanged."""
     gradients = {runtime: step.gradients for runtime, step in steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
     made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
-    first = sum(is_unpack(b) for b in lines)  # a gradient may be what backward is called with
-    inserted: dict[int, list[BoundSymbol]] = {}  # by the line before which they stand: right where gradients exist
-    kept: set[str] = set()  # futures and gradients that there are none of
-    reduced: set[str] = set()  # what may be reduced a second time, with a hybrid strategy, or copied to the host
+    first = sum(is_unpack(b) for b in lines)  # a gradient may be an input of backward
+    inserted: dict[int, list[BoundSymbol]] = {}  # by the line that they precede: as soon as the gradients exist
+    kept: set[str] = set()  # futures and gradients that this step does not have
+    reduced: set[str] = set()  # may be reduced a second time, with a hybrid strategy, or copied to the host
     replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
     for bsym in lines:
         if is_gather(bsym):

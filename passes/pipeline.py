@@ -128,12 +128,14 @@ class PassBeforeAutodiff(Pass):
 class PassAfterLowering(Pass):
     """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
 
-    What it returns is verified. ``name`` is the function's, unless another is given.
+    What it returns is verified, except for the limits of memory unless the trace is ``scheduled`` by then. ``name`` is
+    the function's, unless another is given.
     """
 
-    def __init__(self, run: Run, name: str = "") -> None:
+    def __init__(self, run: Run, name: str = "", *, scheduled: bool = False) -> None:
         super().__init__(name or run.__name__)
         self.run = run
+        self.scheduled = scheduled
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         with self.running(runtimes_in(computation_trace)):
@@ -146,7 +148,7 @@ class PassAfterLowering(Pass):
 
     def _verify(self, trace: TraceCtx) -> None:
         try:
-            verify(trace)
+            verify(trace, scheduled=self.scheduled)
         except VerificationError as error:
             raise VerificationError(f"after pass {self.name}: {error}") from None
 
@@ -198,7 +200,7 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *(t for t in transforms if isinstance(t, Pass)),
         # the last pass: executors and fusions have had their say about the order of lines
-        PassAfterLowering(schedule),
+        PassAfterLowering(schedule, scheduled=True),
         CompareRanks(compilation),
         # Thunder's own Transforms, such as CUDA graphs, work on what will run
         *(t for t in transforms if not isinstance(t, Pass)),

@@ -1,10 +1,10 @@
-"""Pass (ZeRO-3): where a fusion would have a gathered parameter saved for backward, its shard is saved.
+"""Pass (ZeRO-3): saves the shard if a fusion would save a gathered parameter for backward.
 
-Thunder moves cheap lines from a fusion of forward into one of backward (thunder.core.rematerialization), and with them
-what they read: the parameter as forward gathered it, as it knows nothing of the gather in backward. Here backward reads
-what its own gather brings; where it has none for that parameter, it gets one.
+Thunder moves cheap lines from a fusion of forward into one of backward (thunder.core.rematerialization), together with
+their inputs. These include parameters that forward gathered, because Thunder does not know of the gather in backward.
+This pass lets backward read what its own gather brings, and adds a gather for a parameter that has none.
 
-Forward and backward are seen in turn: what the first one swaps, the second is told.
+The pass sees forward first. It tells the backward that follows what was swapped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thunder.executors.passes import del_last_used
 
 
 class Swapped(NamedTuple):
-    """A gathered parameter in whose place its shard is saved: a member of a bucket."""
+    """A gathered parameter, the ``place``-th member of a bucket, that is replaced by its shard among what is saved."""
 
     bucket: Bucket
     place: int
@@ -40,7 +40,10 @@ class Swapped(NamedTuple):
 
 
 def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
-    """Returns the trace with shards saved, or read; ``swapped`` is filled by a forward, by the names of parameters."""
+    """Returns a forward that saves shards, or a backward that reads them.
+
+    A forward fills ``swapped``, by the names of gathered parameters; the backward that follows reads it.
+    """
     if is_backward(trace):
         return _read_shards(trace, swapped) if swapped else trace
     swapped.clear()
@@ -49,11 +52,12 @@ def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
     *lines, last = trace.bound_symbols
     result, (saved, other) = last.args
     issues = {b.output.name: b for b in lines if is_issue(b)}
+    only_saved = names(saved) - names(result["output"])
     for bsym in lines:
         if is_wait(bsym) and is_gather(bsym) and bucket_of(bsym).plan.regather:
             shards = issues[bsym.args[0].name].args[0]
             for i, (full, shard) in enumerate(zip(bsym.flat_proxy_outs, shards, strict=True)):
-                if full.name in names(saved) - names(result["output"]):
+                if full.name in only_saved:
                     swapped[full.name] = Swapped(bucket_of(bsym), i, shard)
     if not swapped:
         return trace
@@ -92,7 +96,7 @@ def _unsharded(
     swapped: dict[str, Swapped],
     shards: dict[Variable, TensorProxy],
 ) -> tuple[dict[Variable, TensorProxy], list[BoundSymbol]]:
-    """For each parameter that backward was to be given, what its gathers bring; and the gathers that it lacks."""
+    """Returns what replaces each parameter that forward would have saved, and the gathers that backward lacks."""
     brought = {
         m.parameter: full
         for b in lines

@@ -1,11 +1,10 @@
 """How much tensor memory is alive at each line of an executed trace, and what it is used for. Changes nothing.
 
-A trace's ``del`` lines say when names die. Memory dies with the last of all names that share it:
-:mod:`passes.analysis.dry_run`
-finds out which do, and what the futures of collectives hold.
+A trace's ``del`` lines say when names die. Memory dies with the last of all names that share it.
+:mod:`passes.analysis.dry_run` finds out which do, and what the futures of collectives hold.
 
-All sizes are bytes of storages, as a caching allocator would be asked for them, of the device that computes. What a
-kernel or a backend of a process group takes for itself while it works is not in them.
+All sizes are bytes of storages of the device that computes, as requested from a caching allocator. They leave out what
+a kernel or the backend of a process group allocates for itself.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 
-# inputs: what the caller holds during the whole call (shards, the batch); unsharded: gathered parameters; in_flight:
-# what futures hold; saved: activations kept for backward; gradients: what is reduced, returned by backward, or comes
-# into it; activations: all else
+# inputs: held by the caller during the whole call (shards, the batch); unsharded: gathered parameters; in_flight: held
+# by futures; saved: activations kept for backward; gradients: reduced, returned by backward, or passed to it;
+# activations: everything else
 Kind = Literal["inputs", "unsharded", "in_flight", "activations", "saved", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-CALLER = "caller's "  # a name that the caller of the trace has for a value
+CALLER = "caller's "  # prefix of a name by which the trace's caller holds a value
 
 
 @dataclass
 class Buffer:
-    """A piece of memory in one role: alive after the lines ``born`` to ``freed - 1`` (None: beyond the last).
+    """A piece of memory in one role: alive after the lines ``born`` to ``freed - 1`` (None: beyond the last line).
 
-    ``name`` is the first value that it held. Memory that changes its role (a future's that becomes a parameter's)
-    is two buffers, one after the other.
+    ``name`` is the first value that it held. Memory that changes its role, such as a future's that becomes a
+    parameter's, is two buffers, one after the other.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Buffer:
 
 
 class LineMemory(NamedTuple):
-    """Bytes that are alive after line ``line`` of a trace, in all and by kind; ``during`` is the most while it runs."""
+    """Bytes that are alive after line ``line`` of a trace, in total and by kind; ``during``: the most while it runs."""
 
     line: int
     during: int
@@ -83,12 +82,12 @@ class Liveness(NamedTuple):
 
     @property
     def peak(self) -> LineMemory:
-        """The (first) line at which most memory is needed: its ``during`` is the peak in bytes."""
+        """The (first) line that needs the most memory: its ``during`` is the peak in bytes."""
         return max(self.lines, key=lambda row: row.during)
 
 
 class StepLiveness(NamedTuple):
-    """The memory of a forward and of the backward that belongs to it (None where there is none)."""
+    """The memory of a forward and of its backward (None if there is none)."""
 
     forward: Liveness
     backward: Liveness | None
@@ -102,18 +101,18 @@ class StepLiveness(NamedTuple):
 def liveness(trace: TraceCtx, *, persistent: int = 0) -> Liveness:
     """The memory of an executed forward or backward trace. Linear in the number of lines.
 
-    Of a backward by itself the saved tensors are taken to be contiguous and to share no memory;
-    :func:`step_liveness` knows better. ``persistent`` bytes are added at each line: what lives besides the arguments,
-    such as the optimizer's state and gradients of the step before.
+    Given only a backward, it assumes that the saved tensors are contiguous and share no memory; :func:`step_liveness`
+    knows better. ``persistent`` bytes are added at each line, for memory besides the arguments: the optimizer's state,
+    or gradients of the step before.
     """
     return _Memory(persistent).run(trace)
 
 
 def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: int = 0) -> StepLiveness:
-    """The memory of a training step: :func:`liveness` of both traces, the backward's beginning as the forward's ends.
+    """The memory of a training step: :func:`liveness` of both traces. The backward starts with what the forward leaves.
 
-    During backward what the forward was given and what it returned are alive, as its caller holds them, and what it
-    saved is until backward deletes it. Gradients that are kept for a later step are taken to be there from the start.
+    The forward's arguments and results are alive during backward, because its caller holds them. Saved tensors are
+    alive until backward deletes them. Gradients that are kept for a later step are assumed to be there from the start.
     """
     memory = _Memory(persistent + (sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0))
     before = memory.run(forward)
@@ -123,7 +122,7 @@ def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: i
 
 
 class _Memory:
-    """Memory as a trace runs: who holds which storage, and in which role."""
+    """Memory while a trace runs: which names hold which storage, and in which role."""
 
     def __init__(self, persistent: int = 0) -> None:
         self.persistent = persistent
@@ -158,7 +157,7 @@ class _Memory:
         return Liveness(_rows(self.buffers, temporary, self.persistent), self.buffers)
 
     def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
-        """What is alive when ``forward`` has returned, for its backward to start with."""
+        """The memory that is alive when ``forward`` has returned, with which its backward starts."""
         then = _Memory(persistent)
         then.on_host = self.on_host
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
@@ -170,7 +169,7 @@ class _Memory:
         return then
 
     def _unpack(self, bsym: BoundSymbol, given: set[str], shards: Values) -> None:
-        """Names for what was alive before; what the caller holds is held by a name of the caller's as well."""
+        """Gives names to memory that was alive before. The caller's memory gets a name of the caller's, too."""
         for o in bsym.flat_proxy_outs:
             if not isinstance(o, TensorProxy) or o.name in self.values:
                 continue
@@ -183,7 +182,7 @@ class _Memory:
                 self._hold(CALLER + o.name, value, kind)
 
     def _call(self, bsym: BoundSymbol, unsharded: Container[str]) -> int:
-        """Runs a line; returns the bytes that it needs besides its outputs."""
+        """Runs a line. Returns the bytes that it needs besides its outputs."""
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
         if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
@@ -193,11 +192,11 @@ class _Memory:
         if is_wait(bsym):
             self._assign(outputs, _kind(bsym, "", unsharded), of="in_flight")
             for name, future in arguments.items():
-                self._hold(name, future, "in_flight")  # again, as it may have given up what it held
+                self._hold(name, future, "in_flight")  # again: it may have released what it held
         return temporary
 
     def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
-        """``name`` holds ``value`` and nothing else; storages that nobody held before come into being."""
+        """Makes ``name`` hold ``value`` and nothing else. Storages that no name held before come into being."""
         before = self.keys_of.get(name, set())
         on_device = name.removeprefix(CALLER) not in self.on_host
         sizes = {storage_key(s): s.nbytes() for s in storages(value)} if on_device else {}
@@ -229,8 +228,8 @@ class _Memory:
         self.buffers.append(buffer)
 
     def _assign(self, holders: Iterable[str], kind: Kind, *, of: Kind = "activations") -> None:
-        """Memory of kind ``of`` that ``holders`` hold is of another kind: what was in flight from now on, all else
-        since it came into being."""
+        """Gives memory of kind ``of`` that ``holders`` hold another kind: memory in flight from now on, any other since
+        it came into being."""
         for name in holders:
             for key in self.keys_of.get(name, ()):
                 buffer = self.buffer_of[key]
@@ -244,7 +243,7 @@ class _Memory:
 
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
-    """The role of new memory that a line makes for its output ``name``."""
+    """The role of memory that a line allocates for its output ``name``."""
     if is_issue(bsym):
         return "in_flight"
     if bsym.sym.id in GATHERS.values() or name in unsharded:
@@ -259,7 +258,7 @@ def _parameters(trace: TraceCtx) -> set[str]:
 
 
 def _shards(trace: TraceCtx) -> Values:
-    """Shards as ``fsdp`` lays them out: those of a bucket one after the other, so that they need no packing."""
+    """Shards as ``fsdp`` lays them out: a bucket's lie one after the other, so that they need no packing."""
     found: Values = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id == all_gather.id:
@@ -272,13 +271,13 @@ def _shards(trace: TraceCtx) -> Values:
 
 
 def _on_host(trace: TraceCtx) -> set[str]:
-    """Names of shards at rest in host memory. (What is copied there is not held at all.)"""
+    """Names of shards at rest in host memory. (Copies to the host are not held at all.)"""
     gathers = (b for b in trace.bound_symbols if b.sym.id in GATHERS and bucket_of(b).plan.host is not None)
     return {a.name for b in gathers for a in b.args[0]}
 
 
 def _sums(trace: TraceCtx) -> Values:
-    """Gradients of earlier steps: by the names that they get when they are given up, or by one of the caller's."""
+    """Gradients of earlier steps: by the names that they get when they are taken, or by one of the caller's."""
     found: Values = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id == accumulated.id:

@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, synchronize
+from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize
 from passes.compat import fake_argument, has_grad_rule
 from passes.plan import Bucket
 
@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in GATHERS or bsym.sym.id in REDUCTIONS
+    return bsym.sym.id in GATHERS or bsym.sym.id in REDUCTIONS or bsym.sym.id in OVERFLOWS
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in GATHERS.values() or bsym.sym.id in REDUCTIONS.values()
+    waits = (*GATHERS.values(), *REDUCTIONS.values(), *OVERFLOWS.values())
+    return bsym.sym.id in waits
 
 
 def is_collective(bsym: BoundSymbol) -> bool:
@@ -40,6 +41,11 @@ def is_collective(bsym: BoundSymbol) -> bool:
 def is_gather(bsym: BoundSymbol) -> bool:
     """True for both halves of a gather."""
     return bsym.sym.id in GATHERS or bsym.sym.id in GATHERS.values()
+
+
+def is_overflow(bsym: BoundSymbol) -> bool:
+    """True for both halves of the collective that shares an overflow."""
+    return bsym.sym.id in OVERFLOWS or bsym.sym.id in OVERFLOWS.values()
 
 
 def is_offload(bsym: BoundSymbol) -> bool:

@@ -14,7 +14,8 @@ class Collective(NamedTuple):
 
     ``bytes`` counts the whole unsharded bucket, padding included. In a ring, each rank sends and receives
     ``bytes * (N - 1) / N``. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter",
-    "broadcast", "reduce" or "all_reduce"; ``parameters`` are the names of the bucket's members.
+    "broadcast", "reduce", "all_reduce" or "share_overflow"; ``parameters`` are the names of the bucket's members. A
+    "share_overflow" has none, and its ``bucket`` is the name of the model.
     """
 
     kind: str
@@ -25,7 +26,8 @@ class Collective(NamedTuple):
     parameters: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.bucket} ({self.dtype}, {self.bytes} bytes: {', '.join(self.parameters)})"
+        parameters = f": {', '.join(self.parameters)}" if self.parameters else ""
+        return f"{self.kind} of {self.bucket} ({self.dtype}, {self.bytes} bytes{parameters})"
 
 
 def collectives(trace: TraceCtx) -> list[Collective]:

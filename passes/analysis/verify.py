@@ -1,19 +1,20 @@
-"""Pass 5: proves the invariants of a scheduled trace, or raises an error that shows the line that breaks one.
+"""Proves the invariants of a trace, or raises an error that shows the line that breaks one.
 
-1. Each future is waited for exactly once, and nothing else reads it; no value is used before it exists or after its
+1. Each future is waited for exactly once, and nothing else reads it. No value is used before it exists or after its
    ``del``.
-2. No parameter is gathered twice in one trace, nor reduced twice; ZeRO-2 gathers nothing in backward; each collective
-   moves exactly the bytes of its bucket's members; gradients do not go by a pass's own wire for parameters.
-3. Memory is bounded: at each line no more buckets of a plan are unsharded than those whose gathered values it needs to
-   have, and ``prefetch`` more; and no more bytes are in flight than ``max_inflight_bytes``, or one bucket.
-4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. What else is
-   computed from parameters alone should not be either: that is a warning.
-5. Where parameters are at rest in host memory, each gradient that is reduced is copied there, once.
-6. Nothing is saved that a line computes which is to run again in backward. (A fusion may save parts of its own, where
+2. No parameter is gathered twice in one trace, nor reduced twice. ZeRO-2 gathers nothing in backward. Each collective
+   moves exactly the bytes of its bucket's members. A pass's own wire for parameters never carries gradients.
+3. Memory is bounded once the trace is scheduled. At each line, the unsharded buckets of a plan are at most those whose
+   gathered values the line needs, and ``prefetch`` more. Bytes in flight are at most ``max_inflight_bytes``, or those
+   of one bucket.
+4. ZeRO-3: no unsharded parameter is saved for backward, nor a view, slice, transpose or cast of one. Any other saved
+   value that is computed only from parameters causes a warning.
+5. If parameters are at rest in host memory, each reduced gradient is copied there once.
+6. No value is saved if the line that computes it is recomputed in backward. (A fusion may save parts of its own if
    Thunder finds that no more is saved by it.)
 
-A trace knows nothing of other ranks: :mod:`passes.compare_ranks` compares that all issue the same collectives in the
-same order.
+A trace knows nothing of other ranks. :mod:`passes.compare_ranks` checks that all ranks issue the same collectives in
+the same order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
+    is_overflow,
     is_return,
     issues_future,
     names,
@@ -48,11 +50,15 @@ from thunder.core.trace import TraceCtx, TraceTag
 
 
 class VerificationError(AssertionError):
-    """A compiled trace breaks an invariant: a bug of a pass, never of the model. The message shows the lines."""
+    """A compiled trace breaks an invariant: a bug in a pass, never in the model. The message shows the lines."""
 
 
-def verify(trace: TraceCtx) -> None:
-    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines."""
+def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
+    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines.
+
+    Autodiff and fusions leave collectives in any order. The limits of memory (invariant 3) are therefore proven only
+    once the trace is ``scheduled``.
+    """
     lines = trace.bound_symbols
     if not any(is_collective(b) for b in lines):
         return
@@ -60,8 +66,9 @@ def verify(trace: TraceCtx) -> None:
     _verify_futures(lines)
     _verify_traffic(trace)
     values = unsharded_values(trace)
-    _verify_live_buckets(lines, values)
-    _verify_inflight(lines)
+    if scheduled:
+        _verify_live_buckets(lines, values)
+        _verify_inflight(lines)
     _verify_offloads(lines)
     _verify_saved(trace, values)
     _verify_recomputed(trace)
@@ -117,7 +124,7 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
 def _verify_traffic(trace: TraceCtx) -> None:
     lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
     for i, bsym in enumerate(lines):
-        if not is_issue(bsym):
+        if not is_issue(bsym) or is_overflow(bsym):
             continue
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
@@ -142,7 +149,7 @@ def _verify_traffic(trace: TraceCtx) -> None:
 
 
 def _verify_inflight(lines: list[BoundSymbol]) -> None:
-    """At each line: bytes of buckets whose collective is issued and not waited for <= the plan's limit."""
+    """At each line: bytes in flight <= the plan's limit."""
     limits = inflight_limits(bucket_of(b) for b in lines if is_issue(b))
     inflight = dict.fromkeys(limits, 0)
     for i, bsym in enumerate(lines):
@@ -168,12 +175,12 @@ def _verify_offloads(lines: list[BoundSymbol]) -> None:
 
 
 def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
-    """At each line, for each plan: live buckets <= those that compute around it needs to have at once + prefetch."""
+    """At each line, for each plan: live buckets <= those that compute around it needs at once + prefetch."""
     first, last = _needs(lines, values)
     compute = [i for i, b in enumerate(lines) if not is_collective(b) and not is_offload(b) and not is_deletion(b)]
     firsts, lasts = _by_plan(first), _by_plan(last)
     for i, live in _live_buckets(lines, values):
-        # around a collective or a del, what the next compute line needs; a bucket is needed from first to last use
+        # a collective or a del counts as the next compute line; a bucket is needed from its first to its last use
         at = compute[min(bisect_left(compute, i), len(compute) - 1)]
         for plan, buckets in live.items():
             needed = bisect_left(firsts.get(plan, []), at + 1) - bisect_left(lasts.get(plan, []), at)
@@ -210,7 +217,7 @@ def _needs(
 def _live_buckets(
     lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
 ) -> Iterator[tuple[int, dict[Plan, Counter[Bucket]]]]:
-    """At each line that adds to them, the buckets whose memory is held: from issue until all their values are gone."""
+    """At each line that adds to them, the buckets whose memory is held: from issue until no value is left."""
     alive: dict[str, frozenset[Bucket]] = {}  # futures and values
     live: dict[Plan, Counter[Bucket]] = {}  # how many of them hold each bucket
 
@@ -250,10 +257,10 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
         members = ", ".join(m.parameter.name for m in kept[0].members)
         if p.name in aliases:
             what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
-            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: until it is mended, ZeRO-2 runs the model")
+            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: use ZeRO-2 until this is mended")
         warnings.warn(
-            f"{p.name} of shape {tuple(p.shape)} is computed from parameters alone (bucket {kept[0].label}: {members}) "
-            "and saved for backward unsharded, as Thunder's autodiff hides how to compute it again",
+            f"{p.name} of shape {tuple(p.shape)} is computed only from parameters (bucket {kept[0].label}: {members}) "
+            "and saved for backward unsharded, because Thunder's autodiff hides how to recompute it",
             stacklevel=2,
         )
 

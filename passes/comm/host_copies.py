@@ -1,4 +1,4 @@
-"""Gradients on their way to the host, after their reduction."""
+"""Copies of reduced gradients to the host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def issue_offload(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Sent:
-    """This rank's shards of a bucket's gradients start for the host."""
+    """Starts to copy this rank's shards of a bucket's gradients to the host."""
     assert bucket.plan.host is not None
     return bucket.plan.host.send(bucket.layout.flat_row(grads))
 
 
 def finish_offload(future: Sent, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits, with the program: what follows is the optimizer's, on the host."""
+    """Blocks the program: the optimizer runs next, on the host."""
     future.copied.synchronize()
     return bucket.layout.unpack_row(future.row)

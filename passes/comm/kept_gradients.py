@@ -1,7 +1,7 @@
 """Gradients that are kept from step to step, whole and unreduced, and the two lines that add to them and take them.
 
-accumulate(grads, bucket)               in place of a reduction: adds gradients to what is kept
-grads = accumulated(grads, bucket)      before a reduction: adds what is kept to the gradients, and gives it up
+accumulate(grads, bucket)               replaces a reduction: adds gradients to the kept ones
+grads = accumulated(grads, bucket)      precedes a reduction: adds the kept ones to the gradients, and clears these
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from thunder.core.proxies import TensorProxy
 
 
 class KeptGradients:
-    """The gradients of a model that wait to be reduced, whole and by parameter. Lives from step to step."""
+    """The gradients of a model that are still to be reduced, whole and by parameter. Lives from step to step."""
 
     def __init__(self) -> None:
         self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
-        self.used = False  # some were kept once
-        self.reducing = False  # some were given up since any was kept
+        self.used = False  # gradients were kept at some time
+        self.reducing = False  # gradients were taken since the last ones were kept
 
     def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
         self.used, self.reducing = True, False
@@ -32,7 +32,7 @@ class KeptGradients:
             grad = summed_to(grad, m.parameter.full_shape)
             if (known := self.by_parameter.get(m.parameter)) is None:
                 dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
-                # a copy: two parameters may have one gradient, and backward's caller may own it
+                # a copy: two parameters may share a gradient, and backward's caller may own it
                 self.by_parameter[m.parameter] = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
             else:
                 sums.append(known)
@@ -49,7 +49,7 @@ class KeptGradients:
         )
 
     def left_behind(self) -> list[str]:
-        """The names of parameters that the last reduction should have reduced and did not."""
+        """The names of parameters that the last reduction missed."""
         return [p.name for p in self.by_parameter] if self.reducing else []
 
     def clear(self) -> None:

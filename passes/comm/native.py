@@ -1,4 +1,4 @@
-"""A bucket's collectives as one collective of the backend each, on one flat buffer."""
+"""A bucket's collectives: each is one collective of the backend, on one flat buffer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
-    """A collective that was issued: ``input`` must outlive it. ``copied`` is the copy of shards out of host memory, and
-    ``staged`` where it puts them."""
+    """An issued collective; ``input`` must outlive it. ``copied`` is the copy of shards out of host memory to
+    ``staged``."""
 
     work: Any
     output: torch.Tensor
@@ -33,8 +33,8 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
 
 
 def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemory) -> InFlight:
-    """All memory is that of the stream of compute, which so may have it again when it has waited."""
-    alone = bucket.plan.world_size == 1  # nobody to ask: the copy is all
+    """All buffers are allocated on the compute stream, which can reuse them once it has waited."""
+    alone = bucket.plan.world_size == 1  # no other rank: only the copy is needed
     staged = torch.empty(bucket.numel, dtype=pieces[0].dtype, device=host.device)
     row = staged if staged.dtype == bucket.layout.dtype else torch.empty_like(staged, dtype=bucket.layout.dtype)
     rows = row if alone else row.new_empty(bucket.full_numel)
@@ -42,7 +42,7 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
         for piece, place in zip(pieces, staged.split([piece.numel() for piece in pieces]), strict=True):
             host.load(piece, place)
         if row is not staged:
-            row.copy_(staged)  # on the device: a copy that changes the dtype does so on the host
+            row.copy_(staged)  # on the device: a copy between devices casts on the host
         copied = host.mark()
         future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
         return future._replace(copied=copied, staged=staged)
@@ -50,7 +50,7 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
 
 def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
     layout, group = bucket.layout, bucket.plan.group
-    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl makes one group of broadcasts of them
+    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl turns them into one group of broadcasts
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
     else:
         work = compat.all_gather_single(rows, row, group=group, async_op=True)
@@ -58,22 +58,22 @@ def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
 
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits for the backend, which need not make the program wait; but what was read from host memory has been read
-    when this returns, so that whatever follows may change it."""
+    """Waits for the backend, which need not block the program. The copy out of host memory is over when this returns,
+    so that the shards may be changed."""
     future.work.wait()
     future.copied.synchronize()
     return bucket.layout.unpack_rows(future.output)
 
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    """Averages over ranks: in the collective where the backend can (nccl multiplies by 1/N before it adds), else while
-    packing. Either way a sum of fp16 gradients does not overflow where their mean does not."""
+    """Averages over ranks: in the collective if the backend can (nccl multiplies by 1/N before it adds), else while
+    packing. Either way a sum of fp16 gradients does not overflow if their mean does not."""
     layout, group = bucket.layout, bucket.plan.group
     rows, op = _packed(grads, bucket)
     if bucket.plan.world_size == 1:
         return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
-    if bucket.plan.placement is Placement.OWNER:  # and one group of reductions
+    if bucket.plan.placement is Placement.OWNER:  # uneven rows: one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
         work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)

@@ -1,6 +1,6 @@
 """What is to be done, as frozen data: placements, buckets, layouts and rates. No trace or process is touched here."""
 
-from passes.plan.bucket import Bucket, Wire, inflight_limits
+from passes.plan.bucket import Bucket, OverflowFlag, Wire, inflight_limits
 from passes.plan.cost import CostModel, Device, Link, default_cost_model
 from passes.plan.enlisted import Enlisted
 from passes.plan.host_memory import HostMemory
@@ -18,6 +18,7 @@ __all__ = [
     "HostMemory",
     "Link",
     "Member",
+    "OverflowFlag",
     "Placement",
     "PlainRuntime",
     "Plan",

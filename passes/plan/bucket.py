@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from passes.plan.layout import Layout, OwnedLayout
+from passes.plan.layout import Layout, OwnerLayout, ShardLayout
 from passes.plan.plan import Member, Placement, Plan
 
 import torch
@@ -94,8 +94,8 @@ class Bucket(ContextObject):
     def _layout(self, members: Sequence[Member]) -> Layout:
         plan = self.plan
         if plan.placement is Placement.OWNER:
-            return OwnedLayout(members, plan.world_size, self.dtype)
-        return Layout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
+            return OwnerLayout(members, plan.world_size, self.dtype)
+        return ShardLayout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
 
     @property
     def trips(self) -> int:
@@ -110,6 +110,19 @@ class Bucket(ContextObject):
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)
         return f"Bucket({self.name}: {names})"
+
+
+class OverflowFlag(Bucket):
+    """One number that the ranks of a model add up: NaN if a gradient overflowed on any of them, else 0. It has no
+    members."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        super().__init__(plan.model, name, plan, (), dtypes.float32)
+        self.numel = self.full_numel = 1
+
+    @property
+    def rest_dtype(self) -> dtypes.dtype:
+        return self.dtype
 
 
 def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:

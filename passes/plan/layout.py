@@ -1,8 +1,8 @@
 """How the members of a bucket lie in memory on the wire.
 
-A bucket is a row for each rank, which holds what that rank has of the members, flattened, one after the other: equal
-rows of shards, or rows of as much as each rank owns. Tensors come and go in the order of the bucket's members. Where
-they lie is worked out once for each bucket: at each step a member costs one or two views.
+A bucket is a row for each rank: what that rank holds of the members, flattened, one after the other. Rows of shards are
+equally long; rows of whole parameters are as long as what each rank owns. Tensors come and go in the order of the
+bucket's members. Their places are worked out once for each bucket: a step costs one or two views for each member.
 """
 
 from __future__ import annotations
@@ -10,15 +10,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
+
+from passes.plan.plan import Member, Shape
 
 import torch
 from thunder.core import dtypes
 
-if TYPE_CHECKING:
-    from passes.plan.plan import Member, Shape
-
 SMALL = 64 * 1024  # bytes of a shard: below, a message or an allocation of its own costs more than a copy
+
+
+class Layout(Protocol):
+    """Where each member of a bucket lies.
+
+    ``dtype`` is the one on the wire: packing casts. ``row_sizes`` are the elements of each rank's row, ``numel`` those
+    of this rank's. ``small`` are the members, by index, that each rank holds in fewer than ``SMALL`` bytes; ``large``
+    are the others.
+    """
+
+    dtype: torch.dtype
+    row_sizes: list[int]
+    numel: int
+    small: tuple[int, ...]
+    large: tuple[int, ...]
+
+    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shards as one row: without a copy if they already lie one after the other in memory, as ``fsdp`` puts
+        those of a bucket; else in one copy."""
+
+    def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The row in as few flat tensors as hold it without a copy: one, or one for each shard."""
+
+    def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Turns the flat buffer of all ranks' rows into the unsharded parameters."""
+
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+        """The inverse of :meth:`unpack_rows`: the flat buffer of the tensors, each divided by ``divisor``."""
+
+    def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's shards as views of its row."""
 
 
 class Place(NamedTuple):
@@ -32,11 +62,8 @@ class Place(NamedTuple):
     full_strides: Shape
 
 
-class Layout:
-    """Where each member of a bucket of shards lies: ``world_size`` equal rows.
-
-    Members whose shards are below ``SMALL`` bytes count as small. ``dtype`` is the one on the wire: packing casts.
-    """
+class ShardLayout:
+    """The :class:`Layout` of shards: ``world_size`` equal rows. Replicated parameters are one row of whole ones."""
 
     def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
         sizes = [m.numel for m in members]
@@ -45,28 +72,20 @@ class Layout:
         self.sizes = sizes
         self.numel = sum(sizes)
         self.places = [_place(m, start) for m, start in zip(members, accumulate(sizes, initial=0), strict=False)]
-        self.row_sizes = [self.numel] * world_size  # elements
+        self.row_sizes = [self.numel] * world_size
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
         self.scalars = any(not p.full for p in self.places)
-        self._split_by_size(sizes, dtype.bytes)
-        self.offsets: list[int | None] = [None] * len(sizes)  # of the small ones side by side when they are unpacked
-        self.beside = 0  # and the elements of them all
+        self.small, self.large = _by_size(sizes, dtype.bytes)
+        self.offsets: list[int | None] = [None] * len(sizes)  # of the small ones, unpacked side by side
+        self.beside = 0  # elements of all of them
         for i in self.small:
             self.offsets[i] = self.beside
             self.beside += world_size * sizes[i]
 
-    def _split_by_size(self, sizes: list[int], itemsize: int) -> None:
-        self.small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
-        self.large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
-
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The shards as one row: without a copy where they already lie one after the other in memory, as ``fsdp`` puts
-        those of a bucket; else in one copy."""
-        pieces = self.pieces(shards)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return _joined(self.pieces(shards))
 
     def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The row in as few flat tensors as hold it without a copy: one, or one of each shard."""
         first = shards[0]
         if len(shards) == 1:
             return [first.reshape(-1)]
@@ -81,12 +100,8 @@ class Layout:
         return [s.reshape(-1) for s in shards]
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Turns the gathered ``(world_size * numel,)`` buffer into the unsharded parameters.
-
-        A bucket of one parameter, or of one rank, needs no copy. With several, each is copied out once, so that it is
-        contiguous: a large one into memory of its own, which is free as soon as it is not used any more, small ones
-        side by side.
-        """
+        """Needs no copy for one parameter, or one rank. Several are copied out once each, so that they are contiguous:
+        a large one into memory of its own, which is freed after its last use; small ones side by side."""
         places, world_size = self.places, self.world_size
         if len(places) == 1 or world_size == 1:
             at = rows.storage_offset()
@@ -105,9 +120,7 @@ class Layout:
         )
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
-        """The inverse of :meth:`unpack_rows`: a ``(world_size * numel,)`` buffer of the tensors, each divided
-        by ``divisor``."""
-        tensors = self._summed(tensors)
+        tensors = _summed(tensors, self.places) if self.scalars else tensors
         allocate = tensors[0].new_zeros if self.padded else tensors[0].new_empty
         rows = allocate(self.world_size, self.numel, dtype=self.dtype)
         if self.padded:
@@ -122,40 +135,37 @@ class Layout:
             torch.cat(columns, dim=1, out=rows)
         return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
 
-    def _summed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not self.scalars:
-            return tensors
-        return [summed_to(tensor, p.full) for tensor, p in zip(tensors, self.places, strict=True)]
-
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's shards as views of its row."""
         at = row.storage_offset()
         return tuple(row.as_strided(p.shard, p.shard_strides, at + p.start) for p in self.places)
 
 
-class OwnedLayout(Layout):
-    """Where each member of a bucket lies whose members are whole, each on the rank that owns it: uneven rows.
+class OwnerLayout:
+    """The :class:`Layout` of whole parameters, each on the rank that owns it: uneven rows.
 
-    A member's ``start`` is in the buffer of all rows, where it lies in one piece: nothing has to be unpacked.
+    A member's ``start`` is its place in the buffer of all rows. It lies there in one piece: nothing has to be unpacked.
     """
 
     def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
+        owners = [m.parameter.owner for m in members]
         self.dtype = dtypes.to_torch_dtype(dtype)
-        self.world_size = world_size
         self.sizes = [m.parameter.full_numel for m in members]
-        self.by_owner = sorted(range(len(members)), key=lambda i: members[i].parameter.owner)
-        self.mine = [i for i in self.by_owner if members[i].parameter.owner == members[i].parameter.plan.rank]
+        self.by_owner = sorted(range(len(members)), key=lambda i: owners[i])
+        self.mine = [i for i in self.by_owner if owners[i] == members[i].parameter.plan.rank]
         self.row_sizes = [0] * world_size
         starts = [0] * len(members)
         at = 0
         for i in self.by_owner:
             starts[i] = at
             at += self.sizes[i]
-            self.row_sizes[members[i].parameter.owner] += self.sizes[i]
+            self.row_sizes[owners[i]] += self.sizes[i]
         self.places = [_place(m, start) for m, start in zip(members, starts, strict=True)]
         self.numel = sum(self.sizes[i] for i in self.mine)
         self.scalars = any(not p.full for p in self.places)
-        self._split_by_size(self.sizes, dtype.bytes)
+        self.small, self.large = _by_size(self.sizes, dtype.bytes)
+
+    def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _joined(self.pieces(shards))
 
     def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [shards[i].reshape(-1) for i in self.mine] or [shards[0].new_empty(0)]
@@ -164,7 +174,7 @@ class OwnedLayout(Layout):
         return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
-        tensors = self._summed(tensors)
+        tensors = _summed(tensors, self.places) if self.scalars else tensors
         rows = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         torch.cat([tensors[i].reshape(-1) for i in self.by_owner], out=rows)
         return rows if divisor == 1 else rows.div_(divisor)
@@ -180,9 +190,24 @@ class OwnedLayout(Layout):
 def summed_to(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Sums a gradient over the dims by which its parameter was broadcast.
 
-    Thunder leaves that to the end for 0-dim tensors (torch's autograd engine does it where it receives a gradient).
+    Thunder leaves that sum of a 0-dim tensor's gradient to torch's autograd engine, which takes it on receipt.
     """
     return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
+
+
+def _summed(tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> list[torch.Tensor]:
+    return [summed_to(tensor, p.full) for tensor, p in zip(tensors, places, strict=True)]
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _by_size(sizes: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The small and the large members, by index, of ``sizes`` elements of ``itemsize`` bytes."""
+    small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
+    large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
+    return small, large
 
 
 def _place(member: Member, start: int) -> Place:

@@ -1,7 +1,9 @@
 """Lines that keep gradients, or add what was kept. (That the sums are right: tests/test_shardtrace/test_accumulation.py.)"""
 
 import shardtrace
+from passes.analysis.verify import VerificationError, verify
 
+import pytest
 import thunder
 import torch
 from expecttest import assert_expected_inline
@@ -101,3 +103,20 @@ def test_memory_of_what_is_kept(fake_ranks):
         assert kept.forward.peak.during == plain.forward.peak.during + sums
         assert kept.backward.lines[0].gradients == plain.backward.lines[0].gradients + sums
     assert kept.backward.lines[-1].gradients == plain.backward.lines[-1].gradients  # given up when reduced
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "owner"])
+def test_limits_of_memory_are_proven_once_the_trace_is_scheduled(fake_ranks, strategy):
+    """Autodiff gathers more buckets at once than ``prefetch`` allows when activations are recomputed."""
+    fake_ranks(2)
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)]
+    options = {"sharding_strategy": strategy, "activation_checkpointing": True, "bucketing_strategy": 0.0005}
+    model = shardtrace.fsdp(nn.Sequential(*layers), **options)
+    cmodel = thunder.jit(model)
+    with model.no_sync():
+        cmodel(torch.ones(3, 8)).sum().backward()
+    backward = stage(cmodel, "accumulate", thunder.last_backward_traces)
+    verify(backward, scheduled=False)
+    with pytest.raises(VerificationError, match="buckets are unsharded at once"):
+        verify(backward)
+    verify(stage(cmodel, "schedule", thunder.last_backward_traces))

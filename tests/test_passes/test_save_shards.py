@@ -1,5 +1,8 @@
 """What fusions move into backward is made from shards, not from parameters that forward saved whole."""
 
+import cProfile
+import pstats
+
 import shardtrace
 from passes import collectives
 from passes.analysis.recognise import bucket_of, is_issue, names, parameter_aliases
@@ -52,6 +55,21 @@ def test_backward_gathers_what_its_own_gathers_lack(fake_ranks):
     verify(new)
     before, after = ([row.bucket for row in collectives(t) if row.kind == "all_gather"] for t in (backward, new))
     assert after == ["2.bias", *before]
+
+
+def test_work_grows_with_the_number_of_lines(fake_ranks):
+    """Function calls, which time is proportional to, for 4 and for 16 gathered parameters."""
+    fake_ranks(2)
+
+    def calls(layers):
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
+        cmodel = compile_fake(lambda: model, torch.ones(3, 2))
+        forward = stage(cmodel, "schedule")
+        profile = cProfile.Profile()
+        profile.runcall(save_shards, forward, swapped={})
+        return pstats.Stats(profile).total_calls
+
+    assert calls(16) <= 4 * calls(4)
 
 
 def test_zero2_is_left_as_it_is(fused):

@@ -2,7 +2,7 @@
 
 from passes.plan.bucket import Bucket
 from passes.plan.layout import SMALL
-from passes.plan.plan import Member, Plan, ShardedParameter, shard_shape
+from passes.plan.plan import Member, Placement, Plan, ShardedParameter, shard_shape
 
 import pytest
 import torch
@@ -38,6 +38,25 @@ def test_a_row_gives_shards_back(shapes):
             rows = tensor.reshape(-1, *tensor.shape[1:])[rank * len(shard) : (rank + 1) * len(shard)]
             torch.testing.assert_close(shard[: len(rows)], rows, rtol=0, atol=0)
             assert not shard[len(rows) :].any()
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 0, 1, 0), (1, 1, 1, 1, 1), (2, 0, 2, 0, 1)])
+def test_rows_of_owners_are_what_each_owns(owners):
+    """Packed on any rank and cut into rows, they give each owner its tensors back, and all ranks all of them."""
+    tensors = tuple(torch.randn(s) for s in SHAPES)
+    for rank in range(3):
+        plan = Plan("Model", world_size=3, rank=rank, placement=Placement.OWNER)
+        members = tuple(
+            Member(ShardedParameter(plan, f"p{i}", s, "", owner=o), True)
+            for i, (s, o) in enumerate(zip(SHAPES, owners, strict=True))
+        )
+        layout = Bucket("root", "b_root", plan, members, dtypes.float32).layout
+        rows = layout.pack_rows(tensors)
+        shards = layout.unpack_row(rows.split(layout.row_sizes)[rank])
+        assert torch.equal(layout.flat_row(shards), rows.split(layout.row_sizes)[rank])
+        for tensor, full, shard, owner in zip(tensors, layout.unpack_rows(rows), shards, owners, strict=True):
+            assert torch.equal(full, tensor)
+            assert torch.equal(shard, tensor) if owner == rank else not shard.numel()
 
 
 def test_large_members_keep_no_memory_but_their_own():

@@ -4,7 +4,7 @@ import copy
 
 import shardtrace
 from passes.plan import Member, Plan, ShardedParameter
-from passes.plan.layout import Layout
+from passes.plan.layout import ShardLayout
 
 import torch
 from models import Zoo
@@ -15,7 +15,7 @@ def flat_row(shards):
     plan = Plan("Model", world_size=2)
     shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
     members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
-    return Layout(members, 2, dtypes.float32).flat_row(shards)
+    return ShardLayout(members, 2, dtypes.float32).flat_row(shards)
 
 
 def buffers(model):
