@@ -51,6 +51,29 @@ class Zoo(nn.Module):
         return F.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1))
 
 
+class Switch(nn.Module):
+    """Uses one of its layers, or both if ``both``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+class Weighted(nn.Module):
+    """Two linear layers. ``factors`` weigh the outputs of the last one, and with them the rows of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return (self.last(torch.tanh(self.first(x))) * factors).sum()
+
+
 def tokens(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets for :class:`Zoo`, of shape (rows, 5)."""
     generator = torch.Generator().manual_seed(seed)
