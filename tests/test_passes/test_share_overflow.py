@@ -1,9 +1,11 @@
-"""The line that makes an overflow on one rank one on all: where it stands. (What it does: tests/test_strategies.py.)"""
+"""The line that makes an overflow on one rank one on all: where it stands, and what it does."""
 
 import pytest
 import thunder
 import torch
 from golden import compile_fake, stage
+from ranks import on_ranks
+from sharded_training import overflow_on_one_rank
 from torch import nn
 
 
@@ -39,3 +41,9 @@ def test_after_gradients_that_are_reduced_twice(fake_ranks):
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cmodel = compile_fake(two_linear, torch.ones(3, 6), sharding_strategy="hybrid_zero3", mp_policy="fp16", mesh=mesh)
     assert last_lines(cmodel)[-3:] == ["wait_all_reduce", "share_overflow", "python_return"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "owner"])
+def test_an_overflow_on_one_rank_makes_all_skip_the_step(strategy):
+    overflow_on_one_rank(strategy)

@@ -1,14 +1,19 @@
 """Ranks that run different steps, and ranks that fail: an error on all, soon, and the right one."""
 
+import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import shardtrace
 from passes.plan import Gradients, Step
 
 import pytest
-import step_workers as workers
+import thunder
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 SCRIPT = """
@@ -66,17 +71,39 @@ for run, how, failing in CASES:
 """
 
 
+def compiled_steps(check_steps):
+    """A function that runs a step of a kind. All ranks have compiled all kinds."""
+    model = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps, timeout=20)
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+
+    def step(kind):
+        with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "kept" else nullcontext():
+            loss = cmodel(x).sum()
+        if kind != "eval":
+            loss.backward()
+
+    for kind in ("kept", "eval", "reduced"):
+        step(kind)
+    lines = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
+    assert ("check_ranks" in lines) == (check_steps is not False)
+    return step
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True)])
-def test_ranks_about_to_run_different_steps(two_ranks, how, check_steps):
-    for ok, text in two_ranks.outcomes(workers.different_steps, how=how, check_steps=check_steps):
-        assert not ok
-        assert text.startswith("RankMismatchError: the ranks differ in the collectives of Linear: rank 0 has ")
-        assert "the first difference, at position 1: rank 0 has nothing; rank 1 has backward: " in text
+def test_ranks_about_to_run_different_steps(how, check_steps):
+    step = compiled_steps(check_steps)
+    with pytest.raises(shardtrace.RankMismatchError) as raised:
+        step(how if dist.get_rank() == 0 else "reduced")
+    text = str(raised.value)
+    assert text.startswith("the ranks differ in the collectives of Linear: rank 0 has ")
+    assert "the first difference, at position 1: rank 0 has nothing; rank 1 has backward: " in text
 
 
-def test_same_steps_are_run(two_ranks):
+@on_ranks(2)
+def test_same_steps_are_run():
     for check_steps in (None, True, False):
-        two_ranks.run(workers.different_steps, how="reduced", check_steps=check_steps)
+        compiled_steps(check_steps)("reduced")
 
 
 def run_ranks(folder, *cases):
@@ -146,5 +173,24 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     assert numbers == expected
 
 
-def test_a_step_that_all_ranks_leave_alike(two_ranks):
-    two_ranks.run(workers.all_leave_a_step)
+@on_ranks(2)
+def test_a_step_that_all_ranks_leave_alike():
+    """All ranks skip a batch that fails in the middle of forward, and train on as if it had not been there."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    single = copy.deepcopy(model)
+    shardtrace.fsdp(model, bucketing_strategy="layer", timeout=20)
+    cmodel, words = thunder.jit(model), torch.tensor([1, 2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
+    for step in range(4):
+        if step == 2:
+            with pytest.raises(IndexError):
+                cmodel(words + 10)
+            continue
+        for run, optimizer in zip((single, cmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            run(words).square().sum().backward()
+            optimizer.step()
+    found = shardtrace.full_state_dict(model)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(found[name], value)
