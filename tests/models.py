@@ -1,4 +1,4 @@
-"""Small models for the tests. They trace in about a second and hold every kind of parameter."""
+"""Small models for the tests. They trace in about a second and have every kind of parameter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """RMS norm and a gated product: weights used through broadcasts, casts, slices and transposes."""
+    """RMS norm and a gated product. Weights are used through broadcasts, casts, slices and transposes."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Parameters of every special kind, two blocks, tied embedding and head."""
+    """Parameters of every special kind, two blocks, an embedding that is tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Zoo(nn.Module):
         self.register_buffer("shift", torch.full((6,), 0.1))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Loss if there are targets, else logits."""
+        """The loss if there are targets, the logits otherwise."""
         x = self.embedding(tokens) + self.position[: tokens.shape[1]] + self.offset
         for block in self.blocks:
             x = block(x)
@@ -75,7 +75,7 @@ class Weighted(nn.Module):
 
 
 def tokens(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets for :class:`Zoo`, of shape (rows, 5)."""
+    """Inputs and targets of :class:`Zoo`, of shape (rows, 5)."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 11, (rows, 6), generator=generator)
     return data[:, :-1], data[:, 1:]

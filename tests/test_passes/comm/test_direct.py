@@ -25,7 +25,7 @@ def test_three_ranks():
 
 
 def exchange_bucket(dtype):
-    """Gathers and reduces a bucket of large members, whole and padded, and of small ones, by messages."""
+    """Gather and reduce, by messages, a bucket of large members, with and without padding, and of small ones."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     plan = Plan("Model", group=group, world_size=ranks, rank=rank, direct=True)
     home = Home(Placement.SHARD, group)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def trained(steps=3, seed=0):
-    """A model of a single process whose optimizer has state."""
+    """A model of one process, and its optimizer with state."""
     torch.manual_seed(seed)
     model = Zoo()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -40,7 +40,7 @@ def new():
 
 
 def assert_same(mine, theirs):
-    """Models and optimizers are equal to the bit."""
+    """Assert that models and optimizers are equal, bit for bit."""
     (model, optimizer), (other, other_optimizer) = mine, theirs
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -179,7 +179,7 @@ def test_plain_dcp_and_fsdp2(tmp_path, strategy):
 
 
 def test_optimizers_by_name(tmp_path):
-    """Parameters in other groups and another order; tensors, None and numbers as state and options."""
+    """Parameters are in other groups and another order. State and options are tensors, None and numbers."""
 
     def sgd(model, order, lr):
         groups = [{"params": [dict(model.named_parameters())[n] for n in names]} for names in order]

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, interrupted, incomplete, foreign or malicious: an error that names what is wrong."""
+"""Checkpoints that are damaged, interrupted, incomplete, foreign or malicious raise an error that names the fault."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def checkpoint(tmp_path):
 
 
 def load_fails(path, message, model=None):
-    """The load raises, and the model, the optimizer and the generators are as before."""
+    """Assert that the load raises and leaves the model, the optimizer and the generators as they were."""
     model, optimizer = model or small(seed=1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = {p: {k: v.clone() for k, v in values.items()} for p, values in optimizer.state.items()}
@@ -56,7 +56,7 @@ def load_fails(path, message, model=None):
 
 
 def rewrite_index(checkpoint, change):
-    """An index whose checksum is right: not an accident but somebody's work."""
+    """Change an index and its checksum: no accident, but somebody's work."""
     path = checkpoint / "index.json"
     body = json.loads(path.read_text())["index"]
     change(body)
@@ -65,7 +65,7 @@ def rewrite_index(checkpoint, change):
 
 
 def rewrite_data(checkpoint, change):
-    """Data that was changed, with the checksum of its file changed to fit."""
+    """Change data, and the checksum of its file to fit."""
     tensors = load_file(checkpoint / DATA)
     change(tensors)
     save_file(tensors, checkpoint / DATA)
@@ -271,7 +271,7 @@ def test_a_pickle_is_never_loaded(checkpoint, tmp_path, name):
     if name == DATA:
         rewrite_index(checkpoint, lambda body: body["files"].update({DATA: [len(pickled), zlib.crc32(pickled)]}))
     model, optimizer = small()
-    if name == ".metadata":  # of torch.distributed.checkpoint: here a hidden file that nothing looks at
+    if name == ".metadata":  # of torch.distributed.checkpoint; here it is a hidden file that is never read
         shardtrace.load_checkpoint(checkpoint, model, optimizer)
     else:
         load_fails(checkpoint, re.escape(name) if name != DATA else "[Hh]eader")
@@ -294,7 +294,7 @@ def test_a_link_that_leaves_the_directory(checkpoint, tmp_path):
 
 
 def at(*path, value):
-    """Puts a value at a place of the index."""
+    """A change that puts a value at a place of the index."""
 
     def change(body):
         for key in path[:-1]:
@@ -354,7 +354,7 @@ def test_an_index_that_is_too_deep(checkpoint):
 
 
 def kills(mode, path):
-    """What tests/checkpoint_kills.py says about a save that is killed."""
+    """The output of tests/checkpoint_kills.py."""
     script = Path(__file__).parents[2] / "checkpoint_kills.py"
     done = subprocess.run([sys.executable, script, mode, path], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -364,7 +364,7 @@ def kills(mode, path):
 def test_a_save_killed_at_each_of_its_file_operations(tmp_path):
     latest = kills("each", str(tmp_path))
     assert len(latest) > 20
-    assert latest == sorted(latest)  # the checkpoint before, up to one moment; from there on the new one
+    assert latest == sorted(latest)  # the old checkpoint up to one moment, and the new one from there on
     assert set(latest) == {1, 2}
 
 

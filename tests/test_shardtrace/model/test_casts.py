@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 @on_ranks(2)
 def test_casts_at_the_edge():
-    """Inputs and outputs are cast as PyTorch's policy says; shards and buffers keep their dtype."""
+    """PyTorch's policy decides the dtypes of inputs and outputs. Shards and buffers keep theirs."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Parameters in host memory. (The lines of the trace: tests/test_passes/comm/test_offload.py; a GPU's: tests/gpu.)"""
+"""Parameters in host memory. (The lines of the trace: tests/test_passes/comm/test_host_copies.py; a GPU's: tests/gpu.)"""
 
 import copy
 

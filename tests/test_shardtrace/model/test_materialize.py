@@ -1,4 +1,4 @@
-"""The values and the memory that a model starts with: copies of a rank's, meta devices, peak memory."""
+"""The first values of shards, from one rank or from the meta device, and the peak memory of sharding."""
 
 import resource
 
@@ -30,20 +30,20 @@ def test_broadcast_from(source):
 def test_replicas_start_equal():
     """DDP and hybrids take over the first rank's values."""
     torch.manual_seed(dist.get_rank())
-    model = shardtrace.ddp(torch.nn.Linear(4, 4))
+    model = shardtrace.ddp(nn.Linear(4, 4))
     values = [torch.empty_like(model.weight) for _ in range(dist.get_world_size())]
     dist.all_gather(values, model.weight.detach())
     assert all(torch.equal(v, values[0]) for v in values)
 
 
-class Meta(torch.nn.Module):
+class Meta(nn.Module):
     """Parameters, a buffer and tied weights that reset_parameters can make."""
 
     def __init__(self):
         super().__init__()
-        self.embedding = torch.nn.Embedding(7, 4)
-        self.norm = torch.nn.BatchNorm1d(4)
-        self.head = torch.nn.Linear(4, 7)
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7)
         self.head.weight = self.embedding.weight
 
     def forward(self, x):
@@ -55,7 +55,7 @@ class Meta(torch.nn.Module):
 def test_meta_device(with_init_fn):
     def init(module):
         for p in module.parameters(recurse=False):
-            torch.nn.init.normal_(p)
+            nn.init.normal_(p)
 
     with torch.device("meta"):
         model = Meta()

@@ -120,7 +120,7 @@ def test_gradients_may_be_reduced_in_more_bits_than_they_have(fake_ranks):
 
 
 def test_hybrid_counts(fake_ranks):
-    """Over the inner dimension as without an outer one; the shards of the gradients over the outer."""
+    """The inner dimension carries the usual collectives, and the outer one reduces the shards of the gradients."""
     fake_ranks(8)
     mesh = torch.distributed.init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
     found = sent(sharding_strategy="hybrid_zero2", mesh=mesh)
@@ -153,7 +153,7 @@ def test_policies_of_torch(fake_ranks):
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     fake_ranks(2)
-    by_size = partial(size_based_auto_wrap_policy, min_num_params=1000)  # the second alone has as many
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=1000)  # only the second layer has as many
     assert sent(bucketing_strategy=by_size, sharding_strategy="ddp")["backward", "all_reduce"][0] == 3
     for policy in (
         ModuleWrapPolicy({nn.Linear}),

@@ -1,4 +1,4 @@
-"""Ranks that run different steps, and ranks that fail: an error on all, soon, and the right one."""
+"""Ranks that run different steps and ranks that fail: the right error on all ranks, and soon."""
 
 import copy
 import os
@@ -107,8 +107,10 @@ def test_same_steps_are_run():
 
 
 def run_ranks(folder, *cases):
-    """What the two ranks of each case print, by case. Without torchrun, which would end them by a signal; the ranks are
-    forks of a process that has imported Thunder."""
+    """The output of the two ranks of each case. The ranks are forks of a process that has imported Thunder.
+
+    They run without torchrun, which would end them by a signal.
+    """
     (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("SHARDTRACE_CHECK_STEPS", None)
@@ -129,7 +131,7 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
 
 
 def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
-    """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
+    """Its script goes on with the next batch. Its shards would be taken for other ones, and the numbers would be wrong."""
     parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
     for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
         error = (
@@ -142,13 +144,13 @@ def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
 
 T, V = "train", "evaluate"
 STEADY = [
-    # steps, and which of them are compared: each that is not what came after the step before it the last time
+    # steps, and those of them that are compared: a step that differs from the last successor of the step before it
     ([T, T, T, T], [1, 2]),
     ([T, T, T, V, V, V, T, T, T], [1, 2, 3, 4, 5, 6, 7, 8]),
     (4 * [T, V], [1, 2, 3]),
     ([T, T, T, "skipped", T, T], [1, 2, 4, 5]),
     (4 * ["skipped", T], [1, 2, 3]),  # two forwards for each backward
-    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do alone
+    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do by itself
 ]
 
 
@@ -163,7 +165,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     numbers = []
     for number, kind in enumerate(steps):
         before = len(compared)
-        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled anew, as for another shape
+        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled again, as for another shape
         state.meet(step)
         numbers += [number] * (len(compared) - before)
         state.progress.end(step)
@@ -175,7 +177,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
 
 @on_ranks(2)
 def test_a_step_that_all_ranks_leave_alike():
-    """All ranks skip a batch that fails in the middle of forward, and train on as if it had not been there."""
+    """All ranks skip a batch that fails in the middle of forward, and go on as if it had not been there."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     single = copy.deepcopy(model)

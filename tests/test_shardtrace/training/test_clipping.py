@@ -24,7 +24,7 @@ def test_hybrid():
 
 
 def clip(strategy, mesh=None):
-    """Norms and clipped gradients are torch's of the single-process model on the whole batch."""
+    """Norms and clipped gradients equal torch's for one process on the whole batch."""
     torch.manual_seed(0)
     single, model = Zoo(), sharded_zoo(strategy, mesh=mesh)
     cmodel = thunder.jit(model)

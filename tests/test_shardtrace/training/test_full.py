@@ -95,7 +95,7 @@ def test_not_sharded(fake_ranks):
 
 
 class Counts(nn.Linear):
-    """Has extra state, a buffer of a dtype that gloo does not know, and a parameter of one row."""
+    """A layer with extra state, a buffer of a dtype that gloo does not know, and a parameter of one row."""
 
     def __init__(self):
         super().__init__(4, 4)
