@@ -79,7 +79,7 @@ def _shown() -> str:
     """The exception that is being handled with its traceback, from the body of the test on."""
     error = pytest.ExceptionInfo.from_current()
     error.traceback = error.traceback[1:] or error.traceback
-    return str(error.getrepr(style="long"))
+    return str(error.getrepr(style="short"))
 
 
 class Ranks:
