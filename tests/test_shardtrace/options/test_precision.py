@@ -1,4 +1,4 @@
-"""Mixed precision at the edge of a model."""
+"""``mp_policy``: dtypes at the edge of a model, of its shards and of its gradients."""
 
 import shardtrace
 
