@@ -1,6 +1,6 @@
-"""Kills processes that save checkpoints, and looks at what is left. Prints the step of the latest checkpoint each time.
+"""Kill processes that save checkpoints, and print the step of the latest checkpoint that each one leaves.
 
-Each process is a fork of this one, which has imported all that takes time.
+Each process is a fork of this one, so that none spends time on imports.
 """
 
 import json
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# What a save does to the disk. After a kill the system still writes what it was given: the order of calls is the test.
+# The file operations of a save. After a kill the system still writes all that it was given: the test is their order.
 OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (writer, "save_file"), (writer, "checksum")]
 OPERATIONS += [(Path, name) for name in ("mkdir", "rename", "unlink")]
 
 
 def built(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model all of whose values are the step."""
+    """A model whose values all equal the step."""
     model = nn.Linear(64, 65)
     for p in model.parameters():
         nn.init.constant_(p, step)
@@ -35,7 +35,7 @@ def built(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def latest(path: str) -> int:
-    """The step of the latest checkpoint; asserts that it can be loaded, and holds what was saved."""
+    """The step of the latest checkpoint. Asserts that it can be loaded and holds the values that were saved."""
     model, optimizer = built(0)
     step = shardtrace.load_checkpoint(path, model, optimizer).step
     assert all(bool((p == step).all()) for p in model.parameters())
@@ -55,7 +55,7 @@ def forked(function, *arguments) -> int:
 
 
 def save_and_die(path: str, moment: int) -> None:
-    """Saves a second step; at the ``moment``-th file operation, before or after it, the process kills itself."""
+    """Save a second step. The process kills itself at the given moment: each file operation has one before and one after."""
     passed = 0
 
     def tick():
@@ -79,18 +79,18 @@ def save_and_die(path: str, moment: int) -> None:
 
 
 def each(root: Path) -> list[int]:
-    """Kills a save before and after each of its file operations, until it comes through."""
+    """Kill a save before and after each of its file operations, until one completes."""
     found = []
     while True:
         path = root / str(len(found))
         shardtrace.save_checkpoint(path, *built(1), step=1)
-        (path / "step-00000002").mkdir()  # what an interrupted save left
+        (path / "step-00000002").mkdir()  # left by an interrupted save
         _, status = os.waitpid(forked(save_and_die, str(path), len(found) + 1), 0)
         if not os.WIFSIGNALED(status):
             assert status == 0
             return found
         found.append(latest(str(path)))
-        last = shardtrace.save_checkpoint(path, *built(3), step=3, keep_last=1)  # nothing left is in the way
+        last = shardtrace.save_checkpoint(path, *built(3), step=3, keep_last=1)  # nothing that was left is in the way
         assert [p.name for p in path.iterdir()] == [last.name]
         shutil.rmtree(path)
 
@@ -107,7 +107,7 @@ def save_for_ever(path: str, store: str, rank: int) -> None:
 
 
 def at_random(path: Path) -> list[int]:
-    """Two ranks save over and over; both are killed at a random moment, ten times."""
+    """Two ranks save over and over. Ten times, both are killed at a random moment."""
     moments, found = random.Random(0), []
     for turn in range(10):
         before = found[-1] if found else 0

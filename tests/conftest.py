@@ -1,44 +1,55 @@
 import gc
+import inspect
 import os
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SHARDTRACE_CHECK_STEPS"] = "1"
-os.environ["SHARDTRACE_CACHE"] = tempfile.mkdtemp(prefix="shardtrace-cache")  # not what this machine was calibrated to
+os.environ["SHARDTRACE_CACHE"] = tempfile.mkdtemp(prefix="shardtrace-cache")  # not the calibration of this machine
 
 import shardtrace  # noqa: F401  makes thunder importable on torch 2.13
 
 import pytest
 import torch.distributed as dist
-from ranks import GARBAGE, Ranks
+from ranks import GARBAGE, REWRITTEN, Ranks
 
 gc.set_threshold(*GARBAGE)
+pytest.register_assert_rewrite(*REWRITTEN)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "on_ranks(world_size): run the body of the test on so many ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run the body of a test that ``on_ranks`` marks on the ranks."""
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
+    pyfuncitem.funcargs["ranks_of"](*mark.args).run(pyfuncitem.function, **arguments)
+    return True
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+def ranks_of():
+    """The pool of ranks of a world size, shared by all tests: ``ranks_of(2).run(function, ...)``."""
+    pools = {}
+    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
+    for ranks in pools.values():
+        ranks.stop()
 
 
 @pytest.fixture(scope="session")
-def three_ranks():
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+def two_ranks(ranks_of):
+    return ranks_of(2)
 
 
 @pytest.fixture
 def fake_ranks():
-    """Makes this process rank 0 (or another) of a group of any size whose other ranks do not exist."""
+    """Make this process rank 0 (or another) of a group of any size. The other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(world_size, rank=0):
@@ -51,7 +62,7 @@ def fake_ranks():
 
 @pytest.fixture
 def single_rank(tmp_path):
-    """A real gloo group of one."""
+    """A real gloo group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Traces made up line by line, as lowering leaves them: any shape of graph, without a model or a second of tracing."""
+"""Synthetic traces in the form that lowering leaves: any shape of graph, without a model and without tracing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ WIDTH = 8  # elements of each value; parameters have rows of them
 
 @dataclass(frozen=True)
 class Step:
-    """One line of compute: adds up earlier values (by index) and the parameters of buckets (by index), and then
-    reduces gradients of the bucket ``reduce``, if that is one."""
+    """One line of compute: it adds up earlier values and the parameters of buckets, both by index.
+
+    If ``reduce`` is the index of a bucket, its gradients are reduced afterwards.
+    """
 
     values: tuple[int, ...]
     buckets: tuple[int, ...]
@@ -31,10 +33,10 @@ class Step:
 
 
 def build(plan: Plan, rows: list[list[int]], steps: list[Step], *, backward: bool = False) -> TraceCtx:
-    """A trace of ``steps`` whose bucket i has members of ``rows[i]`` rows. Collectives stand where autodiff leaves
-    them: gathers issued and waited for at first use, reductions waited for at once.
+    """A trace of ``steps`` whose bucket i has members of ``rows[i]`` rows. It returns all values and reduced gradients.
 
-    Its result is every value and every reduced gradient.
+    Collectives stand where autodiff leaves them: a gather is issued and waited for at its first use, and a reduction
+    is waited for at once.
     """
     trace = TraceCtx()
     buckets = [_bucket(plan, i, sizes) for i, sizes in enumerate(rows)]
@@ -69,7 +71,7 @@ def build(plan: Plan, rows: list[list[int]], steps: list[Step], *, backward: boo
 
 
 def run(trace: TraceCtx) -> tuple[torch.Tensor, ...]:
-    """The results of a trace in the process group that there is."""
+    """The results of a trace in the current process group."""
     generator = torch.Generator().manual_seed(0)
     function: Callable[..., Any] = trace.python_callable()
     return function(*(torch.randn(a.shape, generator=generator) for a in trace.args))

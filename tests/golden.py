@@ -1,4 +1,4 @@
-"""Golden traces: the lines of one stage as short text. To accept new texts: ``EXPECTTEST_ACCEPT=1 pytest``."""
+"""Golden traces: the lines of a stage as short text. ``EXPECTTEST_ACCEPT=1 pytest`` accepts new texts."""
 
 from shardtrace.testing import compile_fake, stage, text
 

@@ -1,4 +1,4 @@
-"""Host memory on machines without an accelerator: copies that take their time, and traces for a device that is not there."""
+"""Host memory on machines without an accelerator: slow copies, and traces for a device that is absent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 class SlowHost(HostMemory):
-    """Beside the CPU, as beside a device with streams: until a copy is waited for there is NaN in its place.
+    """Host memory of the CPU that behaves like that of a device with streams: a copy is NaN until it is waited for.
 
-    Copies to the device are late if ``loads_late``, for a world of one and buckets whose shards lie side by side: what
-    follows them on their stream, a collective or a concatenation, would wait for them, and the CPU has no streams.
+    With ``loads_late``, copies to the device are late, too. This is only for a world of one and for buckets whose shards
+    lie side by side. A collective or a concatenation would follow the copy on its stream, and the CPU has no streams.
     """
 
     def __init__(self, *, loads_late: bool = False) -> None:
@@ -66,7 +66,7 @@ def _copy_late(values: torch.Tensor, place: torch.Tensor) -> _Copy:
 
 @contextmanager
 def slow_host(*, loads_late: bool = False, direct: bool = False) -> Iterator[None]:
-    """Inside, ``offload_policy`` counts on the CPU too. Ranks call collectives as those of devices do, or ``direct``."""
+    """Let ``offload_policy`` count on the CPU, too. Collectives are the process group's, or messages if ``direct``."""
     from shardtrace import api
     from shardtrace.model import state
     from shardtrace.ranks.mesh import Transport
@@ -89,8 +89,7 @@ class _NoStreams(HostMemory):
 
 @contextmanager
 def absent_cuda() -> Iterator[None]:
-    """Inside, ``fsdp(model, device="cuda:0", offload_policy=...)`` compiles for a device that is not there. Shards are on
-    the CPU, where they are to be."""
+    """Let ``fsdp(model, device="cuda:0", offload_policy=...)`` compile for an absent device. Shards stay on the CPU."""
     from shardtrace import api
 
     def shard_on_cpu(model: Any, found: Any, homes: Any, group: Any, device: Any, *others: Any) -> None:
@@ -105,5 +104,5 @@ def absent_cuda() -> Iterator[None]:
 
 
 def on_absent_cuda(*shape: int) -> torch.Tensor:
-    """A tensor that says that it is on cuda:0, to compile with."""
+    """A tensor to compile with that claims to be on cuda:0."""
     return FakeTensor(FakeTensorMode(), torch.empty(shape, device="meta"), torch.device("cuda:0"))

@@ -1,4 +1,4 @@
-"""Small models for the tests. They trace in about a second and hold every kind of parameter."""
+"""Small models for the tests. They trace in about a second and have every kind of parameter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """RMS norm and a gated product: weights used through broadcasts, casts, slices and transposes."""
+    """RMS norm and a gated product. Weights are used through broadcasts, casts, slices and transposes."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Parameters of every special kind, two blocks, tied embedding and head."""
+    """Parameters of every special kind, two blocks, an embedding that is tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Zoo(nn.Module):
         self.register_buffer("shift", torch.full((6,), 0.1))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Loss if there are targets, else logits."""
+        """The loss if there are targets, the logits otherwise."""
         x = self.embedding(tokens) + self.position[: tokens.shape[1]] + self.offset
         for block in self.blocks:
             x = block(x)
@@ -51,8 +51,31 @@ class Zoo(nn.Module):
         return F.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1))
 
 
+class Switch(nn.Module):
+    """Uses one of its layers, or both if ``both``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+class Weighted(nn.Module):
+    """Two linear layers. ``factors`` weigh the outputs of the last one, and with them the rows of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return (self.last(torch.tanh(self.first(x))) * factors).sum()
+
+
 def tokens(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets for :class:`Zoo`, of shape (rows, 5)."""
+    """Inputs and targets of :class:`Zoo`, of shape (rows, 5)."""
     generator = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 11, (rows, 6), generator=generator)
     return data[:, :-1], data[:, 1:]

@@ -1,7 +1,7 @@
-"""A pool of rank processes that the tests reuse, and ranks that run a script; tracing caches nothing across them.
+"""Tests on several ranks: a pool of rank processes that all tests share, and ranks that run a script.
 
-Importing torch and Thunder takes seconds of CPU. One process does it, and all ranks are forks of it: it has run nothing,
-so there are no threads whose locks a fork would copy.
+``on_ranks`` runs the body of a test on the ranks of the pool. Importing torch and Thunder takes seconds of CPU. One
+process does it and all ranks are its forks. It has run nothing, so no fork copies the lock of a running thread.
 """
 
 from __future__ import annotations
@@ -15,17 +15,36 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-# Tracing makes many small objects, little of which is garbage: Python's default takes a seventh of the time to look for it.
+import pytest
+
+# Tracing makes many small objects and little garbage. With Python's defaults, looking for it takes a seventh of the time.
 GARBAGE = (20_000, 10, 10)
+
+# Helpers of the tests whose failing asserts show their values, as those of the tests do.
+REWRITTEN = ("sharded_training",)
+
+Test = TypeVar("Test", bound=Callable[..., None])
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["shardtrace", "thunder", "pytest"])  # Thunder after what makes it importable
+
+
+def on_ranks(world_size: int) -> Callable[[Test], Test]:
+    """Run the body of a test on ``world_size`` ranks of a gloo group; it passes if it passes on every rank.
+
+    The test is a function of a module. Its arguments (parameters, or fixtures such as ``tmp_path``) are pickled.
+    Results that one process has to compare come from ``ranks_of(world_size).run(function, ...)`` instead.
+    """
+
+    def mark(test: Test) -> Test:
+        return pytest.mark.usefixtures("ranks_of")(pytest.mark.on_ranks(world_size)(test))
+
+    return mark
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
@@ -36,6 +55,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
     gc.set_threshold(*GARBAGE)
     torch.seed()  # forks have the same random numbers
     torch.set_num_threads(1)
+    _rewrite_asserts()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
@@ -44,12 +64,26 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
         try:
             connection.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException as error:
-            connection.send((False, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"))
+            connection.send((False, f"{type(error).__name__}: {error}\n\n{_shown()}"))
     dist.destroy_process_group()
 
 
+def _rewrite_asserts() -> None:
+    """Let a failing assert of a test module show its values, as in pytest's own process."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    files = " ".join(["test_*.py", *(f"{name}.py" for name in REWRITTEN)])
+    pytest.Config.fromdictargs({}, ["-c", os.devnull, "--noconftest", "-o", f"python_files={files}"])
+
+
+def _shown() -> str:
+    """The exception that is being handled with its traceback, from the body of the test on."""
+    error = pytest.ExceptionInfo.from_current()
+    error.traceback = error.traceback[1:] or error.traceback
+    return str(error.getrepr(style="short"))
+
+
 class Ranks:
-    """``world_size`` processes in a gloo group. ``run`` calls a function on all of them and returns their results."""
+    """``world_size`` processes in a gloo group, started at first use."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -66,15 +100,19 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def run(self, function: Any, *, timeout: float = 150, **kwargs: Any) -> list[Any]:
-        """The results by rank. A rank that raises fails the test with its traceback; one that hangs, too."""
+    def run(self, function: Callable[..., Any], *, timeout: float = 150, **kwargs: Any) -> list[Any]:
+        """Call a function of a module on every rank; return the results by rank.
+
+        The test fails with the traceback of each rank that raises. TimeoutError if a rank hangs.
+        """
         results = self.outcomes(function, timeout=timeout, **kwargs)
-        for rank, (ok, value) in enumerate(results):
-            assert ok, f"rank {rank}: {value}"
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
+        if failures:
+            pytest.fail("\n\n".join(failures), pytrace=False)
         return [value for _, value in results]
 
-    def outcomes(self, function: Any, *, timeout: float = 150, **kwargs: Any) -> list[tuple[bool, Any]]:
-        """For each rank whether it returned, and its result or the text of its error."""
+    def outcomes(self, function: Callable[..., Any], *, timeout: float = 150, **kwargs: Any) -> list[tuple[bool, Any]]:
+        """For each rank, whether it returned, and its result or the text of its error."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -99,9 +137,9 @@ class Ranks:
 
 
 def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: float = 150) -> str:
-    """Runs a script on ranks of its own with torchrun's environment; returns what they print.
+    """Run a script on ranks of its own with torchrun's environment; return what they print.
 
-    AssertionError with what they say on stderr if one fails, or does not end in time.
+    AssertionError with their stderr if a rank fails or does not end in time.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
 from hosts import absent_cuda, on_absent_cuda
+from ranks import on_ranks
+from sharded_training import overflow_on_one_rank
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -132,7 +134,9 @@ def test_a_rank_that_dies_is_blamed(fake_ranks, monkeypatch):
         result.backward()
 
 
-def skip_the_step_of_the_model_that_overflows(which):
+@on_ranks(2)
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_overflow_concerns_the_model_that_has_it(which):
     """Two models on two groups in one function. One overflows on one rank: no rank takes its step, and all ranks take
     the other's."""
     torch.manual_seed(0)
@@ -153,6 +157,7 @@ def skip_the_step_of_the_model_that_overflows(which):
     assert scaler.get_scale() == 8
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_an_overflow_concerns_the_model_that_has_it(two_ranks, which):
-    two_ranks.run(skip_the_step_of_the_model_that_overflows, which=which)
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "owner"])
+def test_an_overflow_on_one_rank_makes_all_skip_the_step(strategy):
+    overflow_on_one_rank(strategy)

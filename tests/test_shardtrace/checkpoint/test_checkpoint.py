@@ -2,20 +2,28 @@
 
 import io
 import json
+import random
 
 import shardtrace  # isort: split
 
 from shardtrace.checkpoint import progress, writer
 
-import checkpoint_workers as workers
+import numpy
 import pytest
+import thunder
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import Zoo, tokens
+from ranks import on_ranks
 from safetensors.torch import load_file, load_model
+from sharded_training import ROWS, mean_over_ranks, my_rows, zoo_and_optimizer
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 
 def trained(steps=3, seed=0):
-    """A model of a single process whose optimizer has state."""
+    """A model of one process, and its optimizer with state."""
     torch.manual_seed(seed)
     model = Zoo()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -32,7 +40,7 @@ def new():
 
 
 def assert_same(mine, theirs):
-    """Models and optimizers are equal to the bit."""
+    """Assert that models and optimizers are equal, bit for bit."""
     (model, optimizer), (other, other_optimizer) = mine, theirs
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -48,6 +56,13 @@ def assert_same(mine, theirs):
 MIXED = {"blocks.0.*": "owner", "embedding.*": "ddp", "*": "zero2"}
 
 
+def load_and_save(source, target, strategy):
+    """A new model and a new optimizer load a checkpoint and save it again."""
+    model, optimizer = zoo_and_optimizer(strategy, seed=1)
+    loaded = shardtrace.load_checkpoint(source, model, optimizer)
+    assert shardtrace.save_checkpoint(target, model, optimizer, step=loaded.step).is_dir()
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -56,13 +71,12 @@ MIXED = {"blocks.0.*": "owner", "embedding.*": "ddp", "*": "zero2"}
         [(4, "hybrid_zero3"), (3, "zero3")],
     ],
 )
-def test_from_one_process_over_ranks_and_strategies_back_to_one(path, tmp_path, request):
+def test_from_one_process_over_ranks_and_strategies_back_to_one(path, tmp_path, ranks_of):
     before = trained()
     shardtrace.save_checkpoint(tmp_path / "0", *before, step=7)
-    for number, (ranks, strategy) in enumerate(path):
-        ranks = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
+    for number, (world_size, strategy) in enumerate(path):
         source, target = tmp_path / str(number), tmp_path / str(number + 1)
-        ranks.run(workers.load_and_save, source=str(source), target=str(target), strategy=strategy)
+        ranks_of(world_size).run(load_and_save, source=source, target=target, strategy=strategy)
     after = new()
     loaded = shardtrace.load_checkpoint(tmp_path / str(len(path)), *after)
     assert loaded.step == 7
@@ -70,22 +84,102 @@ def test_from_one_process_over_ranks_and_strategies_back_to_one(path, tmp_path, 
     assert_same(before, after)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("strategy", "background"), [("zero3", False), (MIXED, True)])
-def test_a_resumed_training_goes_on_bit_for_bit(two_ranks, tmp_path, strategy, background):
-    two_ranks.run(workers.resumes_bit_for_bit, path=str(tmp_path), strategy=strategy, background=background)
+def test_a_resumed_training_goes_on_bit_for_bit(tmp_path, strategy, background):
+    """Train four steps with random noise, and the last two again in a new model after a load."""
+
+    def run(model, optimizer, schedule, steps, saves=None):
+        cmodel, losses = thunder.jit(model), []
+        for step in steps:
+            loss = cmodel(*my_rows(tokens(ROWS, step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses += [mean_over_ranks(loss), random.random(), float(numpy.random.rand()), torch.rand(()).item()]
+            if saves is not None and step == 1:
+                extra = (dist.get_rank(), losses)
+                saves(tmp_path, model, optimizer, step=2, schedulers=schedule, scaler=scaler, extra=extra)
+        return losses
+
+    def built(seed):
+        model, optimizer = zoo_and_optimizer(strategy, seed=seed)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if background:
+        with shardtrace.AsyncCheckpointer() as checkpointer:
+            undisturbed = run(*built(0), range(4), checkpointer.save)
+    else:
+        undisturbed = run(*built(0), range(4), shardtrace.save_checkpoint)
+    model, optimizer, schedule = built(1)
+    other_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loaded = shardtrace.load_checkpoint(tmp_path, model, optimizer, schedulers=schedule, scaler=other_scaler)
+    rank, losses = loaded.extra
+    assert rank == dist.get_rank()
+    assert other_scaler.state_dict() == scaler.state_dict()
+    assert losses + run(model, optimizer, schedule, range(loaded.step, 4)) == undisturbed
 
 
-def test_a_training_resumed_inside_an_accumulation(two_ranks, tmp_path):
-    two_ranks.run(workers.resumes_inside_an_accumulation, path=str(tmp_path))
+@on_ranks(2)
+def test_a_training_resumed_inside_an_accumulation(tmp_path):
+    """Saved after ``no_sync`` has added up gradients, it gives the same gradients in the step that reduces them."""
+
+    def built(seed):
+        torch.manual_seed(seed)
+        return shardtrace.fsdp(torch.nn.Linear(3, 5))
+
+    def step(cmodel, seed):
+        cmodel(torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))).sum().backward()
+
+    model = built(0)
+    cmodel = thunder.jit(model)
+    with shardtrace.no_sync(model):
+        step(cmodel, 0)
+        step(cmodel, 1)
+    shardtrace.save_checkpoint(tmp_path, model, step=0)
+    step(cmodel, 2)
+    other = built(1)
+    shardtrace.load_checkpoint(tmp_path, other)
+    step(thunder.jit(other), 2)
+    assert torch.equal(model.weight.grad, other.weight.grad)
+    assert model.weight.grad.abs().sum() > 0
+    with pytest.raises(shardtrace.CheckpointError, match=r"inside an accumulation of gradients \(no_sync\) on 2 ranks"):
+        shardtrace.load_checkpoint(tmp_path, torch.nn.Linear(3, 5))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", "owner"])
-def test_plain_dcp_and_fsdp2(two_ranks, tmp_path, strategy):
-    two_ranks.run(workers.plain_dcp, path=str(tmp_path), strategy=strategy)
+def test_plain_dcp_and_fsdp2(tmp_path, strategy):
+    """``sharded_state_dict`` works with torch's own save and load, and across to FSDP2 and back."""
+    model, _ = zoo_and_optimizer(strategy)
+    expected = shardtrace.full_state_dict(model)
+    dcp.save({"model": shardtrace.sharded_state_dict(model)}, checkpoint_id=tmp_path / "ours")
+    other, _ = zoo_and_optimizer(strategy, seed=1)
+    dcp.load({"model": shardtrace.sharded_state_dict(other)}, checkpoint_id=tmp_path / "ours")
+    found = shardtrace.full_state_dict(other)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+    fsdp2 = Zoo()
+    del fsdp2.scale  # FSDP2 takes no 0-dim parameter
+    fsdp2 = fully_shard(fsdp2)
+    state = {"model": get_model_state_dict(fsdp2)}
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    set_model_state_dict(fsdp2, state["model"])
+    for name, value in fsdp2.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(whole, expected[name]), name
+    dcp.save({"model": get_model_state_dict(fsdp2)}, checkpoint_id=tmp_path / "fsdp2")
+    last, _ = zoo_and_optimizer(strategy, seed=2)
+    mine = {key: value for key, value in shardtrace.sharded_state_dict(last).items() if key != "scale"}
+    dcp.load({"model": mine}, checkpoint_id=tmp_path / "fsdp2")
+    found = shardtrace.full_state_dict(last)
+    assert all(torch.equal(found[key], value) for key, value in expected.items() if key != "scale")
 
 
 def test_optimizers_by_name(tmp_path):
-    """Parameters in other groups and another order; tensors, None and numbers as state and options."""
+    """Parameters are in other groups and another order. State and options are tensors, None and numbers."""
 
     def sgd(model, order, lr):
         groups = [{"params": [dict(model.named_parameters())[n] for n in names]} for names in order]
@@ -126,9 +220,20 @@ def test_state_of_another_dtype_than_its_parameter(tmp_path):
     assert torch.equal(other_optimizer.state[other.weight]["master"], master)
 
 
-def test_an_optimizer_whose_state_cannot_be_sharded(two_ranks, tmp_path):
-    two_ranks.run(workers.factored, path=str(tmp_path / "sharded"))
-    model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)  # whole, it can be saved
+@on_ranks(2)
+def test_an_optimizer_whose_state_cannot_be_sharded(tmp_path):
+    """Adafactor's state has other shapes than the parameters."""
+    model = shardtrace.fsdp(torch.nn.Linear(4, 6), sharding_strategy={"weight": "zero3", "*": "ddp"})
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(shardtrace.CheckpointError, match=r"optimizer\.state\.weight\.row_var has shape \(3, 1\)"):
+        shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
+
+
+def test_adafactor_of_an_unsharded_model(tmp_path):
+    model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
     optimizer, other_optimizer = (torch.optim.Adafactor(m.parameters()) for m in (model, other))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -190,19 +295,25 @@ def test_tied_and_untied(tmp_path):
         shardtrace.load_checkpoint(tmp_path / "untied", tied)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", MIXED])
-def test_export_is_loaded_by_plain_pytorch(two_ranks, tmp_path, strategy):
-    expected, _ = two_ranks.run(workers.export, path=str(tmp_path / "one"), strategy=strategy)
+def test_export_is_loaded_by_plain_pytorch(tmp_path, strategy):
+    sharded, _ = zoo_and_optimizer(strategy)
+    expected = shardtrace.full_state_dict(sharded)
+    one, many = tmp_path / "one", tmp_path / "many"
+    for folder, options in ((one, {}), (many, {"max_file_bytes": 500})):
+        shardtrace.export_safetensors(folder, sharded, **options)
+        with pytest.raises(shardtrace.CheckpointError, match="exists already"):
+            shardtrace.export_safetensors(folder, sharded, **options)
     model = Zoo()
-    assert load_model(model, tmp_path / "one" / "model.safetensors") == (set(), [])
+    assert load_model(model, one / "model.safetensors") == (set(), [])
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
-    two_ranks.run(workers.export, path=str(tmp_path / "many"), strategy=strategy, max_file_bytes=500)
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    index = json.loads((many / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     found = {}
     for file in files:
-        found |= load_file(tmp_path / "many" / file)
+        found |= load_file(many / file)
     assert found.keys() == index["weight_map"].keys() == expected.keys() - {"head.weight"}
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 

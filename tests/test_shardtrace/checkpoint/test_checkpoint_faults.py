@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, interrupted, incomplete, foreign or malicious: an error that names what is wrong."""
+"""Checkpoints that are damaged, interrupted, incomplete, foreign or malicious raise an error that names the fault."""
 
 import json
 import os
@@ -9,16 +9,19 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import shardtrace  # isort: split
 
 from shardtrace import CheckpointError
+from shardtrace.checkpoint import writer
 
-import checkpoint_workers as workers
 import pytest
 import torch
-from models import Zoo
+import torch.distributed as dist
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
+from sharded_training import zoo_and_optimizer
 from torch import nn
 
 DATA = "rank-00000-000.safetensors"
@@ -40,7 +43,7 @@ def checkpoint(tmp_path):
 
 
 def load_fails(path, message, model=None):
-    """The load raises, and the model, the optimizer and the generators are as before."""
+    """Assert that the load raises and leaves the model, the optimizer and the generators as they were."""
     model, optimizer = model or small(seed=1)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = {p: {k: v.clone() for k, v in values.items()} for p, values in optimizer.state.items()}
@@ -53,7 +56,7 @@ def load_fails(path, message, model=None):
 
 
 def rewrite_index(checkpoint, change):
-    """An index whose checksum is right: not an accident but somebody's work."""
+    """Change an index and its checksum: no accident, but somebody's work."""
     path = checkpoint / "index.json"
     body = json.loads(path.read_text())["index"]
     change(body)
@@ -62,7 +65,7 @@ def rewrite_index(checkpoint, change):
 
 
 def rewrite_data(checkpoint, change):
-    """Data that was changed, with the checksum of its file changed to fit."""
+    """Change data, and the checksum of its file to fit."""
     tensors = load_file(checkpoint / DATA)
     change(tensors)
     save_file(tensors, checkpoint / DATA)
@@ -190,24 +193,63 @@ def test_keep_last(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step-00000005", "step-00000006"]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @pytest.mark.parametrize("file", ["rank-00000-000.safetensors", "rank-00001-000.safetensors"])
-def test_damage_that_one_rank_sees_is_an_error_on_all(two_ranks, tmp_path, strategy, file):
-    """Of two files each rank reads one."""
-    model = Zoo()
-    shardtrace.save_checkpoint(tmp_path / "one", model, torch.optim.AdamW(model.parameters()), step=1)
-    two_ranks.run(workers.load_and_save, source=str(tmp_path / "one"), target=str(tmp_path / "two"), strategy=strategy)
-    path = tmp_path / "two" / "step-00000001" / file
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    two_ranks.run(workers.refuses, path=str(path.parent), message=f"{file} is damaged", strategy=strategy)
+def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path, strategy, file):
+    """Each rank reads one of two files. A load that raises on every rank leaves everything as it was."""
+    path = shardtrace.save_checkpoint(tmp_path / "two", *zoo_and_optimizer(strategy, seed=1), step=1)
+    if dist.get_rank() == 0:
+        data = bytearray((path / file).read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / file).write_bytes(data)
+    dist.barrier()
+    model, optimizer = zoo_and_optimizer(strategy)
+    before = [p.detach().clone() for p in model.parameters()]
+    generators = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=f"{file} is damaged"):
+        shardtrace.load_checkpoint(path, model, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert not optimizer.state
+    shardtrace.save_checkpoint(path / "after", model, step=0)  # the ranks are still in step
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("on", [0, 1])
-def test_errors_of_one_rank_are_raised_on_all(two_ranks, tmp_path, on):
-    two_ranks.run(workers.fails_to_write, path=str(tmp_path / "full"), on=on)
-    two_ranks.run(workers.refuses_on_one_rank, path=str(tmp_path / "refused"), on=on)
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, on):
+    """The error comes at once or, in the background, later. The checkpoint before stays the latest."""
+    model, optimizer = zoo_and_optimizer()
+    first = shardtrace.save_checkpoint(tmp_path, model, optimizer, step=1)
+    full = OSError(28, "No space left on device")
+    message = f"step 2 was not saved to .*: rank {on}: OSError: .*No space left"
+    with mock.patch.object(writer, "save_file", side_effect=full if dist.get_rank() == on else writer.save_file):
+        with pytest.raises(CheckpointError, match=message):
+            shardtrace.save_checkpoint(tmp_path, model, optimizer, step=2)
+        with shardtrace.AsyncCheckpointer() as checkpointer:
+            for again in (checkpointer.wait, lambda: checkpointer.save(tmp_path, model, optimizer, step=3)):
+                checkpointer.save(tmp_path, model, optimizer, step=2)
+                with pytest.raises(CheckpointError, match=message):
+                    again()
+    assert shardtrace.latest_checkpoint(tmp_path) == first
+    with shardtrace.AsyncCheckpointer() as checkpointer:
+        second = checkpointer.save(tmp_path, model, optimizer, step=2)
+        third = checkpointer.save(tmp_path, model, optimizer, step=3, keep_last=1)
+    assert shardtrace.latest_checkpoint(tmp_path) == third
+    assert not second.exists()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_refusal_on_one_rank_is_an_error_on_all(tmp_path, on):
+    path = tmp_path / "refused"
+    model, _ = zoo_and_optimizer()
+    extra = {"loader": [object() if dist.get_rank() == on else 1]}
+    with pytest.raises(CheckpointError, match=rf"ranks\.{on}\.extra\.loader\.0 is a object"):
+        shardtrace.save_checkpoint(path, model, step=1, extra=extra)
+    with pytest.raises(CheckpointError, match=r"the ranks differ in a checkpoint to save to .* step 0"):
+        shardtrace.save_checkpoint(path, model, step=dist.get_rank())
+    assert not path.exists()
 
 
 # ---- malice ----
@@ -229,7 +271,7 @@ def test_a_pickle_is_never_loaded(checkpoint, tmp_path, name):
     if name == DATA:
         rewrite_index(checkpoint, lambda body: body["files"].update({DATA: [len(pickled), zlib.crc32(pickled)]}))
     model, optimizer = small()
-    if name == ".metadata":  # of torch.distributed.checkpoint: here a hidden file that nothing looks at
+    if name == ".metadata":  # of torch.distributed.checkpoint; here it is a hidden file that is never read
         shardtrace.load_checkpoint(checkpoint, model, optimizer)
     else:
         load_fails(checkpoint, re.escape(name) if name != DATA else "[Hh]eader")
@@ -252,7 +294,7 @@ def test_a_link_that_leaves_the_directory(checkpoint, tmp_path):
 
 
 def at(*path, value):
-    """Puts a value at a place of the index."""
+    """A change that puts a value at a place of the index."""
 
     def change(body):
         for key in path[:-1]:
@@ -312,7 +354,7 @@ def test_an_index_that_is_too_deep(checkpoint):
 
 
 def kills(mode, path):
-    """What tests/checkpoint_kills.py says about a save that is killed."""
+    """The output of tests/checkpoint_kills.py."""
     script = Path(__file__).parents[2] / "checkpoint_kills.py"
     done = subprocess.run([sys.executable, script, mode, path], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -322,7 +364,7 @@ def kills(mode, path):
 def test_a_save_killed_at_each_of_its_file_operations(tmp_path):
     latest = kills("each", str(tmp_path))
     assert len(latest) > 20
-    assert latest == sorted(latest)  # the checkpoint before, up to one moment; from there on the new one
+    assert latest == sorted(latest)  # the old checkpoint up to one moment, and the new one from there on
     assert set(latest) == {1, 2}
 
 

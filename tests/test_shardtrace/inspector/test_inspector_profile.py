@@ -10,7 +10,8 @@ from shardtrace.inspector.timeline import stacked
 import pytest
 import thunder
 import torch
-import workers
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 
@@ -22,8 +23,44 @@ def jitted():
     return cmodel
 
 
-def test_two_ranks(two_ranks):
-    two_ranks.run(workers.profiled_step, late=0.2)
+@on_ranks(2)
+def test_two_ranks():
+    """Rank 1 is late for the steps that rank 0 profiles. Gradients stay the same, and waits are long."""
+    late = 0.2  # seconds
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    cmodel, inputs = thunder.jit(shardtrace.fsdp(model, check_steps=False)), torch.randn(3, 6) + dist.get_rank()
+
+    def gradients():
+        cmodel.zero_grad()
+        cmodel(inputs).sum().backward()
+        return [p.grad for p in cmodel.parameters()]
+
+    before, began = gradients(), time.perf_counter()
+    if dist.get_rank() == 1:
+        for _ in range(2):
+            time.sleep(late)
+            gradients()
+        return
+    with shardtrace.profile(cmodel) as profiled:
+        after = [gradients() for _ in range(2)]
+    ended = time.perf_counter()
+    for again in after:
+        assert all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
+
+    assert profiled.steps == 2
+    predicted, shown = shardtrace.inspect(cmodel), shardtrace.inspect(cmodel, profile=profiled)
+    assert (predicted.times, shown.times) == ("predicted", "measured")
+    forward, backward = (phase.timeline for phase in shown.record.phases)
+    assert all(a < b for clock in (forward, backward) for a, b in pairwise(clock.starts))
+    assert late / 2 < backward.end < (ended - began) / 2
+    assert late / 2 < sum(row.exposed for row in shown.collectives if row.phase == "forward")
+    rows = shown.collectives
+    assert [row.issue for row in rows] == [row.issue for row in predicted.collectives]
+    assert all(row.start < row.stop - row.exposed and row.times == "measured" for row in rows)
+    assert str(shown).count("step, measured") == 1
+    assert "measured time" in shown._repr_html_()
+    assert shardtrace.inspect(cmodel).times == "predicted"
 
 
 def test_lines_add_up_to_the_step(jitted):

@@ -1,4 +1,4 @@
-"""Shards of a bucket in one buffer: a gather has nothing to pack."""
+"""The shards of a bucket lie in one buffer, so that a gather has nothing to pack."""
 
 import copy
 

@@ -1,11 +1,16 @@
 from types import SimpleNamespace
 
+import shardtrace
 from passes.plan import Placement, shard_shape
 from shardtrace.model.home import Home, shard
 
+import thunder
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import on_ranks
+from torch import nn
 
 
 @given(st.lists(st.integers(0, 9), max_size=3), st.integers(2, 9))
@@ -21,3 +26,22 @@ def test_shards_put_together_are_the_tensor_and_zeros(shape, world_size):
     rows = shape[0] if shape else 1
     assert torch.equal(together[:rows].reshape(shape), full)
     assert not together[rows:].any()
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())  # not contiguous
+
+    def forward(self, x):
+        return (x @ self.weight).square()
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_contiguous():
+    single, model = Turned(), shardtrace.fsdp(Turned())
+    x = torch.ones(2, 4)
+    single(x).sum().backward()
+    thunder.jit(model)(x).sum().backward()
+    torch.testing.assert_close(shardtrace.full_state_dict(model)["weight"], single.weight.detach())
+    torch.testing.assert_close(model.weight.grad, single.weight.grad[2 * dist.get_rank() :][:2])

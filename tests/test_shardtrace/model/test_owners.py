@@ -1,7 +1,11 @@
+import shardtrace
 from shardtrace.model.owners import Owned, assign_owners
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Zoo
 
 sizes = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 1000)), min_size=1, max_size=30)
 
@@ -39,3 +43,16 @@ def test_in_between_only_small_modules_stay_together():
 def test_the_largest_goes_first():
     owned = parameters([("a", 1), ("b", 1), ("c", 2)])
     assert load(owned, assign_owners(owned, 2, 1.0), 2) == [2, 2]
+
+
+@pytest.mark.parametrize("evenness", [0.0, 0.5, 1.0])
+def test_owners_have_about_the_same_bytes(fake_ranks, evenness):
+    held = []
+    for rank in range(4):
+        fake_ranks(4, rank=rank)
+        model = shardtrace.fsdp(Zoo(), sharding_strategy="owner", evenness=evenness)
+        held.append(sum(p.numel() for p in model.parameters()))
+        torch.distributed.destroy_process_group()
+    assert sum(held) == sum(p.numel() for p in Zoo().parameters())
+    if evenness == 1:
+        assert max(held) <= 4 / 3 * max(sum(held) / 4, max(p.numel() for p in Zoo().parameters()))

@@ -1,9 +1,16 @@
+"""Strategies: how they are spelled, what they send, and what is refused."""
+
+import shardtrace
 from shardtrace import ShardingStrategy
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
 
 import pytest
+import torch
 import torch.distributed.fsdp
+from golden import compile_fake
+from models import Zoo
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from torch import nn
 
 
 @pytest.mark.parametrize(
@@ -40,3 +47,157 @@ def test_the_first_pattern_that_matches_counts():
     rules = parse_rules({"embed.*": "ddp", "*.bias": "zero2", "*": "zero3"})
     names = ["embed.weight", "embed.bias", "h.0.bias", "h.0.weight"]
     assert [s.value for s in assign(rules, names).values()] == ["ddp", "ddp", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "owner"])
+def test_one_rank_is_the_model_itself(fake_ranks, strategy):
+    fake_ranks(1)
+    model = Zoo()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shardtrace.fsdp(model, sharding_strategy=strategy)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+# ---- counts and bytes ----
+
+ROWS = [(6, 64), (64, 64), (64, 5)]  # in, out features
+BYTES = sum(o * (i + 1) for i, o in ROWS) * 4
+PADDED = sum(-(-o // 2) * 2 * (i + 1) for i, o in ROWS) * 4  # over two ranks
+
+
+def mlp():
+    return nn.Sequential(*(nn.Linear(i, o) for i, o in ROWS))
+
+
+def sent(**options):
+    cmodel = compile_fake(mlp, torch.ones(3, 6), **options)
+    found = {}
+    for row in shardtrace.collectives(cmodel):
+        count, size = found.get((row.phase, row.kind), (0, 0))
+        found[row.phase, row.kind] = count + 1, size + row.bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("ddp", {("backward", "all_reduce"): (3, BYTES)}),
+        ("zero1", {("forward", "all_gather"): (3, PADDED), ("backward", "reduce_scatter"): (3, PADDED)}),
+        ("zero2", {("forward", "all_gather"): (3, PADDED), ("backward", "reduce_scatter"): (3, PADDED)}),
+        (
+            "zero3",
+            {
+                ("forward", "all_gather"): (3, PADDED),
+                ("backward", "all_gather"): (2, PADDED - 64 * 7 * 4),  # the input has no gradient: not the first layer
+                ("backward", "reduce_scatter"): (3, PADDED),
+            },
+        ),
+        (
+            "owner",
+            {
+                ("forward", "broadcast"): (3, BYTES),
+                ("backward", "broadcast"): (2, BYTES - 64 * 7 * 4),
+                ("backward", "reduce"): (3, BYTES),
+            },
+        ),
+    ],
+)
+def test_counts_and_bytes(fake_ranks, strategy, expected):
+    fake_ranks(2)
+    assert sent(sharding_strategy=strategy) == expected
+    half = {key: (count, size // 2) for key, (count, size) in expected.items()}
+    assert sent(sharding_strategy=strategy, mp_policy="bf16") == half
+
+
+def test_gradients_may_be_reduced_in_more_bits_than_they_have(fake_ranks):
+    fake_ranks(2)
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert sent(sharding_strategy="zero2", mp_policy=policy) == {
+        ("forward", "all_gather"): (3, PADDED // 2),
+        ("backward", "reduce_scatter"): (3, PADDED),
+    }
+
+
+def test_hybrid_counts(fake_ranks):
+    """The inner dimension carries the usual collectives, and the outer one reduces the shards of the gradients."""
+    fake_ranks(8)
+    mesh = torch.distributed.init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+    found = sent(sharding_strategy="hybrid_zero2", mesh=mesh)
+    assert found == {
+        ("forward", "all_gather"): (3, PADDED),
+        ("backward", "reduce_scatter"): (3, PADDED),
+        ("backward", "all_reduce"): (3, PADDED // 2),
+    }
+
+
+def test_a_replicated_parameter_is_whole(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(mlp(), sharding_strategy={"0.*": "ddp", "*": "zero3"})
+    assert [tuple(p.shape) for p in model.parameters()] == [(64, 6), (64,), (32, 64), (32,), (3, 64), (3,)]
+
+
+# ---- other spellings ----
+
+
+def test_what_callers_of_other_libraries_write(fake_ranks):
+    fake_ranks(2)
+    kinds = sent(auto_wrap=True, mp="bf16", shard_strat="SHARD_GRAD_OP", TransformerBlock=nn.Linear)
+    assert kinds == {("forward", "all_gather"): (3, PADDED // 2), ("backward", "reduce_scatter"): (3, PADDED // 2)}
+    assert sent(auto_wrap=False, shard_strat="NO_SHARD") == {("backward", "all_reduce"): (1, BYTES)}
+
+
+def test_policies_of_torch(fake_ranks):
+    from functools import partial
+
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    fake_ranks(2)
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=1000)  # only the second layer has as many
+    assert sent(bucketing_strategy=by_size, sharding_strategy="ddp")["backward", "all_reduce"][0] == 3
+    for policy in (
+        ModuleWrapPolicy({nn.Linear}),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}),
+    ):
+        assert sent(auto_wrap_policy=policy, sharding_strategy="ddp")["backward", "all_reduce"] == (3, BYTES)
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sharding_strategy": "zero4"}, "unknown sharding_strategy 'zero4': choose one of 'ddp', 'zero1'"),
+        ({"mp_policy": "int8"}, "unknown mp_policy 'int8': choose one of 'bf16'"),
+        (
+            {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(torch.int8)},
+            "param_dtype of mp_policy is torch.int8",
+        ),
+        ({"sharding_strategy": "hybrid_zero3"}, "a hybrid strategy needs a mesh of two dimensions"),
+        ({"sharding_strategy": {"9.*": "ddp", "*": "zero3"}}, r"no parameter's name matches '9\.\*'"),
+        ({"sharding_strategy": {"0.*": "ddp"}}, "no pattern of sharding_strategy matches parameter '1.weight'"),
+        ({"sharding_strategy": {}}, "a mapping is of patterns"),
+        ({"mp": "bf16", "mp_policy": "fp16"}, "mp_policy and mp both say what mp_policy is to be"),
+        ({"auto_wrap": False, "TransformerBlock": nn.Linear}, "both say what bucketing_strategy is to be"),
+        ({"bucketing_strategy": nn.Conv2d}, "Sequential has no module that"),
+        ({"evenness": 2}, "evenness must be a number from 0 to 1"),
+    ],
+)
+def test_bad_input(fake_ranks, options, message):
+    fake_ranks(2)
+    with pytest.raises(ValueError, match=message):
+        shardtrace.fsdp(mlp(), **options)
+
+
+def test_an_unknown_argument(fake_ranks):
+    fake_ranks(2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shard'"):
+        shardtrace.fsdp(mlp(), shard="zero3")
+
+
+def test_a_mesh_of_one_dimension_does_not_fit_a_hybrid(fake_ranks):
+    fake_ranks(2)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match=r"not one of shape \(2,\)"):
+        shardtrace.fsdp(mlp(), sharding_strategy="hybrid_shard", mesh=mesh)

@@ -1,14 +1,19 @@
-"""Ranks that run different steps, and ranks that fail: an error on all, soon, and the right one."""
+"""Ranks that run different steps and ranks that fail: the right error on all ranks, and soon."""
 
+import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import shardtrace
 from passes.plan import Gradients, Progress, Step
 
 import pytest
-import step_workers as workers
+import thunder
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 SCRIPT = """
@@ -66,22 +71,46 @@ for run, how, failing in CASES:
 """
 
 
+def compiled_steps(check_steps):
+    """A function that runs a step of a kind. All ranks have compiled all kinds."""
+    model = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps, timeout=20)
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+
+    def step(kind):
+        with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "kept" else nullcontext():
+            loss = cmodel(x).sum()
+        if kind != "eval":
+            loss.backward()
+
+    for kind in ("kept", "eval", "reduced"):
+        step(kind)
+    lines = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
+    assert ("check_ranks" in lines) == (check_steps is not False)
+    return step
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True)])
-def test_ranks_about_to_run_different_steps(two_ranks, how, check_steps):
-    for ok, text in two_ranks.outcomes(workers.different_steps, how=how, check_steps=check_steps):
-        assert not ok
-        assert text.startswith("RankMismatchError: the ranks differ in the collectives of Linear: rank 0 has ")
-        assert "the first difference, at position 1: rank 0 has nothing; rank 1 has backward: " in text
+def test_ranks_about_to_run_different_steps(how, check_steps):
+    step = compiled_steps(check_steps)
+    with pytest.raises(shardtrace.RankMismatchError) as raised:
+        step(how if dist.get_rank() == 0 else "reduced")
+    text = str(raised.value)
+    assert text.startswith("the ranks differ in the collectives of Linear: rank 0 has ")
+    assert "the first difference, at position 1: rank 0 has nothing; rank 1 has backward: " in text
 
 
-def test_same_steps_are_run(two_ranks):
+@on_ranks(2)
+def test_same_steps_are_run():
     for check_steps in (None, True, False):
-        two_ranks.run(workers.different_steps, how="reduced", check_steps=check_steps)
+        compiled_steps(check_steps)("reduced")
 
 
 def run_ranks(folder, *cases):
-    """What the two ranks of each case print, by case. Without torchrun, which would end them by a signal; the ranks are
-    forks of a process that has imported Thunder."""
+    """The output of the two ranks of each case. The ranks are forks of a process that has imported Thunder.
+
+    They run without torchrun, which would end them by a signal.
+    """
     (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("SHARDTRACE_CHECK_STEPS", None)
@@ -102,7 +131,7 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
 
 
 def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
-    """Its script goes on with the next batch. Its shards would be taken for others, and the numbers be wrong."""
+    """Its script goes on with the next batch. Its shards would be taken for other ones, and the numbers would be wrong."""
     parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
     for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
         error = (
@@ -115,13 +144,13 @@ def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
 
 T, V = "train", "evaluate"
 STEADY = [
-    # steps, and which of them are compared: each that is not what came after the step before it the last time
+    # steps, and those of them that are compared: a step that differs from the last successor of the step before it
     ([T, T, T, T], [1, 2]),
     ([T, T, T, V, V, V, T, T, T], [1, 2, 3, 4, 5, 6, 7, 8]),
     (4 * [T, V], [1, 2, 3]),
     ([T, T, T, "skipped", T, T], [1, 2, 4, 5]),
     (4 * ["skipped", T], [1, 2, 3]),  # two forwards for each backward
-    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do alone
+    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do by itself
 ]
 
 
@@ -137,7 +166,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     numbers = []
     for number, kind in enumerate(steps):
         before = len(compared)
-        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled anew, as for another shape
+        step = Step(Gradients.REDUCED, list(kinds.get(kind, kinds[T])))  # compiled again, as for another shape
         runtime.compare_step(step)
         numbers += [number] * (len(compared) - before)
         runtime.progress.end(step)
@@ -147,5 +176,24 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     assert numbers == expected
 
 
-def test_a_step_that_all_ranks_leave_alike(two_ranks):
-    two_ranks.run(workers.all_leave_a_step)
+@on_ranks(2)
+def test_a_step_that_all_ranks_leave_alike():
+    """All ranks skip a batch that fails in the middle of forward, and go on as if it had not been there."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    single = copy.deepcopy(model)
+    shardtrace.fsdp(model, bucketing_strategy="layer", timeout=20)
+    cmodel, words = thunder.jit(model), torch.tensor([1, 2])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
+    for step in range(4):
+        if step == 2:
+            with pytest.raises(IndexError):
+                cmodel(words + 10)
+            continue
+        for run, optimizer in zip((single, cmodel), optimizers, strict=True):
+            optimizer.zero_grad()
+            run(words).square().sum().backward()
+            optimizer.step()
+    found = shardtrace.full_state_dict(model)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(found[name], value)

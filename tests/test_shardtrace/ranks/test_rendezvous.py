@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def attempt(store, ranks, first):
-    """The names that ranks in threads agree on; rank ``first`` comes earlier than the others."""
+    """The names that ranks in threads agree on. Rank ``first`` comes earlier than the others."""
 
     def join(rank):
         time.sleep(0 if rank == first else 0.05)
@@ -47,7 +47,7 @@ import torch, torch.distributed as dist
 from shardtrace.ranks.rendezvous import leave_in_peace
 
 def run(rank, store):
-    sys.setswitchinterval(100)  # who has the GIL keeps it, as on a busy machine
+    sys.setswitchinterval(100)  # a thread keeps the GIL, as on a busy machine
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     leave_in_peace()
     works = [dist.all_reduce(torch.ones(64), async_op=True) for _ in range(20)]
@@ -66,7 +66,7 @@ for attempt in range(6):
 
 
 def test_ranks_end_without_an_abort(tmp_path):
-    """Of those that do not wait, four in ten are ended by a signal here."""
+    """Without waiting, four ranks in ten end by a signal here."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LEAVE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

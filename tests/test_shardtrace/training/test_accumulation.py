@@ -1,46 +1,123 @@
 """Gradient accumulation: ``no_sync``. (The lines of the trace: tests/test_passes/test_accumulate.py.)"""
 
+from contextlib import nullcontext, suppress
+
 import shardtrace
 
 import pytest
-import step_workers as workers
-from models import Zoo
+import thunder
+import torch
+from models import Switch, Zoo
+from ranks import on_ranks
+from sharded_training import expected_gradients, full_gradients, mean_over_ranks, micro_batches, my_rows, sharded_zoo
+from torch import nn
 
 PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "*": "zero3"}
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp", PARTS])
-def test_micro_batches_equal_one_batch(two_ranks, strategy):
-    two_ranks.run(workers.accumulate, strategy=strategy)
+def test_micro_batches_equal_one_batch(strategy):
+    accumulate(strategy)
 
 
-def test_hybrid(four_ranks):
-    four_ranks.run(workers.accumulate, strategy="hybrid_zero2", mesh=(2, 2))
+@on_ranks(4)
+def test_hybrid():
+    accumulate("hybrid_zero2", mesh=(2, 2))
 
 
-def test_reduced_in_each_step(two_ranks):
-    two_ranks.run(workers.accumulate, strategy="zero3", reduce_each=True)
+@on_ranks(2)
+def test_reduced_in_each_step():
+    accumulate("zero3", reduce_each=True)
 
 
-def test_sums_are_in_fp32(two_ranks):
-    two_ranks.run(workers.sums_in_fp32)
+def accumulate(strategy, mesh=None, reduce_each=False):
+    """Four micro-batches give the gradients of one batch. The first three send no gradient, or all do."""
+    model = sharded_zoo(strategy, mesh=mesh)
+    cmodel = thunder.jit(model)
+    for step in range(2):  # the second runs what is compiled
+        model.zero_grad()
+        total = 0.0
+        for i, batch in enumerate(batches := micro_batches(step, 4)):
+            last = i + 1 == len(batches)
+            with nullcontext() if last else model.no_sync(reduce_each=reduce_each):
+                loss = cmodel(*my_rows(batch)) / len(batches)
+                loss.backward()
+            sends = any("reduce" in c.kind for c in shardtrace.collectives(cmodel))
+            assert sends == (last or reduce_each)
+            assert all((p.grad is None) != sends for p in (model.position, model.scale, model.blocks[1].down))
+            total += mean_over_ranks(loss)
+        expected_loss, expected = expected_gradients(step, 4)
+        torch.testing.assert_close(total, expected_loss, rtol=1e-6, atol=1e-6)
+        found = full_gradients(model)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert not model._shardtrace.runtime.kept.by_parameter
+    assert thunder.cache_misses(cmodel) == (1 if reduce_each else 2)
 
 
-def test_a_sum_that_is_not_reduced_is_an_error(two_ranks):
-    for message in two_ranks.run(workers.left_behind):
-        assert (
-            "parameter 'second.weight' has gradients from no_sync that the step after it did not reduce, as it did not "
-            "use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
-        ) in message
+@on_ranks(2)
+def test_sums_are_in_fp32():
+    """Many small gradients in bf16, added to a large one, are lost in bf16 and kept in fp32."""
+    kept = {}
+    for dtype in (torch.float32, None):
+        model = nn.Linear(4, 4, bias=False)
+        shardtrace.fsdp(model, mp_policy="bf16", accumulation_dtype=dtype)
+        cmodel = thunder.jit(model)
+        for i in range(9):
+            with model.no_sync() if i < 8 else nullcontext():
+                cmodel(torch.full((1, 4), 1.0 if i == 0 else 2.0**-9)).sum().backward()
+            if i == 0:
+                (total,) = model._shardtrace.runtime.kept.by_parameter.values()
+                assert total.dtype == (dtype or torch.bfloat16)
+        kept[dtype] = model.weight.grad[0, 0].item()
+    assert kept == {torch.float32: 1 + 8 * 2.0**-9, None: 1.0}
 
 
-def test_an_exception_drops_the_sums(two_ranks):
-    two_ranks.run(workers.dropped_by_an_exception)
+@on_ranks(2)
+def test_a_sum_that_is_not_reduced_is_an_error():
+    """The reducing step does not use a parameter that the steps before it used. Training can go on after the error."""
+    model = shardtrace.fsdp(Switch())
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+    with model.no_sync():
+        cmodel(x, True).sum().backward()
+    cmodel(x, False).sum().backward()
+    with pytest.raises(RuntimeError) as raised:
+        cmodel(x, False)
+    assert (
+        "parameter 'second.weight' has gradients from no_sync that the step after it did not reduce, as it did not "
+        "use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
+    ) in str(raised.value)
+    cmodel(x, True).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:No op since neither")  # says Thunder, which does not know of ours
-def test_thunders_own_no_sync(two_ranks):
-    two_ranks.run(workers.with_thunders_own_no_sync)
+@on_ranks(2)
+def test_an_exception_drops_the_sums():
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+    cmodel(x).sum().backward()
+    expected = model.weight.grad.clone()
+    model.zero_grad()
+    with suppress(KeyError), shardtrace.no_sync(cmodel):
+        cmodel(x).sum().backward()
+        raise KeyError
+    cmodel(x).sum().backward()
+    assert torch.equal(model.weight.grad, expected)
+
+
+@on_ranks(2)
+def test_thunders_own_no_sync():
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    cmodel, x = thunder.jit(model), torch.ones(2, 4)
+    with cmodel.no_sync():
+        cmodel(x).sum().backward()
+    assert model.weight.grad is None
+    cmodel(x).sum().backward()
+    once = model.weight.grad.clone()
+    model.zero_grad()
+    cmodel(x).sum().backward()
+    assert torch.equal(once, 2 * model.weight.grad)
 
 
 def test_of_an_unsharded_model():

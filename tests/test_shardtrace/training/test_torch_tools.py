@@ -1,11 +1,60 @@
-"""PyTorch's own tools around a sharded model. (GradScaler: tests/test_strategies.py.)"""
+"""PyTorch's own tools around a sharded model. (GradScaler: tests/test_passes/test_share_overflow.py.)"""
 
-import step_workers as workers
+import shardtrace
+
+import thunder
+import torch
+import torch.distributed as dist
+from models import Zoo, tokens
+from ranks import on_ranks
+from sharded_training import ROWS, full_gradients, my_rows, sharded_zoo
 
 
-def test_optimizers_and_schedules(two_ranks):
-    two_ranks.run(workers.optimizers)
+@on_ranks(2)
+def test_optimizers_and_schedules():
+    """Fused and foreach optimizers and a learning rate schedule on shards, compared with the unsharded model."""
+    torch.manual_seed(0)
+    single, model = Zoo(), sharded_zoo()
+    cmodel = thunder.jit(model)
+    initial = {name: value.clone() for name, value in single.state_dict().items()}
+
+    def steps(kind, run, parameters, batch):
+        if kind == "sgd":
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=0.05, eps=1e-2, **{kind: True})
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+        for step in range(4):
+            run(*batch(step)).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    for kind in ("fused", "foreach", "sgd"):
+        single.load_state_dict(initial)
+        shardtrace.load_full_state_dict(model, initial)
+        steps(kind, single, (p for p in single.parameters() if p.requires_grad), lambda step: tokens(ROWS, step))
+        steps(kind, cmodel, cmodel.parameters(), lambda step: my_rows(tokens(ROWS, step)))
+        found = shardtrace.full_state_dict(model)
+        for name, value in single.state_dict().items():
+            message = f"{kind}: {name}: {{}}".format
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=message)
 
 
-def test_autocast(two_ranks):
-    two_ranks.run(workers.autocast)
+@on_ranks(2)
+def test_autocast():
+    """torch.autocast around a sharded model does what it does around the unsharded one."""
+    torch.manual_seed(0)
+    single = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    model.load_state_dict(single.state_dict())
+    cmodel, x = thunder.jit(shardtrace.fsdp(model)), torch.randn(2 * dist.get_world_size(), 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = single(x), cmodel(x[2 * dist.get_rank() :][:2])
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected[2 * dist.get_rank() :][:2], rtol=2e-2, atol=1e-2)
+    expected.float().square().mean().backward()
+    found.float().square().mean().backward()
+    gradients = full_gradients(model)
+    for name, p in single.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)

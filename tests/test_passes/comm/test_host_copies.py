@@ -1,4 +1,4 @@
-"""Lines of a step whose parameters are at rest in host memory, compiled for a GPU that need not be there."""
+"""Lines of a step whose parameters are in host memory, compiled for a GPU that need not be there."""
 
 import re
 

@@ -1,0 +1,143 @@
+"""Sharded training against one process that trains on the whole batch: losses, parameters, gradients."""
+
+import sys
+from pathlib import Path
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from sharded_training import mean_over_ranks, train_zoo
+
+PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.*": "zero3", "*": "zero2"}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "bucketing", "optimizer"),
+    [
+        ("zero2", "none", "adamw"),
+        ("zero2", "layer", "adamw"),
+        ("zero2", 0.0005, "adamw"),
+        ("zero3", "layer", "sgd"),  # shows gradients that are wrong by a factor
+        ("zero3", "block", "adamw"),
+        ("zero3", 0.0005, "adamw"),
+        ("ddp", "none", "adamw"),
+        ("zero1", "block", "adamw"),
+        ("zero3", "model", "adamw"),
+        ("owner", "none", "adamw"),
+        ("owner", "model", "adamw"),
+    ],
+)
+def test_two_ranks(strategy, bucketing, optimizer):
+    train_zoo(strategy, bucketing, optimizer)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("strategy", "bucketing"),
+    [("zero2", "block"), ("zero3", "none"), ("zero3", "block"), ("ddp", "block"), ("owner", "block")],
+)
+def test_three_ranks(strategy, bucketing):
+    train_zoo(strategy, bucketing)
+
+
+@on_ranks(4)
+def test_four_ranks():
+    """A model with every kind of collective."""
+    train_zoo(PARTS)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("hybrid_zero2", None), ({"embed*": "ddp", "*": "hybrid_zero3"}, None), ("hybrid_zero3", "bf16")],
+)
+def test_hybrid(strategy, precision):
+    train_zoo(strategy, mesh=(2, 2), precision=precision)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "owner"])
+def test_bf16(strategy):
+    train_zoo(strategy, precision="bf16")
+
+
+@on_ranks(2)
+def test_losses_of_ddp():
+    """ZeRO-3 losses of the example's tiny GPT are those of DDP. (ZeRO-2: tests/test_examples.py.)"""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt2"))
+    from model import CONFIGS, GPT
+
+    def train(wrap):
+        torch.manual_seed(0)
+        run = wrap(GPT(CONFIGS["tiny"]))
+        optimizer = torch.optim.AdamW(run.parameters(), lr=3e-4)
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(20):
+            rows = torch.randint(0, 256, (2 * dist.get_world_size(), 33), generator=generator)
+            mine = rows[2 * dist.get_rank() :][:2]
+            loss = run(mine[:, :-1], mine[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean_over_ranks(loss))
+        return losses
+
+    expected = train(torch.nn.parallel.DistributedDataParallel)
+    losses = train(lambda model: thunder.jit(shardtrace.fsdp(model)))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+class Mixed(torch.nn.Module):
+    """Parameters in three dtypes, in one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)])
+        self.layers[1].to(torch.bfloat16)
+        self.layers[2].to(torch.float16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float().square().mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_mixed_dtypes(strategy):
+    torch.manual_seed(0)
+    expected, model = Mixed(), Mixed()
+    model.load_state_dict(expected.state_dict())
+    x = torch.randn(4 * dist.get_world_size(), 4)
+    cmodel = thunder.jit(shardtrace.fsdp(model, sharding_strategy=strategy, bucketing_strategy=100))
+    expected(x).backward()
+    cmodel(x[4 * dist.get_rank() :][:4]).backward()
+    assert {(c.kind, c.dtype) for c in shardtrace.collectives(cmodel)} >= {
+        (kind, dtype) for kind in ("all_gather", "reduce_scatter") for dtype in ("f32", "bf16", "f16")
+    }
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert p.dtype == p.grad.dtype == q.dtype
+        mine = q.grad[dist.get_rank() * p.shape[0] :][: p.shape[0]]
+        torch.testing.assert_close(
+            p.grad[: mine.shape[0]], mine, rtol=2e-2, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@on_ranks(2)
+def test_accumulation_and_hooks():
+    """Gradients add up over backward passes, and hooks on shards run."""
+    model = torch.nn.Linear(4, 6)
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    seen = []
+    model.weight.register_hook(lambda grad: seen.append(grad.shape))
+    cmodel(torch.ones(2, 4)).sum().backward()
+    once = model.weight.grad.clone()
+    cmodel(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, 2 * once)
+    assert seen == [model.weight.shape] * 2
