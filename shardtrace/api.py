@@ -22,6 +22,7 @@ from shardtrace.ranks.consensus import RankMismatchError, compare
 from shardtrace.ranks.failure import tell_others_of_failure
 from shardtrace.ranks.mesh import Groups, Mesh, resolve_device, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.training.optimizers import refuse_wrong_optimizers
 
 import thunder
 import torch
@@ -187,6 +188,7 @@ def fsdp(
     )
     tell_others_of_failure(groups.everyone)
     leave_in_peace()
+    refuse_wrong_optimizers()
     state = ShardedState(type(model).__name__, groups, options, entries, cost)
     state.claim_shards()
     attach(model, state, checkpointed.values())
