@@ -22,6 +22,11 @@ class Home:
     owner: int = 0
     host: HostMemory | None = None
 
+    @property
+    def is_spread(self) -> bool:
+        """True if the ranks hold different parts of the parameter."""
+        return self.placement is not Placement.REPLICATE and self.group.size() > 1
+
 
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """What this rank keeps of ``full``, in memory of its own on the same device.
