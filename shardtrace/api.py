@@ -11,7 +11,7 @@ from shardtrace.costs import load_cost_model
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.model.owners import Owned, assign_owners
-from shardtrace.model.places import Place, places
+from shardtrace.model.places import Place, places, sparse_embedding
 from shardtrace.model.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import Checkpointed, Wrap, checkpointed_blocks, chosen_blocks, is_wrap, repeated_blocks
@@ -325,6 +325,10 @@ def _refusal(
             return ValueError(f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()")
     if module := uninitializable(model, param_init_fn):
         return ValueError(f"module {module} is on the meta device and has no reset_parameters: pass param_init_fn")
+    if len(ranks) > 1 and (sparse := sparse_embedding(model)) is not None:
+        return ValueError(
+            f"module {sparse} has sparse gradients, which are not reduced over ranks: build it with sparse=False"
+        )
     return None
 
 
