@@ -124,7 +124,7 @@ def _problems(index: Index) -> Iterator[str]:
         yield "it lists no rank"
     for name, first in index.tied.items():
         if first not in index.tensors or name in index.tensors:
-            yield f"{name} is tied to {first}, which does not match the tensors"
+            yield f"{name} is tied to {first}, which does not fit the tensors"
     for name, tensor in index.tensors.items():
         if min(tensor.shape, default=0) < 0:
             yield f"{name} has shape {tensor.shape}"

@@ -77,12 +77,10 @@ def load_checkpoint(
         error = problem
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:
         error = CheckpointError(f"the index of {path} is not one: {type(problem).__name__}: {problem}")
-    seconds = sum(size for size, _ in contents.index.files.values()) / SLOWEST if contents is not None else 0.0
-    lines = (
-        [f"{contents.path} with an index of checksum {checksum(contents.path / INDEX):08x}"]
-        if contents is not None
-        else []
-    )
+    seconds, lines = 0.0, []
+    if contents is not None:
+        seconds = sum(size for size, _ in contents.index.files.values()) / SLOWEST
+        lines = [f"{contents.path} with an index of checksum {checksum(contents.path / INDEX):08x}"]
     agree(state, "the checkpoint to load", lines, error, timeout=seconds)
     assert contents is not None
     _read(contents, state)

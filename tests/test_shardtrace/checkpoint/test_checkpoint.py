@@ -5,7 +5,7 @@ import json
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import progress, writer
+from shardtrace.checkpoint import progress_bar, writer
 
 import checkpoint_workers as workers
 import pytest
@@ -126,8 +126,26 @@ def test_state_of_another_dtype_than_its_parameter(tmp_path):
     assert torch.equal(other_optimizer.state[other.weight]["master"], master)
 
 
+class KeepsRowMeans(torch.optim.SGD):
+    """An optimizer whose state has other shapes than the parameters."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["row_mean"] = p.grad.mean(-1, keepdim=True)
+
+
+def save_row_means(path):
+    model = shardtrace.fsdp(torch.nn.Linear(4, 6), sharding_strategy={"weight": "zero3", "*": "ddp"})
+    optimizer = KeepsRowMeans(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(shardtrace.CheckpointError, match=r"optimizer\.state\.weight\.row_mean has shape \(3, 1\)"):
+        shardtrace.save_checkpoint(path, model, optimizer, step=1)
+
+
 def test_an_optimizer_whose_state_cannot_be_sharded(two_ranks, tmp_path):
-    two_ranks.run(workers.factored, path=str(tmp_path / "sharded"))
+    two_ranks.run(save_row_means, path=str(tmp_path / "sharded"))
     model, other = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)  # whole, it can be saved
     optimizer, other_optimizer = (torch.optim.Adafactor(m.parameters()) for m in (model, other))
     for p in model.parameters():
@@ -225,8 +243,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("show", [True, False])
 def test_a_bar_for_what_takes_long(monkeypatch, show):
-    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with progress.Progress("save", show=show).of(3_000_000) as advance:
+    with progress_bar.ProgressBar("save", show=show).of(3_000_000) as advance:
         advance(3_000_000)
     assert ("save: 100%" in terminal.getvalue() and "B/s" in terminal.getvalue()) == show
