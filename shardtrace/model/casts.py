@@ -1,4 +1,4 @@
-"""Mixed precision at the edge of a model: what goes in and what comes out is cast. Thunder traces these functions."""
+"""Mixed precision at the edge of a model: casts of its inputs and outputs. Thunder traces these functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | None) -> Callable[..., Any]:
-    """``forward`` with its floating-point inputs and outputs cast as ``precision`` says; itself if nothing is."""
+    """``forward`` with floating-point inputs and outputs cast according to ``precision``; itself if none are cast."""
     if precision is None:
         return forward
     given = precision.param_dtype if precision.cast_forward_inputs else None
@@ -25,7 +25,7 @@ def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | No
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """The floating-point tensors in nested tuples, lists and dicts, in ``dtype``; all else as it is."""
+    """Cast the floating-point tensors in nested tuples, lists and dicts to ``dtype``; keep everything else."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
