@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from passes.plan import CostModel, HostMemory, Placement
 from shardtrace.costs import load_cost_model
+from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.model.owners import Owned, assign_owners
@@ -167,7 +168,8 @@ def fsdp(
     cost = cost_model or load_cost_model(target, groups.everyone)
     homes = _homes(found, strategies, groups, options.evenness, host)
     dtypes = [p.parameter.dtype for p in found]
-    stand_ins = [_stand_in(p.parameter, target, options.precision) for p in found]
+    policies = [None if any(keeps_dtype(m) for m, _ in p.owners) else options.precision for p in found]
+    stand_ins = [_stand_in(p.parameter, target, policy) for p, policy in zip(found, policies, strict=True)]
     _shard_parameters(model, found, homes, groups.everyone, target, broadcast_from, param_init_fn)
     entries = tuple(
         Entry(
@@ -182,8 +184,9 @@ def fsdp(
             homes[p.name],
             s,
             tuple(p.owners),
+            policy,
         )
-        for p, s, dtype in zip(found, stand_ins, dtypes, strict=True)
+        for p, s, dtype, policy in zip(found, stand_ins, dtypes, policies, strict=True)
         if s.numel() and (groups.everyone.size() > 1 or options.precision is not None or host is not None)
     )
     tell_others_of_failure(groups.everyone)

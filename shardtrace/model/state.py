@@ -62,6 +62,7 @@ class Entry:
     home: Home
     stand_in: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    precision: MixedPrecisionPolicy | None
 
     @property
     def device(self) -> torch.device:
@@ -112,10 +113,17 @@ class ShardedState:
         self.runtime = ModelRuntime(
             model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
         )
-        self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
+        self.plans = {key: self._plan(*key) for key in dict.fromkeys((e.strategy, e.precision) for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
-                self.plans[e.strategy], e.name, e.full_shape, e.layer, e.block, index, to_dtype(e.dtype), e.home.owner
+                self.plans[e.strategy, e.precision],
+                e.name,
+                e.full_shape,
+                e.layer,
+                e.block,
+                index,
+                to_dtype(e.dtype),
+                e.home.owner,
             )
             for index, e in enumerate(entries)
         }
@@ -126,11 +134,10 @@ class ShardedState:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
-    def _plan(self, strategy: ShardingStrategy) -> Plan:
-        entries = [e for e in self.entries if e.strategy is strategy]
+    def _plan(self, strategy: ShardingStrategy, precision: MixedPrecisionPolicy | None) -> Plan:
+        entries = [e for e in self.entries if (e.strategy, e.precision) == (strategy, precision)]
         home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
-        precision = options.precision
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
