@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from passes.plan import Axis, CostModel, Placement, Plan, Shape, ShardedParameter
+from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
 from shardtrace.model.runtime import ModelRuntime
@@ -190,9 +190,10 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard."""
+        """Raises RuntimeError if a parameter is not this rank's shard, or was frozen while it has unreduced gradients."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
+        self._check_not_frozen()
         for parameters, attribute, entry in self._places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
@@ -217,8 +218,22 @@ class ShardedState:
                 f"parameter {left[0]!r} has gradients from no_sync that the step after it did not reduce, as it did "
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
+        self._check_not_frozen()
         for entry in self.entries:
             entry.check_unchanged()
+
+    def _check_not_frozen(self) -> None:
+        """Raises RuntimeError if this step would not reduce what no_sync has added up because a parameter was frozen
+        since. The sums are kept."""
+        kept = self.runtime.kept.by_parameter
+        if not kept or self.runtime.gradients() is not Gradients.ADDED:
+            return
+        for parameter in kept:
+            if not self.entries[parameter.index].shard.requires_grad:
+                raise RuntimeError(
+                    f"parameter {parameter.name!r} was frozen before the gradients that no_sync has added up for it "
+                    "were reduced: set requires_grad to False after the step that reduces them"
+                )
 
     def check_part(self, module: nn.Module) -> None:
         """Raises RuntimeError if a module inside is called by itself, where its parameters are shards."""
