@@ -190,7 +190,7 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard, or was frozen while it has unreduced gradients."""
+        """Raises RuntimeError if a parameter is not this rank's shard, or was frozen before its sum is reduced."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
         self._check_not_frozen()

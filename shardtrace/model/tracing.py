@@ -54,6 +54,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
+    compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
     proxied = get_interpreterruntimectx()._proxied_values  # grows until tracing ends
     with state.stand_ins():
