@@ -100,7 +100,7 @@ class ModelState:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         if self.states and self.states[0].entries:
             return self.states[0].entries[0].device
         return next((slot.local.device for slot in self.slots.values()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Where each rank keeps its part of a tensor between uses. Placements: :mod:`passes.plan`."""
+"""The place of a tensor between uses, and each rank's part of it. Placements: :mod:`passes.plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a parameter lives between uses: its placement over the ranks of a group, the group rank that owns it (only
+    """The place of a parameter between uses: its placement over the ranks of a group, the group rank that owns it (only
     with OWNER), and whether it is in host memory."""
 
     placement: Placement
