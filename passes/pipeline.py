@@ -20,6 +20,7 @@ from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.plan import Enlisted, Runtime
+from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
@@ -37,6 +38,7 @@ class Compilation:
 
     def __init__(self) -> None:
         self.enlisted = Enlisted()
+        self.models: dict[str, None] = {}  # the names of the models that are traced, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # what forward saves, for the backward that follows
         self._tracing: Any = None
@@ -45,6 +47,7 @@ class Compilation:
         """Starts afresh, unless ``tracing`` (Thunder's context of it) is the one that is going on already."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
+            self.models = {}
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -84,7 +87,7 @@ class Pass(Transform):
 
 
 class ShardParameters(Pass):
-    """The first pass: the only one that changes the prologue too."""
+    """The first pass: the only one that changes the prologue and the epilogue too."""
 
     def __init__(self, compilation: Compilation) -> None:
         super().__init__("shard_parameters")
@@ -100,6 +103,8 @@ class ShardParameters(Pass):
         if computation is not computation_trace:
             self.sign(prologue)
             self.sign(computation)
+        if epilogue_trace is not None and self.compilation.models:
+            epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
         return prologue, computation, epilogue_trace
 
 

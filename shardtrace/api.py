@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from passes.compat import jitted_module, jitted_transforms, set_traced_device
 from passes.plan import CostModel, HostMemory, Placement
 from shardtrace.costs import load_cost_model
+from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data, uninitializable
 from shardtrace.model.owners import Owned, assign_owners
-from shardtrace.model.places import Place, places
+from shardtrace.model.places import Place, places, sparse_embedding
 from shardtrace.model.state import PART_ATTRIBUTE, Entry, Options, ShardedState, state_of, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import Checkpointed, Wrap, checkpointed_blocks, chosen_blocks, is_wrap, repeated_blocks
@@ -23,6 +24,7 @@ from shardtrace.ranks.consensus import RankMismatchError, compare
 from shardtrace.ranks.failure import tell_others_of_failure
 from shardtrace.ranks.mesh import Groups, Mesh, resolve_device, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.training.optimizers import refuse_wrong_optimizers
 
 import thunder
 import torch
@@ -167,7 +169,8 @@ def fsdp(
     cost = cost_model or load_cost_model(target, groups.everyone)
     homes = _homes(found, strategies, groups, options.evenness, host)
     dtypes = [p.parameter.dtype for p in found]
-    stand_ins = [_stand_in(p.parameter, target, options.precision) for p in found]
+    policies = [None if any(keeps_dtype(m) for m, _ in p.owners) else options.precision for p in found]
+    stand_ins = [_stand_in(p.parameter, target, policy) for p, policy in zip(found, policies, strict=True)]
     _shard_parameters(model, found, homes, groups.everyone, target, broadcast_from, param_init_fn)
     entries = tuple(
         Entry(
@@ -182,12 +185,14 @@ def fsdp(
             homes[p.name],
             s,
             tuple(p.owners),
+            policy,
         )
-        for p, s, dtype in zip(found, stand_ins, dtypes, strict=True)
+        for p, s, dtype, policy in zip(found, stand_ins, dtypes, policies, strict=True)
         if s.numel() and (groups.everyone.size() > 1 or options.precision is not None or host is not None)
     )
     tell_others_of_failure(groups.everyone)
     leave_in_peace()
+    refuse_wrong_optimizers()
     state = ShardedState(type(model).__name__, groups, options, entries, cost)
     state.claim_shards()
     attach(model, state, checkpointed.values())
@@ -324,6 +329,10 @@ def _refusal(
             return ValueError(f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()")
     if module := uninitializable(model, param_init_fn):
         return ValueError(f"module {module} is on the meta device and has no reset_parameters: pass param_init_fn")
+    if len(ranks) > 1 and (sparse := sparse_embedding(model)) is not None:
+        return ValueError(
+            f"module {sparse} has sparse gradients, which are not reduced over ranks: build it with sparse=False"
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, resharded when loaded, complete or not there, and never a pickle."""
+"""Checkpoints: sharded when saved, resharded when loaded, complete or absent, and never a pickle."""
 
 from shardtrace.checkpoint.background import AsyncCheckpointer
 from shardtrace.checkpoint.export import export_safetensors

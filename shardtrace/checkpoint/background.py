@@ -1,4 +1,4 @@
-"""Saving while the training goes on."""
+"""Saves that run while training continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.files import step_directory
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.save import prepare, write
 from shardtrace.checkpoint.state import ModelState, model_state
 from shardtrace.ranks.mesh import is_alone
@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 
 class AsyncCheckpointer:
-    """Saves checkpoints in a thread: ``save`` returns when this rank's tensors are copied to host memory.
+    """Saves checkpoints in a thread: ``save`` returns once this rank's tensors are copied to host memory.
 
-    One save at a time, and so one copy: ``save`` waits for the one before. What goes wrong in the thread is raised on
-    every rank by the next ``save`` or by ``wait``. Leave the context, or call ``wait``, before the end of the training:
+    Only one save runs at a time, so that there is only one copy: ``save`` waits for the previous one. An error in the
+    thread is raised on every rank by the next ``save`` or by ``wait``. Leave the context, or call ``wait``, before
+    training ends:
 
         with shardtrace.AsyncCheckpointer() as checkpointer:
             for step in range(steps):
@@ -48,21 +49,31 @@ class AsyncCheckpointer:
         extra: Any = None,
         keep_last: int | None = None,
     ) -> Path:
-        """Like :func:`shardtrace.save_checkpoint`; returns the directory that will be complete later."""
+        """Save like :func:`shardtrace.save_checkpoint`; return the directory, which will be complete later."""
         self.wait()
         state = model_state(model)
-        prepared = prepare(state, path, optimizer, step, schedulers, scaler, extra, keep_last, keep=_copied)
-        self._pending = self._thread.submit(write, prepared, self._group(state), Progress("save", show=False))
+        prepared = prepare(
+            state,
+            path,
+            optimizer,
+            step=step,
+            schedulers=schedulers,
+            scaler=scaler,
+            extra=extra,
+            keep_last=keep_last,
+            keep=_copied,
+        )
+        self._pending = self._thread.submit(write, prepared, self._group(state), ProgressBar("save", show=False))
         return step_directory(prepared.root, step)
 
     def wait(self) -> None:
-        """Returns when no save is under way. Raises CheckpointError, on every rank, if the last one failed."""
+        """Wait until no save is in progress. Raises CheckpointError, on every rank, if the last one failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _group(self, model: ModelState) -> dist.ProcessGroup | None:
-        """A group of the same ranks for the thread alone, as collectives of two threads would meet in one group."""
+        """A group of the same ranks for the thread only: in one group, collectives of two threads would mix."""
         group = model.group
         if group is None or is_alone(group):
             return None
@@ -76,7 +87,7 @@ class AsyncCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits for the save that is under way; its error is not raised over another one."""
+        """Wait for the save in progress; its error does not replace another one."""
         try:
             if kind is None:
                 self.wait()
@@ -85,5 +96,5 @@ class AsyncCheckpointer:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory, where nothing else changes it."""
+    """A copy in host memory that nothing else changes."""
     return tensor.detach().to("cpu", copy=True)

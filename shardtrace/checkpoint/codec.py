@@ -1,4 +1,4 @@
-"""Nested values as JSON, with their tensors taken out: nothing that is decoded can run code."""
+"""Nested values as JSON, with their tensors taken out. Decoding cannot run code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "C
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as JSON; its tensors are put into ``tensors``, under names that begin with ``name``.
+    """``value`` as JSON. Its tensors are put into ``tensors``, under names that begin with ``name``.
 
-    None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Raises CheckpointError that names the
-    place of anything else.
+    It may hold None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Raises CheckpointError that
+    names the place of anything else.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -43,7 +43,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of :func:`encode`. Raises CheckpointError if it is not what ``encode`` makes."""
+    """The inverse of :func:`encode`. Raises CheckpointError for a value that ``encode`` does not produce."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Whole models as safetensors files that PyTorch and Hugging Face load without shardtrace."""
+"""Export of whole models to safetensors files, which PyTorch and Hugging Face load without shardtrace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardtrace.checkpoint.agree import agree
+from shardtrace.checkpoint.agreement import agree
 from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 from shardtrace.model.home import unshard
 
@@ -18,29 +18,29 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-INDEX = "model.safetensors.index.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_file_bytes: float = 5e9) -> None:
-    """Writes the whole model to ``path/model.safetensors``, or to several files and their index if it is larger.
+    """Write the whole model to ``path/model.safetensors``, or to several files and their index if it is larger.
 
     The names, files and index are those that ``transformers`` writes and ``from_pretrained`` loads. A plain module
-    takes a single file by ``safetensors.torch.load_model``. A tied weight is written once, under its first name; the
-    others stand in the file's metadata. A collective: parameters are gathered one at a time, and the first rank of the
-    model's group, which writes, holds one file's tensors in host memory.
+    loads a single file with ``safetensors.torch.load_model``. A tied weight is written once, under its first name; the
+    file's metadata lists the others. A collective: parameters are gathered one at a time. The first rank of the model's
+    group writes, and holds one file's tensors in host memory.
 
     Args:
-        path: a directory, made if it is not there.
-        max_file_bytes: a file has at most so many, unless it holds a single tensor.
+        path: a directory, created if it does not exist.
+        max_file_bytes: the largest size of a file, unless it holds a single tensor.
 
     Raises:
-        CheckpointError: on every rank; a file of this name exists already, or cannot be written.
+        CheckpointError: on every rank, if a file of this name exists already or cannot be written.
     """
     root, state = Path(path).absolute(), model_state(model)
     files = _files(state, max_file_bytes)
     error = _refusal(root, files, state)
     agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
-    with Progress("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
+    with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
             values = {}
             for name in names:
@@ -78,15 +78,15 @@ def _bytes(slot: Slot) -> int:
 
 def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
     if model.extra:
-        return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files have no place for")
-    for name in (*files, INDEX, "model.safetensors"):
+        return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
+    for name in (*files, SAFETENSORS_INDEX, "model.safetensors"):
         if (root / name).exists():
             return CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
     return None
 
 
 def _write(path: Path, values: dict[str, torch.Tensor], aliases: dict[str, str]) -> Exception | None:
-    """Writes a file that is there whole or not at all; returns what went wrong, so that no rank waits in a gather."""
+    """Write a file completely or not at all. Returns its error, so that no rank waits in a gather."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def _write_index(root: Path, files: Mapping[str, list[str]], model: ModelState) 
     weights = {name: file for file, names in files.items() for name in names}
     try:
         index = {"metadata": {"total_size": total}, "weight_map": weights}
-        write_new(root / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        write_new(root / SAFETENSORS_INDEX, json.dumps(index, indent=2).encode() + b"\n")
     except OSError as error:
-        return CheckpointError(f"cannot write {root / INDEX}: {error}")
+        return CheckpointError(f"cannot write {root / SAFETENSORS_INDEX}: {error}")
     return None

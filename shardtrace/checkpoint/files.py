@@ -1,7 +1,7 @@
-"""The directories of checkpoints: what is complete, how a file gets there whole, and how it is checked.
+"""The directories and files of checkpoints: how they are found, written and checked.
 
 A checkpoint is a directory ``step-00000100`` with data files and ``index.json``. It is complete if it has its index,
-which is renamed into place last, when all else is on the disk. Nothing is ever overwritten.
+which is renamed into place last, once everything else is on disk. Nothing is ever overwritten.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{8,})")
-_BLOCK = 1 << 22  # bytes read at once
+_BLOCK = 1 << 22  # bytes per read
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded. Raised on every rank; a load has then changed nothing."""
+    """A checkpoint cannot be saved or loaded. Raised on every rank; a load has changed nothing by then."""
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -27,7 +27,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path) -> dict[int, Path]:
-    """The directories of checkpoints in ``root``, complete or not, by step, in ascending order."""
+    """The checkpoint directories in ``root``, complete or not, by step, in ascending order."""
     found = {int(m[1]): p for p in root.iterdir() if (m := _STEP.fullmatch(p.name))} if root.is_dir() else {}
     return dict(sorted(found.items()))
 
@@ -37,7 +37,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in the directory ``path``; None if there is none."""
+    """The complete checkpoint with the highest step in the directory ``path``; None if there is none."""
     return next((p for p in reversed(steps_in(Path(path)).values()) if is_complete(p)), None)
 
 
@@ -54,14 +54,14 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def new_directory(root: Path, step: int) -> Path:
-    """Makes the empty directory of a step; what an interrupted save of this step left is removed.
+    """Make an empty directory for a step. The remains of an interrupted save of this step are removed.
 
-    Raises CheckpointError if there is a complete checkpoint of this step or a later one: "the latest" would be that.
+    Raises CheckpointError if there is a complete checkpoint of this step or a later one, which would stay the latest.
     """
     last = latest_checkpoint(root)
     if last is not None and int(last.name.removeprefix("step-")) >= step:
         raise CheckpointError(
-            f"cannot save step {step}: there is {last} already; save to another directory, or remove what is later"
+            f"cannot save step {step}: there is {last} already; save to another directory, or remove the later ones"
         )
     directory = step_directory(root, step)
     if directory.exists():
@@ -73,17 +73,17 @@ def new_directory(root: Path, step: int) -> Path:
 
 
 def remove_old(root: Path, keep_last: int) -> None:
-    """Removes all but the latest ``keep_last`` complete checkpoints, and what was interrupted before the latest."""
+    """Remove all but the latest ``keep_last`` complete checkpoints, and interrupted saves before the latest."""
     complete = [step for step, path in steps_in(root).items() if is_complete(path)]
     for step, path in steps_in(root).items():
         if step < complete[-1] and step not in complete[-keep_last:]:
-            (path / INDEX).unlink(missing_ok=True)  # from here on it is not complete
+            (path / INDEX).unlink(missing_ok=True)  # no longer complete
             sync_directory(path)
             shutil.rmtree(path)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all, even if the machine stops."""
+    """Write a file completely or not at all, even if the machine stops."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -107,13 +107,13 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-sync_directory = sync_file  # names and renames in it reach the disk
+sync_directory = sync_file  # its names and renames reach the disk
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds every flipped bit and every burst of errors of up to 32 bits.
+    """CRC-32 of a file: it detects every flipped bit and every burst of errors of up to 32 bits.
 
-    It guards against accidents. It is no signature: who can change a file can change its index, too.
+    It guards against accidents. It is no signature: whoever can change a file can change its index too.
     """
     value = 0
     with open(path, "rb", buffering=0) as file:
@@ -123,7 +123,7 @@ def checksum(path: Path) -> int:
 
 
 def check_names(directory: Path, names: set[str]) -> None:
-    """Raises CheckpointError unless the directory holds the index and exactly these regular files."""
+    """Raise CheckpointError unless the directory holds the index and exactly these regular files."""
     found = {entry.name for entry in os.scandir(directory) if not entry.name.startswith(".")} - {INDEX}
     if missing := names - found:
         raise CheckpointError(f"{directory / min(missing)} is missing")
@@ -135,7 +135,7 @@ def check_names(directory: Path, names: set[str]) -> None:
 
 
 def check_file(path: Path, size: int, crc32: int) -> None:
-    """Raises CheckpointError unless the file has this size in bytes and this checksum."""
+    """Raise CheckpointError unless the file has this size in bytes and this checksum."""
     found = path.stat().st_size
     if found != size:
         raise CheckpointError(f"{path} has {found:,} bytes, {INDEX} says {size:,}: it was truncated or replaced")

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: plain JSON that says what is saved and where."""
+"""The index of a checkpoint: plain JSON that lists what is saved and where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardtrace.checkpoint.files import INDEX, CheckpointError
 import torch
 
 FORMAT = "shardtrace 1"
-_FILE = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")  # no name that leaves the directory
+_FILE = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")  # no such name leaves the directory
 _HEAD = '{"crc32": "%08x", "index":\n'
 _TAIL = b"}\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -25,7 +25,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a tensor: ``rows`` rows of dim 0 from ``start`` on; one row for a 0-dim tensor."""
+    """Rows of a tensor: ``rows`` rows of dim 0, beginning at ``start``; one row for a 0-dim tensor."""
 
     file: str
     start: int
@@ -34,9 +34,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """``chunks`` are in the order of their rows and cover the tensor; there are none if it has no elements.
+    """A tensor whose ``chunks``, in the order of their rows, cover it; none if it has no elements.
 
-    ``key`` is its name in their files.
+    ``key`` is its name in the files.
     """
 
     key: str
@@ -50,13 +50,16 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """Args:
-    step: of the training.
-    files: bytes and CRC-32 of each data file.
-    tensors: by name.
-    tied: other names of tensors, and the names that stand in ``tensors``.
-    state: what is no tensor, encoded (:mod:`shardtrace.checkpoint.codec`): of the model, the optimizer, schedulers.
-    ranks: for each rank what is its own: its generators and what the caller added.
+    """The contents of the index file.
+
+    Args:
+        step: the training step.
+        files: bytes and CRC-32 of each data file.
+        tensors: by name.
+        tied: other names of tensors, and their names in ``tensors``.
+        state: encoded values other than tensors (:mod:`shardtrace.checkpoint.codec`) of the model, the optimizer and
+            the schedulers.
+        ranks: state that only one rank has, for each rank: its generators and what the caller added.
     """
 
     step: int
@@ -79,7 +82,7 @@ def dump_index(index: Index) -> bytes:
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a checkpoint. Raises CheckpointError for anything that it should not be."""
+    """The index of a checkpoint. Raises CheckpointError for anything that is not a valid index."""
     path = directory / INDEX
     data = path.read_bytes()
     text = data[len(_HEAD % 0) : -len(_TAIL)]

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of parameters: what is like its parameter is sharded like it."""
+"""An optimizer's state by the names of parameters. A tensor of its parameter's shape is sharded like the parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_OF_PARAMETERS = ("params", "param_names")  # of a group: not its options
+_OF_PARAMETERS = ("params", "param_names")  # keys of a group that are no options
 
 
 def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
-    """The names of the parameters of each group. Raises CheckpointError for one that is not the model's."""
+    """The names of the parameters in each group. Raises CheckpointError for one that is not the model's."""
     names = {id(slot.local): name for name, slot in model.slots.items()}
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
@@ -34,10 +34,10 @@ def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
 def optimizer_state(
     optimizer: Optimizer, model: ModelState, tensors: dict[str, torch.Tensor | None], keep: Keep
 ) -> dict[str, Any]:
-    """The state as JSON; its tensors are put into ``tensors`` under ``optimizer.state.<parameter>.<key>``.
+    """The state as JSON. Its tensors are put into ``tensors`` under ``optimizer.state.<parameter>.<key>``.
 
-    A tensor of the parameter's shape is laid out like the parameter. Others must be scalars, unless the parameter is
-    whole on every rank. Raises CheckpointError that names the parameter and the key of what cannot be saved.
+    A tensor of the parameter's shape is laid out like the parameter. Others must be scalars, unless every rank holds
+    the whole parameter. Raises CheckpointError that names the parameter and the key of a value that cannot be saved.
     """
     groups = named_groups(optimizer, model)
     packed = optimizer.state_dict()
@@ -47,7 +47,7 @@ def optimizer_state(
     state: dict[str, dict[str, Any]] = {}
     for number, values in packed["state"].items():
         if not isinstance(number, int):
-            raise CheckpointError(f"state of the {type(optimizer).__name__} is of {number!r}, which is no parameter")
+            raise CheckpointError(f"the {type(optimizer).__name__} has state of {number!r}, which is not a parameter")
         name, slot = names[number], model.slots[names[number]]
         of_parameter = state.setdefault(name, {})
         for key, value in values.items():
@@ -70,13 +70,13 @@ def optimizer_state(
 
 
 def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """A tensor of the parameter's shape. Of a 0-dim parameter, too, the step is no such tensor."""
+    """Whether ``value`` is a tensor of the parameter's shape. The step is not, even if the parameter is 0-dim."""
     same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     return same and not (key == "step" and value.dim() == 0)
 
 
 def of_owners(saved: Mapping[str, Any], model: ModelState) -> dict[str, Any]:
-    """The part of a rank's saved state that the first rank may not have."""
+    """The part of a rank's saved state that the first rank may lack: that of parameters that this rank owns."""
     owned = {
         name for name, slot in model.slots.items() if slot.home is not None and slot.home.placement is Placement.OWNER
     }
@@ -92,8 +92,8 @@ def optimizer_load(
 ) -> dict[str, Any]:
     """The state dict for ``optimizer.load_state_dict``, with new tensors that are still to be read.
 
-    ``targets`` gets what is to be read into: by name this rank's part of each tensor, None if it has no part. The
-    optimizer may be new, and have the parameters in another order. Raises CheckpointError if it does not fit.
+    ``targets`` gets the tensors to read into: by name this rank's part of each, None if it has no part. The optimizer
+    may be new, and may hold the parameters in another order. Raises CheckpointError if it does not fit.
     """
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(f"the optimizer is a {type(optimizer).__name__}, the checkpoint's was a {saved['class']}")
@@ -117,7 +117,7 @@ def optimizer_load(
 
 
 def load_optimizer(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """``load_state_dict``, which casts state to the dtype of its parameter; here it keeps its own."""
+    """Load state like ``load_state_dict``, which casts it to its parameter's dtype; here it keeps its own."""
     optimizer.load_state_dict(state_dict)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in state_dict["state"].items():
@@ -130,7 +130,7 @@ def load_optimizer(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def new_tensors(
     value: Any, index: Mapping[str, SavedTensor], targets: dict[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """Memory for the tensors that an encoded value refers to; also put into ``targets``."""
+    """New tensors for those that an encoded value refers to; also put into ``targets``."""
     new = {name: torch.empty(index[name].shape, dtype=index[name].dtype) for name in tensor_names(value)}
     targets |= new
     return new
@@ -159,7 +159,7 @@ def _new(
 
 
 def _options(number: int, names: list[str], groups: list[dict[str, Any]]) -> Any:
-    """The saved options of a group, which are those of its parameters, wherever they stood."""
+    """The saved options of a group, found by its parameters, which may have been in another group."""
     of_name = {name: group["options"] for group in groups for name in group["params"]}
     for name in names:
         if name not in of_name:
@@ -177,5 +177,5 @@ def _check_whole(tensors: Mapping[str, torch.Tensor], slot: Slot) -> None:
         if tensor.numel() != 1 and not slot.is_whole:
             raise CheckpointError(
                 f"{name} has shape {tuple(tensor.shape)}: of a sharded parameter, only state of the parameter's own "
-                "shape and scalars can be saved and loaded; take another optimizer, or another strategy ('ddp')"
+                "shape and scalars can be saved and loaded; use another optimizer, or another strategy ('ddp')"
             )

@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint finds data here: what the index says, in safetensors files."""
+"""The reader that torch.distributed.checkpoint calls: it finds tensors in safetensors files by the index."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.index import SavedTensor
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.writer import done
 
 import torch
@@ -19,9 +19,9 @@ from torch.futures import Future
 
 
 class SafetensorsReader(StorageReader):
-    """Reads tensors, by name, from files that have been verified."""
+    """Reads tensors by name from verified files."""
 
-    def __init__(self, directory: Path, tensors: dict[str, SavedTensor], progress: Progress) -> None:
+    def __init__(self, directory: Path, tensors: dict[str, SavedTensor], progress: ProgressBar) -> None:
         self.directory, self.tensors, self.progress = directory, tensors, progress
 
     def reset(self, checkpoint_id: Any = None) -> None:

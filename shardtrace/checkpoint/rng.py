@@ -1,4 +1,4 @@
-"""The states of a rank's random number generators."""
+"""The state of a rank's random number generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, torch's for the CPU and, if ``device`` is a GPU, for it, and NumPy's if it is imported."""
+    """The state of Python's generator, torch's (for the CPU and a GPU ``device``), and NumPy's if it is imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
@@ -25,7 +25,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """What :func:`rng_state` returned; a generator that is not there now is left out."""
+    """Restore what :func:`rng_state` returned, except for generators that do not exist here."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["cpu"])

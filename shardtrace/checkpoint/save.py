@@ -1,4 +1,4 @@
-"""``save_checkpoint``: a new directory for each step, complete or not at all."""
+"""``save_checkpoint``: a new directory for each step, which is complete or not a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.accumulated import accumulated
-from shardtrace.checkpoint.agree import agree
+from shardtrace.checkpoint.agreement import agree
 from shardtrace.checkpoint.codec import encode
 from shardtrace.checkpoint.files import CheckpointError, step_directory
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.rng import rng_state
 from shardtrace.checkpoint.state import Keep, ModelState, model_state
+from shardtrace.checkpoint.sums import sums_of
 from shardtrace.checkpoint.writer import SafetensorsWriter
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.buffers import warn_of_differing_buffers
@@ -29,9 +29,9 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.optim import Optimizer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Prepared:
-    """What a rank is to save: its tensors, what is its own beside them, and what the first rank saves for all."""
+    """The data that a rank saves: tensors, its ``own`` other state, and ``shared`` state from the first rank."""
 
     root: Path
     step: int
@@ -52,31 +52,40 @@ def save_checkpoint(
     extra: Any = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Saves model, optimizer and random number generators to ``path/step-<step>``, and returns that directory.
+    """Save model, optimizer and random number generators to ``path/step-<step>``; return that directory.
 
-    A collective: every rank of the model's group must call it, with a ``path`` that is the same directory for all. A
-    model that is not sharded is saved by the calling process alone. Each rank writes its shards; what several ranks
-    have is written once. Files are safetensors, the index is JSON; a checkpoint without an index is not one, and the
-    index comes last, when all files are on the disk. A save that is interrupted leaves earlier checkpoints as they are.
+    A collective: every rank of the model's group must call it, with a ``path`` that is the same directory for all. If
+    the model is not sharded, only the calling process saves it. Each rank writes its shards; data that several ranks
+    hold is written once. Files are safetensors, the index is JSON. The index is written last, once all files are on
+    disk; a directory without it is not a checkpoint. An interrupted save leaves earlier checkpoints as they are.
 
-    Of buffers the first rank's are saved (see :func:`shardtrace.sync_buffers`). Of gradients those that ``no_sync`` has
-    added up and no step has reduced are, each rank its own; ``.grad`` is not: save after ``optimizer.step()``.
+    The first rank's buffers are saved (see :func:`shardtrace.sync_buffers`). Gradients that ``no_sync`` has added up
+    and no step has reduced are saved by each rank. ``.grad`` is not saved: save after ``optimizer.step()``.
 
     Args:
-        path: the directory that holds all checkpoints of a training, made if it is not there.
-        step: of the training; greater than that of every checkpoint in ``path``.
+        path: the directory that holds all checkpoints of a training run, created if it does not exist.
+        step: the training step, greater than that of every checkpoint in ``path``.
         schedulers: one or more objects with ``state_dict()``, such as learning rate schedulers.
         scaler: the ``torch.amp.GradScaler``.
-        extra: what else is to be kept, each rank its own: None, bool, int, float, str, tensors, and lists, tuples and
+        extra: other values to keep, for each rank its own: None, bool, int, float, str, tensors, and lists, tuples and
             dicts of them.
-        keep_last: remove all but so many checkpoints in ``path`` when this one is complete. Default: remove none.
+        keep_last: remove all but this many checkpoints in ``path`` once this one is complete. Default: remove none.
 
     Raises:
-        CheckpointError: on every rank; what cannot be saved, or what went wrong with which file.
+        CheckpointError: on every rank, naming the value that cannot be saved, or the file and what went wrong with it.
     """
     state = model_state(model)
-    prepared = prepare(state, path, optimizer, step, schedulers, scaler, extra, keep_last)
-    write(prepared, state.group, Progress("save", show=state.rank == 0))
+    prepared = prepare(
+        state,
+        path,
+        optimizer,
+        step=step,
+        schedulers=schedulers,
+        scaler=scaler,
+        extra=extra,
+        keep_last=keep_last,
+    )
+    write(prepared, state.group, ProgressBar("save", show=state.rank == 0))
     return step_directory(prepared.root, step)
 
 
@@ -84,6 +93,7 @@ def prepare(
     model: ModelState,
     path: str | os.PathLike[str],
     optimizer: Optimizer | None,
+    *,
     step: int,
     schedulers: Any,
     scaler: Any,
@@ -91,7 +101,7 @@ def prepare(
     keep_last: int | None,
     keep: Keep = torch.Tensor.detach,
 ) -> Prepared:
-    """Collects what is to be saved. ``keep`` is what is done with each tensor: nothing, or a copy.
+    """Collect what to save. ``keep`` is applied to each tensor: it returns the tensor itself, or a copy.
 
     Raises CheckpointError on every rank.
     """
@@ -104,7 +114,7 @@ def prepare(
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
         tensors, own, shared = _collect(model, optimizer, schedulers, scaler, extra, keep)
-        prepared = Prepared(root, step, tensors, own, shared, keep_last)
+        prepared = Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
     except CheckpointError as problem:
         error = problem
     agree(model, f"a checkpoint to save to {root}", [f"step {step}, keep_last={keep_last}"], error)
@@ -115,18 +125,18 @@ def prepare(
 def _collect(
     model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """The tensors, what is this rank's own, and what the first rank saves for all."""
+    """The tensors, this rank's own other state, and the state that the first rank saves for all."""
     tensors = {
         f"model.{name}": slot.distributed(keep(slot.local))
         for name, slot in model.slots.items()
-        if slot.home is not None or model.rank == 0  # what is not sharded may differ, as buffers do
+        if slot.home is not None or model.rank == 0  # unsharded tensors may differ, as buffers do
     }
     saved = optimizer_state(optimizer, model, tensors, keep) if optimizer is not None else None
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
         "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
         "extra": encode(extra, f"ranks.{model.rank}.extra", plain),
-        "accumulated": encode(accumulated(model), f"ranks.{model.rank}.accumulated", plain),
+        "accumulated": encode(sums_of(model), f"ranks.{model.rank}.accumulated", plain),
         "optimizer": {} if saved is None else of_owners(saved, model),
     }
     shared: dict[str, Any] = {}
@@ -147,10 +157,15 @@ def as_list(schedulers: Any) -> Sequence[Any]:
     return schedulers if isinstance(schedulers, (list, tuple)) else [schedulers] if schedulers is not None else []
 
 
-def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: Progress) -> None:
-    """Writes a checkpoint through torch.distributed.checkpoint. Raises CheckpointError on every rank."""
+def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:
+    """Write a checkpoint through torch.distributed.checkpoint. Raises CheckpointError on every rank."""
     writer = SafetensorsWriter(
-        prepared.root, prepared.step, prepared.own, prepared.shared, prepared.keep_last, progress
+        prepared.root,
+        step=prepared.step,
+        own=prepared.own,
+        shared=prepared.shared,
+        keep_last=prepared.keep_last,
+        progress=progress,
     )
     alone = group is None or is_alone(group)
     try:

@@ -1,4 +1,4 @@
-"""A model's tensors as torch.distributed.checkpoint knows them: DTensors of the original shapes, without padding."""
+"""A model's tensors for torch.distributed.checkpoint: DTensors of the original shapes, without padding."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, o
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter or buffer of a model. ``local`` is what this rank holds of it, padding included.
+    """A parameter or buffer of a model. ``local`` is the part that this rank holds, padding included.
 
-    ``home`` is None for what is not sharded; then it is whole on every rank. ``mesh_of`` makes the mesh of a group and
-    a type of device.
+    ``home`` is None for an unsharded tensor, which is whole on every rank. ``mesh_of`` makes a mesh from a group and a
+    device type.
     """
 
     local: torch.Tensor
@@ -44,10 +44,11 @@ class Slot:
         return home is None or home.placement is Placement.REPLICATE or math.prod(self.full_shape) == 0
 
     def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
-        """This rank's part without padding, as a view: of the parameter, or of a tensor that is laid out like it.
+        """This rank's part without padding, as a view of the parameter, or of a tensor that is laid out like it.
 
-        Of shards a DTensor on the mesh of the ranks that share them. What one rank holds alone (an owner's tensor, a
-        0-dim parameter) is a plain tensor there and None on the others; what is whole on every rank a plain tensor.
+        A shard is a DTensor on the mesh of the ranks that share the parameter. A tensor that only one rank holds (an
+        owner's, a 0-dim parameter) is a plain tensor there and None on the others. A tensor that is whole on every rank
+        is a plain tensor.
         """
         local = self.local.detach() if local is None else local
         if self.is_whole or self.home is None:
@@ -70,14 +71,14 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """What a model's state dict holds.
+    """The contents of a model's state dict.
 
     Args:
-        states: of the sharded modules in it; none for a model that is not sharded, which the calling process saves and
-            loads by itself.
-        slots: by the first of its names each parameter and buffer.
-        tied: by its name each other name of one of them, and the first name.
-        extra: extra states, by their key.
+        states: the states of the sharded modules in it. There are none if the model is not sharded; the calling process
+            then saves and loads it by itself.
+        slots: each parameter and buffer, by its first name.
+        tied: for each other name of one of them, its first name.
+        extra: extra states, by key.
     """
 
     module: nn.Module
@@ -100,14 +101,17 @@ class ModelState:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         if self.states and self.states[0].entries:
             return self.states[0].entries[0].device
         return next((slot.local.device for slot in self.slots.values()), torch.device("cpu"))
 
 
 def model_state(model: nn.Module) -> ModelState:
-    """Raises CheckpointError for a model that holds DTensors of another library, RuntimeError inside full_params."""
+    """The state of a model.
+
+    Raises CheckpointError if the model holds DTensors of another library, RuntimeError inside full_params.
+    """
     module = jitted_module(model) if isinstance(model, ThunderModule) else model
     states = states_in(module)
     entries = sharded_entries(module)[2] if states else {}
@@ -121,7 +125,7 @@ def model_state(model: nn.Module) -> ModelState:
             extra[key] = value
         elif isinstance(value, DTensor):
             raise CheckpointError(
-                f"{key} is a DTensor that shardtrace did not make: save it by torch.distributed.checkpoint"
+                f"{key} is a DTensor that shardtrace did not make: save it with torch.distributed.checkpoint"
             )
         elif id(value) in names:
             tied[key] = names[id(value)]
@@ -137,9 +141,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model for torch.distributed.checkpoint: ``dcp.save`` and, in place, ``dcp.load``.
 
     Keys and shapes are those of the unsharded model. Shards are DTensors, placed ``Shard(0)`` on the mesh of the ranks
-    that share them, whose local tensors are views of the model's parameters without the padding: loading into them
-    changes the model. What is whole on every rank is a plain tensor. What one rank holds alone, a tensor of the "owner"
-    strategy or a 0-dim parameter in shards, is a plain tensor there, and the other ranks leave its key out.
+    that share them. Their local tensors are views of the model's parameters without the padding: loading into them
+    changes the model. A tensor that is whole on every rank is a plain tensor. A tensor that only one rank holds (of the
+    "owner" strategy, or a sharded 0-dim parameter) is a plain tensor there, and the other ranks omit its key.
 
     Raises:
         ValueError: the model is not sharded. RuntimeError: inside ``full_params``.

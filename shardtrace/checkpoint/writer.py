@@ -1,4 +1,4 @@
-"""Where torch.distributed.checkpoint puts data here: safetensors files, and an index that is JSON."""
+"""The writer that torch.distributed.checkpoint calls: it writes safetensors files and a JSON index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtrace.checkpoint.files import (
     write_new,
 )
 from shardtrace.checkpoint.index import Chunk, Index, SavedTensor, dump_index
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 
 import torch
 from safetensors.torch import save_file
@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-FILE_BYTES = 1 << 30  # a data file has at most so many, unless it holds a single tensor
+FILE_BYTES = 1 << 30  # the most that a data file has, unless it holds a single tensor
 
 
 class Written(NamedTuple):
-    """The file in which a tensor's chunk lies."""
+    """The file that holds a tensor's chunk."""
 
     file: str
     bytes: int
@@ -41,21 +41,25 @@ class Written(NamedTuple):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes a checkpoint: each rank its tensors, then the first rank the index.
+    """Writes a checkpoint: each rank writes its tensors, then the first rank writes the index.
 
     Args:
-        root: the directory of checkpoints. step: of this one. keep_last: so many are kept; None: all.
-        own: what this rank adds to the index. shared: what the first rank adds for all (:class:`Index`).
+        root: the directory of checkpoints.
+        step: the training step of this one.
+        own: this rank's entry in the index (:class:`Index`).
+        shared: the first rank's entry, for all.
+        keep_last: how many checkpoints to keep; None: all.
     """
 
     def __init__(
         self,
         root: Path,
+        *,
         step: int,
         own: dict[str, Any],
         shared: dict[str, Any],
         keep_last: int | None,
-        progress: Progress,
+        progress: ProgressBar,
     ) -> None:
         self.root, self.step, self.own, self.shared = root, step, own, shared
         self.keep_last, self.progress = keep_last, progress
@@ -71,7 +75,7 @@ class SafetensorsWriter(StorageWriter):
         return replace(plan, storage_data=self.own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any rank writes."""
+        """Runs on the first rank, before any rank writes."""
         self.ranks = [plan.storage_data for plan in plans]
         new_directory(self.root, self.step)
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
@@ -90,7 +94,7 @@ class SafetensorsWriter(StorageWriter):
         return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written."""
+        """Runs on the first rank, once all ranks have written."""
         files: dict[str, tuple[int, int]] = {}
         chunks: dict[str, list[Chunk]] = {}
         for result in (r for of_rank in results for r in of_rank):
@@ -110,7 +114,7 @@ class SafetensorsWriter(StorageWriter):
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Items with elements, split into files."""
+    """The items that have elements, split into files."""
     file: list[WriteItem] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Mixed precision at the edge of a model: what goes in and what comes out is cast. Thunder traces these functions."""
+"""Mixed precision: the parameters that keep their dtype, and casts of a model's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def keeps_dtype(module: nn.Module) -> bool:
+    """Whether the parameters of a module are used in the dtype that they have, whatever the policy.
+
+    True for batch and instance norms with running statistics: these are buffers, which keep their dtype, and
+    ``torch.nn.functional.batch_norm`` wants the same one for the parameters. The input may have a lower precision.
+    (PyTorch's first FSDP kept batch norms in full precision, too.)
+    """
+    if not isinstance(module, _NormBase) or module.running_mean is None or module.weight is None:
+        return False
+    return module.running_mean.dtype == module.weight.dtype
 
 
 def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | None) -> Callable[..., Any]:
-    """``forward`` with its floating-point inputs and outputs cast as ``precision`` says; itself if nothing is."""
+    """``forward`` with floating-point inputs and outputs cast according to ``precision``; itself if none are cast.
+
+    Thunder traces these casts.
+    """
     if precision is None:
         return forward
     given = precision.param_dtype if precision.cast_forward_inputs else None
@@ -25,7 +42,7 @@ def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | No
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """The floating-point tensors in nested tuples, lists and dicts, in ``dtype``; all else as it is."""
+    """Cast the floating-point tensors in nested tuples, lists and dicts to ``dtype``; keep everything else."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):

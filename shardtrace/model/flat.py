@@ -1,5 +1,4 @@
-"""The shards of a bucket lie one after the other in memory, so that a gather sends them without packing, and in memory
-that can be copied beside compute."""
+"""Contiguous memory for the shards of a bucket, so that a gather needs no packing and a copy overlaps with compute."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from torch import nn
 
 
 def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> None:
-    """Moves the shards of each bucket into one buffer, of which the parameters are views from then on.
+    """Move the shards of each bucket into one buffer. The parameters are views of it from then on.
 
-    The buckets are those of a model that uses its parameters in the order in which it holds them. Where a trace's are
-    others, or a parameter got other memory since, the gather packs them.
+    The buckets are those of a model that uses its parameters in the order in which it holds them. If a trace has other
+    buckets, or if a parameter has been given other memory since, the gather packs the shards.
     """
     shards = list(shards)
     for shard, parameter in shards:

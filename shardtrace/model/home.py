@@ -1,4 +1,4 @@
-"""Tensors and what each rank keeps of them at rest. Placements: :mod:`passes.plan`."""
+"""The place of a tensor between uses, and each rank's part of it. Placements: :mod:`passes.plan`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a parameter is at rest: how, over the ranks of which group, with OWNER the group's rank that has it, and
-    whether in host memory."""
+    """The place of a parameter between uses: its placement over the ranks of a group, the group rank that owns it (only
+    with OWNER), and whether it is in host memory."""
 
     placement: Placement
     group: dist.ProcessGroup
     owner: int = 0
     host: HostMemory | None = None
 
+    @property
+    def is_spread(self) -> bool:
+        """True if the ranks hold different parts of the parameter."""
+        return self.placement is not Placement.REPLICATE and self.group.size() > 1
+
 
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
-    """What this rank keeps of ``full``, in memory of its own on the same device.
+    """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
     SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``; a 0-dim tensor counts as shape
-    ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. What is kept whole by a rank, as is a tensor
-    without elements, is returned as it is.
+    ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. A tensor that this rank keeps whole, or that
+    has no elements, is returned as it is.
     """
     source, group = full.detach(), home.group
     if source.numel() == 0 or home.placement is Placement.REPLICATE:
@@ -44,8 +49,10 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
 
 
 def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
-    """The inverse of :func:`shard`, as a new tensor on the device that computes: a collective of ``home.group``, unless
-    that is replicated."""
+    """The inverse of :func:`shard`: a new tensor on the device that computes.
+
+    A collective of ``home.group``, unless the placement is REPLICATE.
+    """
     group = home.group
     shard = shard.detach()
     if home.host is not None:

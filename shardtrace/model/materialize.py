@@ -1,4 +1,4 @@
-"""Meta-device models: one module at a time gets memory and values, then its shards alone stay."""
+"""Meta-device models: one module at a time gets memory and values, and then keeps only its shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ InitFn = Callable[[nn.Module], None]
 
 
 def has_meta(module: nn.Module) -> bool:
-    """True if the module itself (not its children) owns a meta parameter or buffer."""
+    """True if the module itself, not a child, owns a meta parameter or buffer."""
     return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
 
 
 def uninitializable(model: nn.Module, param_init_fn: InitFn | None) -> str | None:
-    """The name of a module that is on the meta device and that nothing can initialise, if there is one."""
+    """The name of a meta-device module that nothing can initialize, if there is one."""
     if param_init_fn is not None:
         return None
     for name, module in model.named_modules():
@@ -32,10 +32,10 @@ def materialized(
     param_init_fn: InitFn | None,
     whole: Callable[[nn.Parameter], torch.Tensor],
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Gives a module's own meta parameters and buffers memory and values; yields each Parameter object and its values.
+    """Give a module's own meta parameters and buffers memory and values. Yield each Parameter object and its values.
 
-    ``whole`` returns the full values of a parameter of this module that another module has initialised and sharded
-    before (tied weights): as without sharding, the last module that initialises a tied parameter wins.
+    ``whole`` returns the full values of a parameter that another module has initialized and sharded before (tied
+    weights). As without sharding, the last module that initializes a tied parameter wins.
     """
     originals = {name: p for name, p in module._parameters.items() if p is not None}
     for name, p in originals.items():
@@ -58,7 +58,7 @@ def materialized(
 
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
-    """Gives a Parameter other values, shape or device; it stays the same object, so that optimizers keep it."""
+    """Give a Parameter other values, shape or device. It stays the same object, so that optimizers keep it."""
     if not parameter.is_meta:
         replace_data(parameter, values)
         return
@@ -66,16 +66,16 @@ def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     except RuntimeError as error:
         raise RuntimeError(
-            f"meta parameter {name!r} cannot get memory in place, as something holds a weak reference or an autograd "
-            "graph of it: call fsdp() right after building the model"
+            f"meta parameter {name!r} cannot get memory in place, because something holds a weak reference or an "
+            "autograd graph of it: call fsdp() right after building the model"
         ) from error
 
 
 def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """``parameter.data = values``, for values of another shape.
+    """Set ``parameter.data = values``, for values of another shape.
 
     An autograd graph that is still alive keeps the parameter's gradient accumulator, which expects gradients of the old
-    shape. Autograd forgets it if the dtype changes, not if the shape does: so the dtype changes for a moment.
+    shape. Autograd drops it when the dtype changes, but not when the shape does. Therefore the dtype changes briefly.
     """
     if values.is_floating_point() or values.is_complex():  # others have no gradient
         other = torch.float16 if values.dtype != torch.float16 else torch.float32
@@ -84,7 +84,7 @@ def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """The values of global rank ``source``, in place; the tensor itself if there is no source."""
+    """Copy the values of global rank ``source`` into ``tensor``, unless it is None. Returns ``tensor``."""
     if source is not None and group.size() > 1 and tensor.numel():
         values = tensor.contiguous()
         dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)  # as bytes: backends lack dtypes

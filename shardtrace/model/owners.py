@@ -1,4 +1,4 @@
-"""Who owns which parameter: the ranks of a group get about the same bytes."""
+"""Assignment of parameters to owner ranks, so that all ranks own about the same number of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Owned(NamedTuple):
-    """A parameter to give away, with the module that holds it."""
+    """A parameter that needs an owner, and the module that holds it."""
 
     name: str
     module: str
@@ -15,13 +15,13 @@ class Owned(NamedTuple):
 
 
 def assign_owners(parameters: Iterable[Owned], ranks: int, evenness: float) -> dict[str, int]:
-    """For each parameter's name the rank that owns it.
+    """The owner rank of each parameter, by its name.
 
-    What is kept together goes, the largest first, to the rank that has least: no rank then has more than 4/3 of the
-    best that is possible (Graham, 1969, "Bounds on multiprocessing timing anomalies").
+    Parameters that are kept together go, the largest first, to the rank that has the fewest bytes. No rank then has
+    more than 4/3 of the optimum (Graham, 1969, "Bounds on multiprocessing timing anomalies").
 
     Args:
-        evenness: 1 gives away each tensor by itself, 0 keeps the tensors of a module together. In between, a module is
+        evenness: 1 assigns each tensor by itself, 0 keeps the tensors of a module together. In between, a module is
             kept together if it has at most ``1 - evenness`` of a rank's even share of all bytes.
     """
     parameters = list(parameters)

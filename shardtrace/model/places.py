@@ -37,3 +37,11 @@ def places(model: nn.Module, exclude: set[int], blocks: list[str]) -> list[Place
                 found[id(parameter)] = Place(name, parameter, layer, block, [])
             found[id(parameter)].owners.append((module, attribute))
     return list(found.values())
+
+
+def sparse_embedding(model: nn.Module) -> str | None:
+    """The name of a trainable embedding that was built with ``sparse=True``, if there is one."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            return f"{name or 'the model itself'} ({type(module).__name__}(sparse=True))"
+    return None

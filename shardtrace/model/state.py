@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from passes.compat import jitted_module, set_traced_device, traced_device
-from passes.plan import Axis, CostModel, Placement, Plan, Shape, ShardedParameter
+from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
 from shardtrace.model.runtime import ModelRuntime
@@ -63,6 +63,7 @@ class Entry:
     home: Home
     stand_in: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    precision: MixedPrecisionPolicy | None
 
     @property
     def device(self) -> torch.device:
@@ -112,10 +113,17 @@ class ShardedState:
         self.runtime = ModelRuntime(
             model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
         )
-        self.plans = {strategy: self._plan(strategy) for strategy in dict.fromkeys(e.strategy for e in entries)}
+        self.plans = {key: self._plan(*key) for key in dict.fromkeys((e.strategy, e.precision) for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
-                self.plans[e.strategy], e.name, e.full_shape, e.layer, e.block, index, to_dtype(e.dtype), e.home.owner
+                self.plans[e.strategy, e.precision],
+                e.name,
+                e.full_shape,
+                e.layer,
+                e.block,
+                index,
+                to_dtype(e.dtype),
+                e.home.owner,
             )
             for index, e in enumerate(entries)
         }
@@ -126,11 +134,10 @@ class ShardedState:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
-    def _plan(self, strategy: ShardingStrategy) -> Plan:
-        entries = [e for e in self.entries if e.strategy is strategy]
+    def _plan(self, strategy: ShardingStrategy, precision: MixedPrecisionPolicy | None) -> Plan:
+        entries = [e for e in self.entries if (e.strategy, e.precision) == (strategy, precision)]
         home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
-        precision = options.precision
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
@@ -183,9 +190,10 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard."""
+        """Raises RuntimeError if a parameter is not this rank's shard, or was frozen before its sum is reduced."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
+        self._check_not_frozen()
         for parameters, attribute, entry in self._places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
@@ -210,8 +218,22 @@ class ShardedState:
                 f"parameter {left[0]!r} has gradients from no_sync that the step after it did not reduce, as it did "
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
+        self._check_not_frozen()
         for entry in self.entries:
             entry.check_unchanged()
+
+    def _check_not_frozen(self) -> None:
+        """Raises RuntimeError if this step would not reduce what no_sync has added up because a parameter was frozen
+        since. The sums are kept."""
+        kept = self.runtime.kept.by_parameter
+        if not kept or self.runtime.gradients() is not Gradients.ADDED:
+            return
+        for parameter in kept:
+            if not self.entries[parameter.index].shard.requires_grad:
+                raise RuntimeError(
+                    f"parameter {parameter.name!r} was frozen before the gradients that no_sync has added up for it "
+                    "were reduced: set requires_grad to False after the step that reduces them"
+                )
 
     def check_part(self, module: nn.Module) -> None:
         """Raises RuntimeError if a module inside is called by itself, where its parameters are shards."""

@@ -21,6 +21,7 @@ from passes.compat import interpret, proxied_values
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.model.casts import with_casts
+from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
 from shardtrace.training.accumulation import no_sync
 
@@ -54,6 +55,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
+    compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
     proxied = proxied_values()  # grows until tracing ends
     with state.stand_ins():
@@ -117,9 +119,10 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
 
 @functools.cache
 def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` for a sharded module (named ``FSDP<cls>``), or for one inside it (which keeps its name).
+    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for one inside it.
 
-    Keeps the signature and docstring of ``forward``. Instances copy deeply and refuse to be pickled.
+    Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
+    Instances copy deeply and refuse to be pickled.
     """
     original = cls.forward
     name = f"FSDP{cls.__name__}" if root else cls.__name__
@@ -159,17 +162,21 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
     }
     if root:
         namespace["no_sync"] = functools.wraps(no_sync)(no_sync_method)
-    return type(name, (cls,), namespace)
+        namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
+    if hasattr(cls, "save_pretrained"):
+        namespace["save_pretrained"] = whole_only(cls.save_pretrained)
+    return type(cls.__name__, (cls,), namespace)
 
 
 def attach(model: nn.Module, state: ShardedState, checkpointed: Iterable[nn.Module] = ()) -> None:
-    """Makes ``model`` an instance of its sharded class, and the modules inside that own shards or are checkpointed
-    parts of it."""
+    """Make ``model`` an instance of its sharded class, and the modules inside that own shards, are checkpointed or save
+    themselves parts of it."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True)  # type: ignore[arg-type]
     for module in checkpointed:
         module.__dict__[CHECKPOINTED] = True
     parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)
+    parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward that was set on the instance goes before the class's; modules sharded by themselves stay their own
         if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:

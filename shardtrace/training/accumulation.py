@@ -12,10 +12,10 @@ from torch import nn
 
 @contextmanager
 def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
-    """Inside, backward adds up gradients on each rank without reducing them; the first step outside reduces the sum.
+    """Add up gradients on each rank without reducing them. The first step outside the context reduces the sums.
 
-    Forward belongs inside too: what becomes of gradients is decided there, as with PyTorch's DDP. Also
-    ``model.no_sync()``. ::
+    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. ``model.no_sync()`` is the
+    same. ::
 
         for i, (x, y) in enumerate(batches):
             with shardtrace.no_sync(model) if (i + 1) % 4 else nullcontext():
@@ -24,19 +24,19 @@ def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Thunder compiles a step of its own for inside, and one for the step that reduces. The sums are whole, of all
-    parameters, on every rank: 4 bytes for each element (fp32, also where gradients are of lower precision, unless
-    ``fsdp(accumulation_dtype=None)``), from the first step inside until they are reduced. Nothing is sent for gradients
-    inside. ``zero_grad`` does not know of the sums; an exception that leaves the context drops them.
+    Thunder compiles one step for inside and one for the step that reduces. Every rank keeps the unsharded sums of all
+    parameters from the first step inside until they are reduced: 4 bytes per element (fp32, even if gradients have a
+    lower precision, unless ``fsdp(accumulation_dtype=None)``). No gradients are sent inside. ``zero_grad`` leaves the
+    sums alone; an exception that leaves the context drops them.
 
     Args:
-        model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
-        reduce_each: reduce in each step all the same, and add up this rank's shards in ``.grad``: no memory beyond that
-            of the shards' gradients, and the traffic of a reduction in each step. Then nothing is special inside.
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
+        reduce_each: reduce in each step nevertheless, and add up this rank's shards in ``.grad``. This takes no memory
+            beyond the shards' gradients, and one reduction per step. The context then changes nothing.
 
     Raises:
         ValueError: if the model is not sharded.
-        RuntimeError: at the next forward, if a parameter that was used inside is not used by the step that reduces.
+        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside.
     """
     _, states = sharded_states(model)
     if reduce_each:

@@ -1,4 +1,4 @@
-"""Buffers, which each rank holds whole and updates by itself, as batch normalisation does its running statistics."""
+"""Buffers, which each rank holds whole and updates by itself, such as the running statistics of batch normalization."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Makes buffers equal on all ranks: floating-point ones become their mean, others those of the first rank.
+    """Make buffers equal on all ranks: a floating-point buffer becomes the ranks' mean, any other the first rank's.
 
-    Each rank updates its buffers from its own part of the batch: running means and variances of batch normalisation
-    differ after a step. Call this before evaluation, and before saving what each rank would save differently. A
-    collective. (PyTorch's DDP broadcasts the first rank's before each forward.)
+    Each rank updates its buffers from its own part of the batch. After a step, for example, the running means and
+    variances of batch normalization differ. Call this before evaluation and before saving. A collective. (PyTorch's DDP
+    broadcasts the first rank's buffers before each forward.)
 
     Raises ValueError if the model is not sharded.
     """
@@ -39,7 +39,7 @@ def sync_buffers(model: nn.Module) -> None:
 
 
 def warn_of_differing_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Warns if the ranks would save different buffers. A collective."""
+    """Warn if the ranks would save different buffers. A collective."""
     if differ := _differing_buffers(module, group):
         others = " and others" if len(differ) > 1 else ""
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Clipping gradients by the norm of all of them, over the ranks that hold them."""
+"""Gradient clipping by the norm of all gradients, over all ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scales gradients so that the norm of all of them, as if they were one vector, is at most ``max_norm``.
+    """Scale gradients so that the norm of all of them, taken as one vector, is at most ``max_norm``.
 
     ``torch.nn.utils.clip_grad_norm_`` for sharded models: each element counts once, whichever ranks hold it, and
-    padding never. Parameters that are not sharded count as those of a replica: as equal on all ranks. A collective (one
-    number from each rank): every rank calls it, also one that has no gradients.
+    padding never counts. Unsharded parameters are taken to be equal on all ranks, and count once. A collective (one
+    number from each rank): every rank must call it, even a rank without gradients.
 
     Args:
-        model_or_params: a sharded model, or what ``thunder.jit`` made of it, or parameters of such models.
-        max_norm: the largest norm that gradients keep.
-        norm_type: p of the p-norm, more than 0; ``float("inf")`` is the largest absolute value.
-        error_if_nonfinite: raise if the norm is inf or NaN, and leave gradients as they are.
-        foreach: as torch's: one kernel for many gradients.
+        model_or_params: a sharded model, before or after ``thunder.jit``, or parameters of such models.
+        max_norm: the largest norm that is left unchanged.
+        norm_type: p of the p-norm, greater than 0; ``float("inf")`` is the largest absolute value.
+        error_if_nonfinite: raise if the norm is inf or NaN, and leave gradients unchanged.
+        foreach: as in torch: one kernel for many gradients.
 
     Returns:
         The norm before clipping, a 0-dim tensor, equal on all ranks.
 
     Raises:
-        ValueError: if ``norm_type`` is not positive, or parameters belong to models of different ranks.
+        ValueError: if ``norm_type`` is not positive, or if parameters belong to models on different process groups.
         RuntimeError: with ``error_if_nonfinite``, on every rank.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
@@ -66,19 +66,19 @@ def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 
 def _group_of(params: list[torch.Tensor]) -> dist.ProcessGroup | None:
-    """The ranks of the models that the parameters are of; None if none is sharded."""
+    """The process group of the models that own the parameters; None if no parameter is sharded."""
     states = {link.state for p in params if (link := link_of(p)) is not None}
     groups = {state.group: state.model_name for state in states}
     if len(groups) > 1:
         raise ValueError(
             f"the parameters are of models on different process groups ({', '.join(sorted(groups.values()))}): "
-            "clip those of each model by themselves"
+            "clip each model's parameters separately"
         )
     return next(iter(groups), None)
 
 
 def _counts_here(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """True on one of the ranks that hold the same elements."""
+    """True on exactly one of the ranks that hold the same elements."""
     link = link_of(parameter)
     if link is not None and link.entry.home.placement is not Placement.REPLICATE:
         replicas = link.state.groups.outer if link.entry.home.group is not link.state.group else None
@@ -87,12 +87,12 @@ def _counts_here(parameter: torch.Tensor, group: dist.ProcessGroup | None) -> bo
 
 
 def _device(params: list[torch.Tensor]) -> torch.device:
-    """One whose tensors the group can carry: where a model computes, not where its shards are at rest."""
+    """A device whose tensors the group can send: where a model computes, not where its shards live between uses."""
     return next((link.entry.device for p in params if (link := link_of(p)) is not None), params[0].device)
 
 
 def _over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The norm of all ranks' norms. They are gathered, as a reduction of some backends loses NaN."""
+    """The norm of all ranks' norms. They are gathered, because some backends lose NaN in a reduction."""
     norms = norm.new_empty(group.size())
     all_gather_single(norms, norm.reshape(1), group=group)
     return torch.linalg.vector_norm(norms, norm_type)

@@ -1,4 +1,4 @@
-"""Whole parameters out of shards, and shards out of whole parameters: state dicts and ``full_params``."""
+"""Conversion between shards and whole parameters: full state dicts and ``full_params``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 
 def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
-    """The module itself (not jitted), the sharded states in it, and by id of each shard its entry."""
+    """The module itself (not jitted), the sharded states in it, and each shard's entry by the shard's id."""
     module, states = sharded_states(model)
     if any(state.unsharded for state in states):
         raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
@@ -31,11 +31,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
     """The state dict of the unsharded model: equal, key by key, to the single-process ``state_dict()``.
 
     A collective: every rank of the model's group must call it. Parameters are gathered one at a time, and stay on the
-    device where their shards are. (With ``offload_policy`` that is host memory, a whole model for each rank that keeps
-    one.)
+    device of their shards. (With ``offload_policy`` that is host memory: one whole model for each rank that keeps it.)
 
     Args:
-        model: a sharded module, one that contains sharded modules, or what ``thunder.jit`` made of it.
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
         rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
         cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
     """
@@ -59,18 +58,19 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, broadcast_from: int | None = None
 ) -> _IncompatibleKeys:
-    """Loads an unsharded state dict: each rank copies its rows into its shards, buffers are copied whole.
+    """Load an unsharded state dict. Each rank copies its rows into its shards; buffers are copied whole.
 
     Args:
         state_dict: whole values by the original names, as ``full_state_dict`` or a single process saved them.
         strict: raise if keys are missing or unexpected.
-        broadcast_from: the global rank that has the state dict; the others may pass an empty one. Default: all have it.
+        broadcast_from: the global rank that has the state dict; others may pass an empty one. Default: all ranks have
+            it.
 
     Returns:
-        The missing and the unexpected keys, as ``nn.Module.load_state_dict`` does.
+        The missing and the unexpected keys, like ``nn.Module.load_state_dict``.
 
     Raises:
-        RuntimeError: on every rank, naming the keys and shapes that do not fit; then nothing has been loaded.
+        RuntimeError: on every rank, naming the keys and shapes that do not fit; nothing has been loaded then.
     """
     module, states, entries = sharded_entries(model)
     group, options = states[0].group, states[0].options
@@ -126,16 +126,16 @@ def load_full_state_dict(
 
 @contextmanager
 def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Inside, the model's parameters are whole, on every rank; on leaving, each rank keeps its shards again.
+    """Make the model's parameters whole on every rank inside the context, and shards again when it is left.
 
-    A collective on entering, after which the device that computes holds the whole model. The model itself (not what
-    ``thunder.jit`` made of it) may be called inside, without Thunder. PyTorch's name for it is ``summon_full_params``.
+    A collective when entered; the device that computes then holds the whole model. The model itself may be called
+    inside, without Thunder, but not the jitted one. PyTorch's name for this is ``summon_full_params``.
 
-    Gradients of shards are put aside inside; those that are computed inside are dropped on leaving.
+    Gradients of shards are set aside inside; gradients that are computed inside are dropped at the end.
 
     Args:
-        writeback: keep what was changed inside, of which each rank takes its own rows. Not kept if an exception leaves
-            the context.
+        writeback: keep changes made inside, of which each rank takes its own rows. They are not kept if an exception
+            leaves the context.
     """
     _, states, entries = sharded_entries(model)
     shards = {key: (entry.shard.data, entry.shard.grad) for key, entry in entries.items()}

@@ -93,6 +93,39 @@ def test_a_sum_that_is_not_reduced_is_an_error():
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_frozen_before_its_sum_is_reduced():
+    """The reducing step says so, compiled before or not; unfrozen, it reduces what was added up."""
+    model = shardtrace.fsdp(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), timeout=20)
+    cmodel, x, weight = thunder.jit(model), torch.ones(2, 4), model[0].weight
+    messages = []
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            cmodel(x).square().sum().backward()
+        weight.requires_grad_(False)
+        try:
+            cmodel(x)
+        except RuntimeError as error:
+            messages.append(str(error))
+        with torch.no_grad():
+            cmodel(x)  # reduces nothing
+        with model.no_sync():
+            cmodel(x)
+        weight.requires_grad_(True)
+        cmodel(x).square().sum().backward()
+        twice = weight.grad.clone()
+        weight.grad = None
+        cmodel(x).square().sum().backward()
+        torch.testing.assert_close(twice, 2 * weight.grad)
+        weight.requires_grad_(False)
+        cmodel(x).sum().backward()  # a step of a frozen parameter is compiled, for the second turn
+        weight.requires_grad_(True)
+    assert len(messages) == 2
+    for message in messages:
+        assert "parameter '0.weight' was frozen before the gradients that no_sync has added up for it" in message
+
+
+@on_ranks(2)
 def test_an_exception_drops_the_sums():
     model = shardtrace.fsdp(nn.Linear(4, 4))
     cmodel, x = thunder.jit(model), torch.ones(2, 4)

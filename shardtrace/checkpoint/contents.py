@@ -1,4 +1,4 @@
-"""What a checkpoint will be loaded into, once it is verified."""
+"""The contents of a checkpoint, once its files are checked, and the tensors into which they are read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from shardtrace.checkpoint.codec import decode
 from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
 from shardtrace.checkpoint.index import Index, SavedTensor, read_index
+from shardtrace.checkpoint.integrity import check_files
 from shardtrace.checkpoint.optimizer import new_tensors, optimizer_load
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState
-from shardtrace.checkpoint.verify import verify_files
 
 import torch
 from torch.optim import Optimizer
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a verified checkpoint will be loaded into: ``targets`` by name, and the values that hold their tensors."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contents:
+    """A checkpoint that fits the model. ``targets`` are the tensors to read into, by name; other values hold them."""
 
     path: Path
     index: Index
@@ -32,11 +32,13 @@ class Plan:
     scaler: Any
     rng: dict[str, Any] | None
     extra: Any
-    accumulated: dict[str, torch.Tensor]
+    sums: dict[str, torch.Tensor]
 
 
-def verified_plan(path: Path, model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any) -> Plan:
-    """What to load, when nothing is wrong with it; this rank checks its share of the files.
+def checked_contents(
+    path: Path, model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any
+) -> Contents:
+    """The contents of the checkpoint at ``path``. This rank checks its share of the files.
 
     Raises CheckpointError that says what is wrong; nothing has been changed.
     """
@@ -51,7 +53,7 @@ def verified_plan(path: Path, model: ModelState, optimizer: Optimizer | None, sc
     _check_model(model, tensors)
     targets |= {f"model.{name}": slot.distributed() for name, slot in model.slots.items()}
     if optimizer is not None and index.state["optimizer"] is None:
-        raise CheckpointError(f"{directory} holds no optimizer: pass none to load the model alone")
+        raise CheckpointError(f"{directory} holds no optimizer: pass none to load only the model")
     if schedulers and len(schedulers) != len(index.state["schedulers"]):
         raise CheckpointError(
             f"{directory} holds {len(index.state['schedulers'])} schedulers, {len(schedulers)} are to be loaded"
@@ -63,30 +65,35 @@ def verified_plan(path: Path, model: ModelState, optimizer: Optimizer | None, sc
     if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not (same and model.states):
         raise CheckpointError(
             f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks, and can "
-            "be loaded by a sharded model on as many ranks alone"
+            "be loaded only by a sharded model on as many ranks"
         )
-    plan = Plan(
-        directory,
-        index,
-        tensors,
-        {},
-        optimizer_load(optimizer, model, _saved_optimizer(index), tensors, targets) if optimizer is not None else None,
-        {key: decoded(value) for key, value in index.state["extra_state"].items()},
-        decoded(index.state["schedulers"]) if schedulers else [],
-        decoded(index.state["scaler"]) if scaler is not None else None,
-        decoded(own["rng"]) if same else None,
-        decoded(own["extra"]),
-        decoded(own["accumulated"]) if same else {},
+    new_optimizer = None  # this call and the following ones add to targets
+    if optimizer is not None:
+        new_optimizer = optimizer_load(optimizer, model, _saved_optimizer(index), tensors, targets)
+    extra_state = {key: decoded(value) for key, value in index.state["extra_state"].items()}
+    if extra_state.keys() != model.extra.keys():
+        raise CheckpointError(f"{directory} holds the extra states {[*extra_state]}, the model {[*model.extra]}")
+    values = {
+        "schedulers": decoded(index.state["schedulers"]) if schedulers else [],
+        "scaler": decoded(index.state["scaler"]) if scaler is not None else None,
+        "rng": decoded(own["rng"]) if same else None,
+        "extra": decoded(own["extra"]),
+        "sums": decoded(own["accumulated"]) if same else {},
+    }
+    check_files(directory, index, model.rank, model.ranks, ProgressBar("verify", show=model.rank == 0))
+    return Contents(
+        path=directory,
+        index=index,
+        tensors=tensors,
+        targets={name: target for name, target in targets.items() if target is not None},
+        optimizer=new_optimizer,
+        extra_state=extra_state,
+        **values,
     )
-    plan.targets.update({name: target for name, target in targets.items() if target is not None})
-    if plan.extra_state.keys() != model.extra.keys():
-        raise CheckpointError(f"{directory} holds the extra states {[*plan.extra_state]}, the model {[*model.extra]}")
-    verify_files(directory, index, model.rank, model.ranks, Progress("verify", show=model.rank == 0))
-    return plan
 
 
 def _saved_optimizer(index: Index) -> dict[str, Any]:
-    """What the first rank saved of it, and what owners did."""
+    """The state that the first rank saved, and that of the parameters that other ranks own."""
     saved = index.state["optimizer"]
     state = {**saved["state"]}
     for rank in index.ranks:
@@ -95,7 +102,7 @@ def _saved_optimizer(index: Index) -> dict[str, Any]:
 
 
 def _check_model(model: ModelState, tensors: dict[str, SavedTensor]) -> None:
-    """Raises CheckpointError that names what the checkpoint and the model do not have in common."""
+    """Raise CheckpointError that names what the checkpoint and the model do not have in common."""
     saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     names = {name: name for name in model.slots} | model.tied
     problems = [f"missing key {name}" for name in names if name not in saved]

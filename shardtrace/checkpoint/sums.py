@@ -1,4 +1,4 @@
-"""The gradients that ``no_sync`` has added up and no step has reduced yet: whole, and each rank's own."""
+"""Gradients that ``no_sync`` has added up and no step has reduced yet. They are whole, and each rank has its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardtrace.checkpoint.state import ModelState
 import torch
 
 
-def accumulated(model: ModelState) -> dict[str, torch.Tensor]:
-    """The sums of this rank by the names of their parameters; usually none."""
+def sums_of(model: ModelState) -> dict[str, torch.Tensor]:
+    """This rank's sums by the names of their parameters; usually none."""
     return {
         name: sums.by_parameter[parameter]
         for name, sums, parameter in _parameters(model)
@@ -20,8 +20,8 @@ def accumulated(model: ModelState) -> dict[str, torch.Tensor]:
     }
 
 
-def set_accumulated(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
-    """Puts saved sums in place of those that the model has."""
+def set_sums(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
+    """Replace the model's sums by saved ones."""
     for state in model.states:
         state.runtime.kept.clear()
     for name, sums, parameter in _parameters(model):

@@ -1,4 +1,4 @@
-"""What is in the files of a checkpoint, against its index."""
+"""Checks of a checkpoint's files against its index."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from passes.plan import Shape
 from shardtrace.checkpoint.files import CheckpointError, check_file, check_names
 from shardtrace.checkpoint.index import Index
-from shardtrace.checkpoint.progress import Progress
+from shardtrace.checkpoint.progress_bar import ProgressBar
 
 import torch
 from safetensors import safe_open
 
 
-def verify_files(directory: Path, index: Index, rank: int, ranks: int, progress: Progress) -> None:
-    """Checks that the files are those of the index; this rank reads every ``ranks``-th.
+def check_files(directory: Path, index: Index, rank: int, ranks: int, progress: ProgressBar) -> None:
+    """Check that the files are those of the index; this rank reads every ``ranks``-th.
 
-    Raises CheckpointError that names the file, and the key, that is not as the index says.
+    Raises CheckpointError that names the file and the key that differ from the index.
     """
     check_names(directory, set(index.files))
     mine = sorted(index.files)[rank::ranks]

@@ -1,4 +1,4 @@
-"""A progress bar for what takes long."""
+"""A progress bar for long saves and loads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 DELAY = 2.0  # seconds before a bar appears
 
 
-class Progress:
-    """Bytes done and bytes per second on a terminal, by tqdm if it is installed, once it takes more than DELAY.
+class ProgressBar:
+    """Shows bytes done and bytes per second on a terminal after DELAY, with tqdm if it is installed.
 
     Args:
-        what: its label. show: false on ranks other than the first, and where another bar may be.
+        what: its label.
+        show: False on ranks other than the first, and where there may be another bar.
     """
 
     def __init__(self, what: str, *, show: bool) -> None:
@@ -21,7 +22,7 @@ class Progress:
 
     @contextmanager
     def of(self, total: int) -> Iterator[Callable[[int], object]]:
-        """Yields what is to be called with each number of bytes that is done."""
+        """Yield a function to be called with each number of bytes done."""
         try:
             from tqdm import tqdm
         except ImportError:

@@ -8,10 +8,10 @@ from shardtrace.ranks.consensus import RankMismatchError, compare
 
 
 def agree(model: ModelState, what: str, lines: list[str], error: Exception | None, *, timeout: float = 0.0) -> None:
-    """Raises CheckpointError on every rank if one of them has an error, or if their lines differ.
+    """Raise CheckpointError on every rank if one of them has an error, or if their lines differ.
 
     Args:
-        timeout: seconds to wait for the others, beyond those of ``fsdp``.
+        timeout: seconds to wait for the other ranks, in addition to the timeout of ``fsdp``.
     """
     found = str(error) if error is not None else ""
     if model.group is not None:

@@ -1,0 +1,51 @@
+"""Pass over the epilogue: a backward with ``create_graph=True`` raises.
+
+    refuse_double_backward((t0,), "GPT")        before an epilogue returns the outputs
+
+Thunder compiles backward, and autograd cannot differentiate what is compiled: without an error a gradient penalty would
+be dropped silently. The compiled backward itself runs without grad mode. Therefore the line puts a hook on the autograd
+node that calls it, which runs in the mode of ``torch.autograd.grad``, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from passes.comm.symbols import symbol
+
+import torch
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+
+def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
+    """The epilogue of ``model`` with that line; the same trace if it returns no tensors."""
+    *lines, last = epilogue.bound_symbols
+    outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
+    if not outputs:
+        return epilogue
+    new = from_trace(epilogue)
+    new.bound_symbols = [*lines, refuse_double_backward.bind(outputs, model, output=None), last]
+    return new
+
+
+def _watch(outputs: tuple[torch.Tensor, ...], model: str) -> None:
+    for node in {output.grad_fn for output in outputs}:  # Thunder's one for all outputs, and those of inputs passed on
+        if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
+            node.register_prehook(partial(_refuse, model))  # type: ignore[union-attr]
+
+
+def _refuse(model: str, gradients: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"backward of {model} was called with create_graph=True, but a compiled backward cannot be differentiated "
+            "and a gradient penalty would be dropped: call it with create_graph=False, or "
+            "compute that loss without Thunder"
+        )
+
+
+refuse_double_backward = symbol("refuse_double_backward", lambda outputs, model: None, _watch, tags=[OpTags.DONT_DCE])

@@ -1,0 +1,61 @@
+"""Optimizers that compute with a whole tensor, and would compute something else with a shard of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from passes.plan import Placement
+from shardtrace.model.state import link_of
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+# Placements with which such an optimizer is right. Muon orthogonalizes each tensor by itself, and does nothing to an
+# empty one. Adafactor divides by a tensor's number of elements. LBFGS takes inner products of all parameters together.
+# Classes are known by name because other libraries have an Adafactor or a Muon of their own.
+RIGHT_WITH: dict[str, tuple[Placement, ...]] = {
+    "Muon": (Placement.REPLICATE, Placement.OWNER),
+    "Adafactor": (Placement.REPLICATE,),
+    "LBFGS": (Placement.REPLICATE,),
+}
+
+
+@functools.cache  # once for each process
+def refuse_wrong_optimizers() -> None:
+    """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the shards that it holds.
+
+    The hook is torch's global one. Nothing is stored on an optimizer, so that it copies and pickles as before. An
+    optimizer that is not in the table pays one look-up per step.
+    """
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    name = _known_name(type(optimizer))  # type: ignore[arg-type]
+    if name is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            link = link_of(parameter)
+            if link is None or link.state.unsharded or not parameter.requires_grad:
+                continue
+            home = link.entry.home
+            if home.is_spread and home.placement not in RIGHT_WITH[name]:
+                raise RuntimeError(_refusal(type(optimizer).__name__, name, link.entry.name, link.state.model_name))
+
+
+@functools.cache
+def _known_name(cls: Any) -> str | None:
+    """The name by which a class of optimizers, or the nearest of its bases, is in the table; None if it is not."""
+    return next((base.__name__ for base in cls.__mro__ if base.__name__ in RIGHT_WITH), None)
+
+
+def _refusal(optimizer: str, name: str, parameter: str, model: str) -> str:
+    owner = Placement.OWNER in RIGHT_WITH[name]
+    strategies = 'sharding_strategy="owner" or "ddp"' if owner else 'sharding_strategy="ddp"'
+    return (
+        f"{optimizer} computes with whole tensors and would be wrong on parameter {parameter!r} of {model}, which is "
+        f"split over ranks: call fsdp() with {strategies} for all parameters of this optimizer, or use an optimizer "
+        "that treats each element by itself, such as AdamW or SGD"
+    )

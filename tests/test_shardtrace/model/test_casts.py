@@ -1,0 +1,75 @@
+"""Mixed precision in a model with batch norms."""
+
+import copy
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, norm=nn.BatchNorm1d, **options):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), norm(8, **options), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_norms_with_running_statistics_keep_their_dtype(fake_ranks, strategy, precision):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Net(), mp_policy=precision, sharding_strategy=strategy)
+    cmodel = thunder.jit(model)
+    out = cmodel(torch.randn(8, 4))
+    out.sum().backward()
+    low = {"bf16": "bf16", "fp16": "f16"}[precision]
+    assert out.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtypes = {(c.phase, name, c.dtype) for c in shardtrace.collectives(cmodel) for name in c.parameters}
+    backward = {("backward", "norm.weight", "f32"), ("backward", "last.weight", low)}
+    forward = {("forward", "norm.weight", "f32"), ("forward", "last.weight", low)} if strategy == "zero3" else set()
+    assert dtypes >= forward | backward
+    assert model.norm.running_mean.dtype == model.norm.weight.grad.dtype == torch.float32
+    assert model.norm.num_batches_tracked == 1
+    model.eval()
+    assert cmodel(torch.randn(8, 4)).dtype == out.dtype
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: Net(affine=False),
+        lambda: Net(track_running_stats=False),
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        lambda: Net().bfloat16(),
+    ],
+)
+def test_other_norms(fake_ranks, net):
+    fake_ranks(2)
+    model = shardtrace.fsdp(net(), mp_policy="bf16")
+    x = torch.randn(8, 2, 4) if isinstance(model, nn.Sequential) else torch.randn(8, 4)
+    assert thunder.jit(model)(x).dtype == torch.bfloat16
+
+
+def train_in_bf16():
+    """A step is near that of the single process in fp32; the statistics are those of this rank's rows."""
+    torch.manual_seed(0)
+    single = Net()
+    model = copy.deepcopy(single)
+    cmodel = thunder.jit(shardtrace.fsdp(model, mp_policy="bf16"))
+    x = torch.randn(16, 4)
+    for run in (single, cmodel):
+        run(x).float().square().mean().backward()
+    torch.testing.assert_close(model.norm.running_var, single.norm.running_var, rtol=2e-2, atol=1e-2)
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    torch.testing.assert_close(model.norm.weight.grad, single.norm.weight.grad[rows], rtol=5e-2, atol=1e-2)
+    torch.testing.assert_close(model.first.weight.grad, single.first.weight.grad[rows], rtol=5e-2, atol=2e-2)
+
+
+def test_a_step(two_ranks):
+    two_ranks.run(train_in_bf16)
