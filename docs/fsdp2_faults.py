@@ -1,9 +1,9 @@
-"""What PyTorch's FSDP2 does with the faults of tests/test_faults.py, for the table in CONTRIBUTING.md. No test: run it.
+"""Prints how PyTorch's FSDP2 behaves under the faults of docs/faults.md, for the table there.
 
-    python tests/fsdp2_faults.py [CASE ...]
+    python docs/fsdp2_faults.py [CASE ...]
 
-Each case runs on two gloo ranks. For each rank it prints what came of it; a rank that has not ended ``PATIENCE`` seconds
-after both have started hangs.
+Each case runs on two gloo ranks, and the outcome of each rank is printed. A rank hangs if it has not ended ``PATIENCE``
+seconds after both have started.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def exception_on_one_rank() -> None:
 
 
 def leaves_a_step(fails: bool) -> str:
-    """The second rank leaves the second batch, by an error that its script catches or before its backward."""
+    """Rank 1 leaves the second batch: by an error that its script catches, or by skipping backward."""
     model = sharded(nn.Sequential(nn.Embedding(4, 4), *linear(4, 4, 4, 4)))
     seen = []
     for batch in range(3):
@@ -136,7 +136,7 @@ def leaves_a_step(fails: bool) -> str:
             loss.backward()
             seen.append([p.grad.to_local().clone() for p in model.parameters()])
     same = all(torch.allclose(a, b) for a, b in zip(seen[0], seen[-1], strict=True))
-    return f"stepped, with {'right' if same else 'wrong'} numbers"  # batches are equal, and nothing is updated
+    return f"stepped, with {'right' if same else 'wrong'} numbers"  # batches are equal, and no parameter is updated
 
 
 @case
