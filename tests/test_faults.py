@@ -1,4 +1,4 @@
-"""Faults that no other test has. docs/faults.md has the table of all, and what FSDP2 does with them."""
+"""Faults that no other test has. CONTRIBUTING.md has the table of all, and what FSDP2 does with them."""
 
 import fault_workers as workers
 
