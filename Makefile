@@ -1,4 +1,4 @@
-# Everything happens in a virtual environment of its own. `make help` lists what there is.
+# Everything runs in its own virtual environment. `make help` lists the commands.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,28 +26,29 @@ help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "Variables: PYTHON VENV TORCH; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS"
 
-train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3: about a minute and a half
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
+train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONWARNINGS="ignore:transformer_engine module not found" \
+		$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
 		examples/gpt2/train.py --model $(MODEL) --sharding-strategy $(STRATEGY) --steps $(STEPS) \
 		--device $(DEVICE) $(TRAIN_ARGS)
 
-test: lint  ## check the code's style and types, then run all tests
+test: lint  ## check style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
 
 bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
-gpu: $(VENV)/.dev  ## what needs a GPU: its tests, then the benchmarks on CUDA
+gpu: $(VENV)/.dev  ## run the tests that need a GPU, then the benchmarks on CUDA
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python examples/benchmarks/compare.py cuda $(BENCH_ARGS)
 
-docs: $(VENV)/.dev  ## the API reference, built of the docstrings: build/api/index.html
+docs: $(VENV)/.dev  ## build the API reference from the docstrings: build/api/index.html
 	$(BIN)/python docs/build.py build/api
 
 notebooks: $(VENV)/.dev  ## execute the notebooks and store their outputs; NOTEBOOKS=name for some
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python tests/execute_notebooks.py $(NOTEBOOKS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python docs/execute_notebooks.py $(NOTEBOOKS)
 
-lint: $(VENV)/.dev  ## ruff and mypy
+lint: $(VENV)/.dev  ## run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -56,17 +57,17 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/mypy examples/huggingface.py examples/litgpt_finetune.py
 	MYPYPATH=examples/gpt2 $(BIN)/mypy examples/benchmarks
 
-clean:  ## remove the environment and all that was built
+clean:  ## remove the environment and all build outputs
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What is installed is remembered by a stamp, and looked at again only when pyproject.toml changes.
+# A stamp records what is installed. It is checked again only when pyproject.toml changes.
 $(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/python -m pip install -q -e ".[$*]"
 	@touch $@
 
-# The CUDA build of torch brings gigabytes that a machine without a GPU has no use for: there the CPU build is tried
-# first, from the indexes that pip is configured for and then from PyTorch's own.
+# The CUDA build of torch brings gigabytes that are useless without a GPU. On such a machine the CPU build is tried
+# first, from the indexes that pip is configured for, then from PyTorch's own.
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit("needs Python 3.10 to 3.13, "\
 	"but $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'

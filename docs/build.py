@@ -1,4 +1,4 @@
-"""Builds the API reference of the public names out of their docstrings, as HTML that needs no network.
+"""Builds the API reference of the public names from their docstrings, as HTML that needs no network.
 
 python docs/build.py build/api
 """
@@ -13,12 +13,12 @@ import shardtrace
 import pdoc
 
 TEMPLATES = Path(__file__).parent / "templates"
-# what the two packages export, and what helps to test passes
+# the exports of both packages, and the helpers for testing passes
 MODULES = (shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing")
 
 
 def build(folder: Path) -> None:
-    """Writes index.html and a page for each module. A docstring or an annotation that cannot be read is an error."""
+    """Writes index.html and a page for each module. An unreadable docstring or annotation is an error."""
     pdoc.render.configure(docformat="google", template_directory=TEMPLATES)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="pdoc")

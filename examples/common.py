@@ -1,4 +1,4 @@
-"""What the examples share: where to run, the process group, values over ranks, the progress bar and the table."""
+"""Helpers that all examples share: device, process group, values over ranks, progress bar, tables and options."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-# ---- where to run ----
+# ---- devices and ranks ----
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The CPU, or this rank's GPU if there is one."""
+    """This rank's GPU if there is one, else the CPU. ``name`` ("cpu" or "cuda") decides if given."""
     if (name or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -40,18 +40,18 @@ def pick_device(name: str | None = None) -> torch.device:
 
 
 def world_size() -> int:
-    """The number of ranks, also before there is a process group."""
+    """The number of ranks. Needs no process group."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def script() -> str:
-    """The name of the script that was started."""
+    """The name of the running script."""
     return Path(sys.argv[0]).stem
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The group of torchrun's ranks, or a group of one for a script that was started alone."""
+    """The process group of torchrun's ranks, or a group of one if the script runs without torchrun."""
     if dist.is_torchelastic_launched():
         shardtrace.init_process_group(device, device_id=device if device.type == "cuda" else None)
     else:
@@ -59,7 +59,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
-        dist.barrier()  # no rank leaves while another still talks to it
+        dist.barrier()  # no rank ends while another still talks to it
     finally:
         dist.destroy_process_group()
 
@@ -68,7 +68,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def sum_over_ranks(values: Sequence[Tensor]) -> list[float]:
-    """Sums of 0-dim tensors, in one all_reduce."""
+    """Sums of 0-dim tensors over ranks, in one all_reduce."""
     total = torch.stack(list(values))
     dist.all_reduce(total)
     sums: list[float] = total.tolist()
@@ -80,13 +80,13 @@ def mean_over_ranks(values: Sequence[Tensor]) -> list[float]:
 
 
 def from_ranks(value: Any) -> list[Any]:
-    """What each rank has, by rank."""
+    """The values of all ranks, in order of rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-# ---- what is shown ----
+# ---- output ----
 
 
 def is_main() -> bool:
@@ -95,12 +95,12 @@ def is_main() -> bool:
 
 
 def progress(iterable: Any = None, **options: Any) -> Any:
-    """tqdm's bar, on one rank."""
+    """tqdm's progress bar, on one rank."""
     return tqdm(iterable, disable=not is_main(), **options)
 
 
 def table(rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns, the first to the left. Whole numbers get separators, fractions four digits, None a dash."""
+    """Aligned columns, the first one to the left. Integers get separators, floats four digits, None is a dash."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
@@ -126,15 +126,15 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes so far: on a GPU those of torch's allocator, else of the whole process."""
+    """Peak memory so far, in bytes: of torch's allocator on a GPU, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of one unit of ru_maxrss
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def traffic(cmodel: nn.Module) -> dict[str, tuple[int, int]]:
-    """Collectives of the last call and its backward, counted in the trace: count and bytes of each kind and phase."""
+    """Collectives of the last call and its backward, read from the traces: count and bytes of each kind and phase."""
     sizes = defaultdict(list)
     for c in shardtrace.collectives(cmodel):
         sizes[f"{c.kind}, {c.phase}"].append(c.bytes)
@@ -150,7 +150,7 @@ def traffic_table(counted: dict[str, tuple[int, int]]) -> str:
 
 
 def add_count(parser: argparse.ArgumentParser, name: str, default: int, what: str = "", *, at_least: int = 1) -> None:
-    """An option that is a whole number."""
+    """Adds an option that takes a whole number."""
     help_ = f"{what}; default: %(default)s" if what else "default: %(default)s"
     parser.add_argument(name, type=whole_number(at_least), default=default, metavar="N", help=help_)
 
@@ -178,14 +178,14 @@ def non_negative(value: str) -> float:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """How to shard. The hybrid strategies are left out: they need a 2-D mesh."""
+    """Adds the options of `fsdp`, without the hybrid strategies, which need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
     parser.add_argument("--sharding-strategy", choices=strategies, default="zero3", help="default: zero3")
-    what = "none, layer, block (default), model or a size in MB"
+    what = "the parameters of one collective: none, layer, block (default), model or a size in MB"
     parser.add_argument("--bucketing-strategy", type=bucketing, default="block", metavar="WHAT", help=what)
     what = "compute and communicate in bf16; shards and optimizer state keep their dtype"
     parser.add_argument("--mp-policy", choices=["bf16"], help=what)
@@ -219,7 +219,7 @@ def folder(value: str) -> Path:
 
 
 def new_file(value: str) -> Path:
-    """An argparse type: where a file can be written, which is told before the training and not after it."""
+    """An argparse type: a path that can be written, checked before the training instead of after it."""
     path = Path(value)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {value!r}")
@@ -227,13 +227,13 @@ def new_file(value: str) -> Path:
 
 
 def new_folder(value: str) -> Path:
-    """An argparse type: a folder that is there or can be made."""
+    """An argparse type: a folder that exists or can be made."""
     if not next(path for path in (Path(value).absolute(), *Path(value).absolute().parents) if path.exists()).is_dir():
         raise argparse.ArgumentTypeError(f"no folder can be made at {value!r}")
     return Path(value)
 
 
 def check_batch(size: int, option: str = "--batch-size") -> None:
-    """Stops every rank if they would not get equal shares."""
+    """Stops every rank if a batch cannot be divided equally."""
     if size % world_size():
-        sys.exit(f"{option} {size} is that of all ranks, and not divisible by {world_size()} ranks")
+        sys.exit(f"{option} {size} is for all ranks and is not divisible by {world_size()} ranks")

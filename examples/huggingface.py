@@ -1,11 +1,11 @@
-"""Shard a Hugging Face causal language model, train it, and save it so that from_pretrained loads it.
+"""Shard a causal language model of Hugging Face, train it, and save it so that from_pretrained loads it.
 
-On two ranks of this machine, a small random model of a known architecture, or weights from a local folder:
+On two ranks of this machine, with a small random model or with weights from a local folder:
 
     torchrun --nproc_per_node=2 examples/huggingface.py --config llama
     torchrun --nproc_per_node=2 examples/huggingface.py --from-pretrained path/to/model --save path/to/result
 
-Random models learn bytes; a folder that has a tokenizer gives its own tokens.
+Random models learn bytes. If the folder has a tokenizer, the model learns its tokens.
 """
 
 import sys
@@ -73,7 +73,7 @@ def main() -> None:
             args.steps,
             tokens=args.batch_size * args.seq_len,
         )
-        traffic = common.traffic(cmodel)  # of the last call: a training step
+        traffic = common.traffic(cmodel)  # the last call was a training step
         val_loss = evaluate(cmodel, text, args, device)
 
         with tempfile.TemporaryDirectory() as scratch:
@@ -95,18 +95,18 @@ def main() -> None:
                 if args.save:
                     print(f"\nsaved {folder}")
                 if abs(loaded_loss - val_loss) > 1e-3 * val_loss:
-                    sys.exit("the model that was loaded is not the one that was saved")
+                    sys.exit("the loaded model differs from the saved one: their validation losses are not equal")
 
 
 def next_token_loss(model: Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model shifts the labels itself."""
+    """The loss of the next token. The model shifts the labels itself."""
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
 @torch.no_grad()
 def evaluate(cmodel: Module, text: Text, args: Namespace, device: torch.device) -> float:
-    """The mean loss over held-out batches, of which each rank takes its share."""
+    """The mean loss over held-out batches. Each rank evaluates its share."""
     cmodel.eval()
     data = batches(text.val, args.batch_size, args.seq_len, args.seed, device)
     losses = [next_token_loss(cmodel, data(step)[0]) for step in range(EVAL_BATCHES)]
@@ -115,7 +115,7 @@ def evaluate(cmodel: Module, text: Text, args: Namespace, device: torch.device) 
 
 @torch.no_grad()
 def evaluate_loaded(folder: Path, text: Text, args: Namespace) -> float:
-    """The same of the saved model, without sharding and without Thunder."""
+    """The same loss of the saved model, without sharding and without Thunder."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     shape = {"batch_size": args.batch_size, "seq_len": args.seq_len, "seed": args.seed}
     whole = [get_batch(text.val, **shape, step=step, rank=0, world_size=1)[0] for step in range(EVAL_BATCHES)]
@@ -123,7 +123,7 @@ def evaluate_loaded(folder: Path, text: Text, args: Namespace) -> float:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Writes the whole model as an ordinary one, on one rank; all take part, each with its shards."""
+    """Writes the whole model on one rank. Every rank must call this, because each sends its shards."""
     state = shardtrace.full_state_dict(model, rank0_only=True, cpu=True)
     if common.is_main():
         whole = AutoModelForCausalLM.from_config(model.config)
@@ -132,7 +132,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def architecture(args: Namespace) -> tuple[Any, Any]:
-    """The model's config and its tokenizer's ``encode``, None for bytes."""
+    """The model's config, and its tokenizer's ``encode`` (None for bytes)."""
     if args.from_pretrained is None:
         return AutoConfig.for_model(args.config, num_hidden_layers=args.layers, **SMALL), None
     try:
@@ -144,7 +144,7 @@ def architecture(args: Namespace) -> tuple[Any, Any]:
 
 
 def build_model(args: Namespace, config: Any) -> Any:
-    """In host memory."""
+    """Builds the model in host memory."""
     if args.from_pretrained is None:
         return AutoModelForCausalLM.from_config(config).train()
     return AutoModelForCausalLM.from_pretrained(args.from_pretrained).train()
@@ -153,21 +153,21 @@ def build_model(args: Namespace, config: Any) -> Any:
 def parse_args() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--config", choices=CONFIGS, default="llama", help="a small random model of this kind; default: llama")
-    common.add_count(parser, "--layers", 2, "of the random model")
-    add("--from-pretrained", type=common.folder, metavar="DIR", help="a model that save_pretrained wrote, instead")
+    add("--config", choices=CONFIGS, default="llama", help="architecture of a small random model; default: llama")
+    common.add_count(parser, "--layers", 2, "layers of the random model")
+    add("--from-pretrained", type=common.folder, metavar="DIR", help="load a model that save_pretrained wrote")
     add(
         "--save",
         type=common.new_folder,
         metavar="DIR",
-        help="where to; default: a temporary folder, to see that it can be loaded",
+        help="save the model here; default: a temporary folder, to test that it can be loaded",
     )
-    add("--lr", type=common.non_negative, default=3e-3, help="of AdamW; default: %(default)s")
+    add("--lr", type=common.non_negative, default=3e-3, help="learning rate of AdamW; default: %(default)s")
     add_training(parser, steps=100, batch_size=8, seq_len=64)
     common.add_sharding(parser)
     args = parser.parse_args()
     if transformers.__version__ != "4.51.3":
-        print(f"transformers is {transformers.__version__}; Thunder is known to trace 4.51.3", file=sys.stderr)
+        print(f"transformers is {transformers.__version__}; Thunder is known to trace only 4.51.3", file=sys.stderr)
     return args
 
 

@@ -1,12 +1,11 @@
 """Fine-tune a litgpt model with LoRA: the base is frozen and sharded, and only gradients of adapters are reduced.
 
-On two ranks of this machine, a small random model of a known configuration, or a checkpoint that litgpt has made:
+On two ranks of this machine, with a small random model or with a checkpoint of litgpt:
 
     torchrun --nproc_per_node=2 examples/litgpt_finetune.py --model pythia-14m --layers 2
     torchrun --nproc_per_node=2 examples/litgpt_finetune.py --checkpoint path/to/checkpoint --save adapters.pth
 
-Random models learn bytes, checkpoints their own tokens. Needs litgpt 0.5.13, whose own requirements are small Python
-packages besides lightning: `pip install litgpt==0.5.13`.
+Random models learn bytes, checkpoints learn their own tokens. Needs litgpt 0.5.13: `pip install litgpt==0.5.13`.
 """
 
 import sys
@@ -32,7 +31,7 @@ except ImportError:
     sys.exit("this example needs litgpt: pip install litgpt==0.5.13")
 
 WHERE = ("query", "key", "value", "projection", "mlp", "head")  # LoRA: Hu et al. 2021
-WEIGHTS = "lit_model.pth"  # of a checkpoint
+WEIGHTS = "lit_model.pth"  # a checkpoint's file of weights
 
 
 def main() -> None:
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def parameters_by_kind(model: GPT) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the frozen parameters, and of those that are trained, by name."""
+    """Bytes of each frozen parameter and of each trained one, by name."""
     kinds: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for name, parameter in model.named_parameters():
         kinds[parameter.requires_grad][name] = parameter.numel() * parameter.element_size()
@@ -89,7 +88,7 @@ def parameters_by_kind(model: GPT) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def save_adapters(model: GPT, path: Path) -> None:
-    """Writes them as litgpt does; all ranks take part, each with its shards."""
+    """Writes the adapters as litgpt does. Every rank must call this, because each sends its shards."""
     state = shardtrace.full_state_dict(model, rank0_only=True, cpu=True)
     if common.is_main():
         torch.save({"model": {name: value for name, value in state.items() if lora_filter(name, value)}}, path)
@@ -97,7 +96,7 @@ def save_adapters(model: GPT, path: Path) -> None:
 
 
 def architecture(args: Namespace) -> tuple[Config, Any]:
-    """The model's configuration with adapters, and its tokenizer's ``encode``, None for bytes."""
+    """The model's configuration with adapters, and its tokenizer's ``encode`` (None for bytes)."""
     lora = {"lora_r": args.rank, "lora_alpha": 2 * args.rank, **{f"lora_{place}": True for place in WHERE}}
     try:
         if args.checkpoint is not None:
@@ -111,24 +110,24 @@ def architecture(args: Namespace) -> tuple[Config, Any]:
 
 
 def build_model(args: Namespace, config: Config) -> GPT:
-    """In host memory."""
+    """Builds the model in host memory."""
     model = GPT(config)
     if args.checkpoint is not None:
         if not (args.checkpoint / WEIGHTS).is_file():
             sys.exit(f"--checkpoint {args.checkpoint}: no {WEIGHTS} in it")
         state = torch.load(args.checkpoint / WEIGHTS, mmap=True, weights_only=True)
-        model.load_state_dict(state.get("model", state), strict=False)  # it has no adapters
+        model.load_state_dict(state.get("model", state), strict=False)  # a checkpoint has no adapters
     return model
 
 
 def parse_args() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="pythia-14m", metavar="NAME", help="of litgpt's configurations; default: %(default)s")
-    add("--layers", type=common.whole_number(1), metavar="N", help="of the random model; default: as many as it has")
-    add("--checkpoint", type=common.folder, metavar="DIR", help="litgpt's folder with weights and a tokenizer, instead")
-    add_count(parser, "--rank", 8, "of the adapters")
-    add("--lr", type=common.non_negative, default=1e-2, help="of AdamW; default: %(default)s")
+    add("--model", default="pythia-14m", metavar="NAME", help="name of a litgpt configuration; default: %(default)s")
+    add("--layers", type=common.whole_number(1), metavar="N", help="layers of the random model; default: all")
+    add("--checkpoint", type=common.folder, metavar="DIR", help="load weights and tokenizer from a litgpt folder")
+    add_count(parser, "--rank", 8, "rank of the adapters")
+    add("--lr", type=common.non_negative, default=1e-2, help="learning rate of AdamW; default: %(default)s")
     add("--save", type=common.new_file, metavar="FILE", help="write the adapters to this file")
     add_training(parser, steps=100, batch_size=8, seq_len=64)
     common.add_sharding(parser)

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common import mean_over_ranks, progress
 
-LOG_EVERY = 10  # steps between two looks at the loss, each of which costs one all_reduce
+LOG_EVERY = 10  # steps between two reports of the loss, each of which costs one all_reduce
 
 
 def train(
@@ -26,17 +26,17 @@ def train(
     save: Callable[[int, list[float]], object] | None = None,
     save_every: int = 1,
 ) -> tuple[list[float], float | None]:
-    """Runs the steps, on all ranks at once: every call of a sharded model is a collective.
+    """Runs the training steps, on all ranks in step, because every call of a sharded model is a collective.
 
     Args:
-        loss_of: calls the model on this rank's share of a step's batch.
-        tokens: in a step, over all ranks.
-        start: steps that were done before, with these ``losses``.
+        loss_of: computes the loss of a step on this rank's share of the batch.
+        tokens: tokens of a step, over all ranks.
+        start: steps done before a restart, whose losses are ``losses``.
         save: called after every ``save_every`` steps with the number of steps done and their losses.
 
     Returns:
-        The loss of each step from the first on, averaged over ranks, and tokens in a second of all ranks (None after a
-        single step).
+        The loss of each step from the first, averaged over ranks, and the tokens per second of all ranks (None after
+        fewer than two steps).
     """
     losses = list(losses)
     pending: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Real English text as bytes, and batches of it that do not depend on the number of ranks."""
+"""Real English text as bytes, and batches that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Encode = Callable[[str], list[int]]  # a tokenizer's
 
 
 def load_text(path: Path | None = None, held_out: float = 0.1, encode: Encode | None = None) -> Text:
-    """The tokens of a file, or of the Python reference that comes with every Python (half a megabyte).
+    """The tokens of a file, or of the Python reference, half a megabyte that comes with every Python.
 
     Without ``encode`` the bytes are the tokens.
     """
@@ -50,7 +50,7 @@ def get_batch(
 ) -> tuple[Tensor, Tensor]:
     """This rank's rows of a global batch of random windows: inputs and targets, (rows, seq_len) int64.
 
-    The global batch depends on (seed, step) alone: 1, 2 or 4 ranks see the same data, each its share.
+    The global batch depends only on (seed, step): 1, 2 or 4 ranks see the same data, each rank its share.
     """
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     starts = torch.randint(len(tokens) - seq_len, (batch_size,), generator=generator)
@@ -77,17 +77,17 @@ def batches(tokens: Tensor, batch_size: int, seq_len: int, seed: int, device: to
 
 
 def add_training(parser: ArgumentParser, *, steps: int, batch_size: int, seq_len: int) -> None:
-    """What to train on, and how long."""
-    add_count(parser, "--steps", steps)
-    add_count(parser, "--batch-size", batch_size, "sequences in a step over all ranks")
+    """Adds the options for data and duration."""
+    add_count(parser, "--steps", steps, "training steps")
+    add_count(parser, "--batch-size", batch_size, "sequences in a step, over all ranks")
     add_count(parser, "--seq-len", seq_len, "tokens in a sequence")
-    add_count(parser, "--seed", 0, "of the model and the batches", at_least=0)
-    parser.add_argument("--text", type=file, metavar="FILE", help="what to train on; default: the Python reference")
+    add_count(parser, "--seed", 0, "seed of the model and the batches", at_least=0)
+    parser.add_argument("--text", type=file, metavar="FILE", help="text to train on; default: the Python reference")
     add_device(parser)
 
 
 def checked_text(args: Namespace, longest: int, encode: Encode | None = None) -> Text:
-    """The text, if the ranks can have equal shares of a batch and a sequence fits; else every rank stops."""
+    """The text. Every rank stops if a batch cannot be divided equally or a sequence is too long."""
     check_batch(args.batch_size)
     if args.seq_len > longest:
         sys.exit(f"--seq-len {args.seq_len} is longer than the {longest} positions of the model")

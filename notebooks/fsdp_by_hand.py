@@ -196,9 +196,9 @@ print("divide, then sum:", (a / 2 + b / 2).item())
 
 # %% [markdown]
 # So `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks send each other the pieces of their
-# gradients, and the receiver multiplies each by 1/N as it adds it (`passes/direct.py`). With NCCL the collective is
-# asked for the average, `ReduceOp.AVG`, which scales before it adds. On other backends gradients are divided
-# while they are packed, before the collective (`passes/native.py`). The price is at the other end: what is below
+# gradients, and the receiver multiplies each by 1/N as it adds it (`passes/comm/direct.py`). With NCCL the collective
+# is asked for the average, `ReduceOp.AVG`, which scales before it adds. On other backends gradients are divided
+# while they are packed, before the collective (`passes/comm/native.py`). The price is at the other end: what is below
 # fp16's smallest number after the division is lost. That is what loss scaling is for.
 #
 # ## Pass 4: the schedule

@@ -192,7 +192,7 @@ most.assign(code=most.code.str.slice(0, 32) + "…", **(most[sizes] / MB))[["pha
 # Most of it are activations, which sharding does not touch. Of parameters, forward holds two blocks at a time whatever
 # the depth of the model, the one in use and, as `prefetch` is 1, the next; and all the while the bucket "root", the
 # embedding, as the head at the other end shares its weight. shardtrace proves such limits at every line of a trace
-# before it runs (`passes/verify.py`), or raises.
+# before it runs (`passes/analysis/verify.py`), or raises.
 
 # %%
 bucket = max(row.bytes for row in step.collectives)

@@ -318,6 +318,6 @@ int8
 # %% [markdown]
 # ## Where to go from here
 #
-# - [CONTRIBUTING](../CONTRIBUTING.md) says how a pass is written and tested, and what each part of a trace is called.
-# - `passes/recognise.py` tells lines apart, `passes/plan.py` has all that a bucket knows.
+# - [Design](../docs/design.md) says how a pass is written, [CONTRIBUTING](../CONTRIBUTING.md) how it is tested.
+# - `passes/analysis/recognise.py` tells lines apart, and `passes/plan/bucket.py` has everything about a bucket.
 # - `shardtrace.memory(cmodel)` predicts what your pass does to the peak.

@@ -1,4 +1,4 @@
-"""The benchmarks as a user runs them, with models too small to measure anything; and their meter and targets."""
+"""The benchmarks as a user runs them, with models too small for a measurement; their meter and targets."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def compare(out, *arguments, **environment):
 
 @pytest.fixture
 def module(monkeypatch):
-    """Imports a file of the benchmarks, which are scripts and no package."""
+    """Imports a file of the benchmarks, which are scripts and not a package."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
 
@@ -119,7 +119,7 @@ def test_memory_meter_sees_every_allocation(module):
     def step():
         grown = torch.empty(1 * mb, dtype=torch.uint8)
         storage = held.untyped_storage()
-        storage.resize_(0)  # as FSDP2 frees what it gathered: seen, for the meter saw it come
+        storage.resize_(0)  # like FSDP2 frees gathered parameters: seen, because the meter saw the allocation
         storage.resize_(2 * mb)
         product = torch.ones(256, 1024) @ torch.ones(1024, 256)  # 1 MB, 1 MB and a quarter
         del grown, product

@@ -1,8 +1,12 @@
-"""The API reference, as `make docs` builds it."""
+"""The pages: links, anchors and names in them exist. The API reference, as `make docs` builds it."""
 
+import importlib
 import inspect
 import re
 import runpy
+import subprocess
+from collections import Counter
+from functools import cache, reduce
 from html import unescape
 from pathlib import Path
 
@@ -11,17 +15,127 @@ import shardtrace  # isort: split  before passes, as users do
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.py"))]
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"[\w./-]+\.(?:py|md|ipynb)|(?:passes|shardtrace|tests|examples|docs|notebooks)/[\w/-]*")
+NAME = re.compile(r"(?:passes|shardtrace|thunder|torch)(?:\.\w+)+")
+PLACEHOLDERS = ("model.py", "script.py", "train.py", "test_my_pass.py")  # files that a user has
+
+
+# ---- the pages ----
+
+
+def markdown(page):
+    """The text of a page; of a notebook's source that of its Markdown cells."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = re.split(r"^# %%", page.read_text(), flags=re.MULTILINE)
+    texts = [cell.partition("\n")[2] for cell in cells if cell.startswith(" [markdown]")]
+    return re.sub(r"^# ?", "", "\n".join(texts), flags=re.MULTILINE)
+
+
+@cache
+def files():
+    """The paths of the repository, folders included, relative to its root."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [Path(line) for line in listed if (ROOT / line).exists()]
+    return {str(path) for file in found for path in (file, *file.parents)}
+
+
+def anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    counts, found = Counter(), set()
+    for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{name}-{counts[name]}" if counts[name] else name)
+        counts[name] += 1
+    return found
+
+
+def broken_links(text, folder):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text)):
+        if re.match(r"\w+:", target):
+            continue  # another site
+        path, _, anchor = target.partition("#")
+        there = (folder / path).resolve()
+        if path and (not there.is_relative_to(ROOT) or str(there.relative_to(ROOT)) not in files()):
+            yield f"{target}: no such file"
+        elif anchor and anchor not in anchors(markdown(there) if path else text):
+            yield f"{target}: no such heading"
+
+
+def wrong_names(text):
+    """Paths and dotted names in backticks, and paths in commands, that do not exist."""
+    spans = re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+    commands = [block[0] for block in FENCED.finditer(text) if block[0].startswith("```console")]
+    words = [word for span in spans for word in span.split()]
+    words += [word for command in commands for word in command.split() if "/" in word]
+    for word in words:
+        if PATH.fullmatch(word):
+            if not exists(word.removesuffix("/")):
+                yield f"{word}: no such file"
+        elif (name := NAME.match(word)) and not is_name(name[0]):
+            yield f"{name[0]}: no such name"
+
+
+def exists(path):
+    """A path from the root or from examples/, the bare name of any file, or a placeholder."""
+    name = Path(path).name
+    return bool({path, f"examples/{path}"} & files()) or name in PLACEHOLDERS or (path == name and name in names())
+
+
+@cache
+def names():
+    return {Path(path).name for path in files()}
+
+
+def is_name(dotted):
+    package, *rest = dotted.split(".")
+    try:
+        reduce(attribute, rest, importlib.import_module(package))
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def attribute(owner, name):
+    if inspect.ismodule(owner) and not hasattr(owner, name):
+        return importlib.import_module(f"{owner.__name__}.{name}")
+    return getattr(owner, name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_names_exist(page):
+    text = markdown(page)
+    assert [*broken_links(text, page.parent), *wrong_names(text)] == []
+
+
+def test_wrong_links_and_names_are_found():
+    links = "# One\n\n[a](guide.md) [b](#one) [c](#two) [d](gone.md) [e](guide.md#gone) [f](https://example.org/gone)\n"
+    wrong = ["#two: no such heading", "gone.md: no such file", "guide.md#gone: no such heading"]
+    assert list(broken_links(links, ROOT / "docs")) == wrong
+    text = "`passes/gone.py` `gone.py` `passes/gone/` `passes/schedule.py` `passes.schedule` `shardtrace.fsdp(model)`\n"
+    text += "`passes.gone.x()`\n\n```console\npython examples/gone.py examples/gpt2/train.py\n```\n"
+    wrong = ["passes/gone.py: no such file", "gone.py: no such file", "passes/gone/: no such file"]
+    assert list(wrong_names(text)) == [*wrong, "passes.gone.x: no such name", "examples/gone.py: no such file"]
+
+
+# ---- the API reference ----
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The folder of the pages."""
     folder = tmp_path_factory.mktemp("api")
-    runpy.run_path(str(Path(__file__).parents[1] / "docs/build.py"))["build"](folder)
+    runpy.run_path(str(ROOT / "docs/build.py"))["build"](folder)
     return folder
 
 
 def words(text):
-    """Without markup: letters and digits alone, as roles, quotes and line ends are rendered differently."""
+    """The letters and digits of a text, because roles, quotes and line ends are rendered differently."""
     return "".join(re.findall(r"\w+", re.sub(r":\w+:`", " ", text)))
 
 

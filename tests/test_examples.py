@@ -1,4 +1,4 @@
-"""The examples as a user runs them, alone and on ranks, with few steps; and what they say to bad arguments."""
+"""The examples as a user runs them, in one process and on ranks, with few steps; their errors for bad arguments."""
 
 import gzip
 import importlib
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import shardtrace
 
@@ -21,7 +22,7 @@ import torch
 from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "zero3", "compare")]
+SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "compare")]
 SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
 PACKAGES = {"huggingface.py": "transformers", "litgpt_finetune.py": "litgpt", "mnist/train.py": "sklearn"}
@@ -43,7 +44,7 @@ def run(script, *arguments, ranks):
 
 
 def run_on_two_ranks(script, *arguments):
-    """As torchrun would, without the time that it and its ranks take to start; returns what was printed."""
+    """Runs a script on two ranks without torchrun, which is faster; returns what it printed."""
     needs(script)
     return run_script(EXAMPLES / script, arguments, world_size=2)
 
@@ -79,22 +80,32 @@ def exit_of(run_here, capsys):
 # ---- gpt2 ----
 
 
+class Trained(NamedTuple):
+    """A training by torchrun on two ranks."""
+
+    options: list[str]
+    sharding_and_saving: list[str]
+    checkpoints: Path
+    report: dict[str, Any]
+    printed: str
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A training by torchrun: its options, its report, and what it printed."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     options = [*TINY, f"--text={folder}/text", "--steps=60", "--eval-batches=1", "--sample-bytes=4"]
     sharding = ["--sharding-strategy=zero2", "--bucketing-strategy=0.5"]
     saving = ["--save-every=5", "--resume"]
-    files = [f"--checkpoint-dir={folder}/checkpoints", f"--json={folder}/json"]
+    checkpoints = folder / "checkpoints"
+    files = [f"--checkpoint-dir={checkpoints}", f"--json={folder}/json"]
     printed = run("gpt2/train.py", *options, *sharding, *saving, *files, ranks=2)
-    return options, [*sharding, *saving], json.loads((folder / "json").read_text()), printed
+    return Trained(options, [*sharding, *saving], checkpoints, json.loads((folder / "json").read_text()), printed)
 
 
 def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here, trained):
-    options, _, found, two = trained
-    one = run_here("gpt2/train.py", *options, f"--json={tmp_path}/json")
+    found, two = trained.report, trained.printed
+    one = run_here("gpt2/train.py", *trained.options, f"--json={tmp_path}/json")
     expected = json.loads((tmp_path / "json").read_text())
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
@@ -117,22 +128,40 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
     assert fsdp["parameter_bytes"] == [pytest.approx(whole / 2, rel=0.01)] * 2
     for report in reports:  # momentum: as much as parameters
         assert report["optimizer_bytes"] == pytest.approx(report["parameter_bytes"], rel=0.01)
-    assert all(name in out for name in ("single_device", "ddp", "zero3", "fsdp"))
+    assert all(name in out for name in ("single_device", "ddp", "owner", "fsdp"))
     assert "final losses differ by" in out
 
 
-def test_a_killed_rank_changes_no_loss(tmp_path, run_here, trained):
-    """By torchrun, which restarts both ranks: every loss is that of the undisturbed run, to the bit."""
-    options, sharding_and_saving, undisturbed, _ = trained
-    options = [*options, *sharding_and_saving, "--eval-batches=0", "--sample-bytes=0", f"--checkpoint-dir={tmp_path}"]
+def test_a_killed_rank_changes_no_loss(tmp_path, trained):
+    """torchrun restarts both ranks, and every loss is that of the undisturbed run, to the bit."""
+    options = [
+        *trained.options,
+        *trained.sharding_and_saving,
+        "--eval-batches=0",
+        "--sample-bytes=0",
+        f"--checkpoint-dir={tmp_path}",
+    ]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     script = [EXAMPLES / "gpt2/train.py", *options, f"--json={tmp_path}/json"]
     with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
         kill_rank(process, rank=0, when=lambda: last_step(tmp_path) >= 20)
         assert process.wait(200) == 0
-    assert json.loads((tmp_path / "json").read_text())["losses"] == undisturbed["losses"]
+    assert json.loads((tmp_path / "json").read_text())["losses"] == trained.report["losses"]
     assert last_step(tmp_path) == 60
-    assert "all 60 steps were done before" in run_here("gpt2/train.py", *options)
+
+
+def test_resumed_after_the_last_step_it_prints_the_result(tmp_path, trained):
+    """As after a kill in the final evaluation."""
+    options = [*trained.options, *trained.sharding_and_saving, f"--checkpoint-dir={trained.checkpoints}"]
+    out = run_on_two_ranks("gpt2/train.py", *options, f"--json={tmp_path}/json")
+    assert "all 60 steps were done before" in out
+    found, finished = json.loads((tmp_path / "json").read_text()), trained.report
+    same = ("losses", "val_loss", "parameter_bytes", "optimizer_bytes", "step_bytes", "collectives")
+    assert {key: found[key] for key in same} == {key: finished[key] for key in same}
+    (line,) = (line for line in out.splitlines() if line.endswith(f"{finished['val_loss']:.4f}"))
+    assert line.startswith("train ")
+    assert "--- sample ---" in out
+    assert "reduce_scatter, backward" in out
 
 
 def last_step(folder):
@@ -141,7 +170,7 @@ def last_step(folder):
 
 
 def kill_rank(torchrun, rank, when):
-    """SIGKILL to one of torchrun's ranks, as soon as ``when`` is true."""
+    """Sends SIGKILL to one of torchrun's ranks as soon as ``when`` is true."""
     deadline = time.monotonic() + 100
     while not when():
         assert torchrun.poll() is None
@@ -231,7 +260,7 @@ def test_huggingface_configs_are_small(name, monkeypatch):
     assert sum(p.numel() for p in model.parameters()) < 300_000
 
 
-def test_litgpt_reduces_adapters_alone(tmp_path):
+def test_litgpt_reduces_only_adapters(tmp_path):
     out = run_on_two_ranks("litgpt_finetune.py", *TINY, "--steps=3", f"--save={tmp_path}/adapters.pth")
     assert "with gradients of 10 adapters, 0 frozen parameters" in out
     adapters, reduced = (
@@ -274,7 +303,7 @@ def test_help(script, exit_of):
         ("mnist/train.py", "--data=/nowhere", "no folder '/nowhere'"),
         ("mnist/train.py", f"--data={EXAMPLES}", "has no file train-images-idx3-ubyte"),
         ("mnist/train.py", "--batch-size=2000", "more than the 1500 digits"),
-        ("mnist/train.py", "--test-batch-size=3", "--test-batch-size 3 is that of all ranks"),
+        ("mnist/train.py", "--test-batch-size=3", "--test-batch-size 3 is for all ranks"),
         ("huggingface.py", "--config=opt", "invalid choice: 'opt'"),
         ("huggingface.py", f"--from-pretrained={EXAMPLES}", "config.json"),
         ("huggingface.py", f"--save={__file__}/model", "no folder can be made"),

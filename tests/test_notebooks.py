@@ -1,13 +1,16 @@
-"""The notebooks run from top to bottom, and what is stored of them is what they print."""
+"""The notebooks run from top to bottom, and their stored outputs are what they print."""
 
 import re
+import runpy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import nbformat
 import pytest
-from execute_notebooks import FOLDER, SOURCES, execute, read_source
 
+tool = runpy.run_path(str(Path(__file__).parents[1] / "docs/execute_notebooks.py"))
+FOLDER, SOURCES, execute, read_source = (tool[name] for name in ("FOLDER", "SOURCES", "execute", "read_source"))
 CHANGES = "run `make notebooks` after a change of a notebook's .py"
 ABSOLUTE = re.compile(r"/(?:home|root|tmp|Users|usr|venv|site-packages)/")
 

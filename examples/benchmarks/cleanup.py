@@ -1,4 +1,4 @@
-"""Cleaning up that a second Ctrl-C does not stop half-way."""
+"""Cleanup that a second Ctrl-C does not interrupt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the block is done; processes that it starts do not see them at all."""
+    """Delays SIGINT and SIGTERM until the block is done. Processes started inside never see them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -4,7 +4,7 @@
     python examples/benchmarks/compare.py slow-link --rates 1,2      # as root, on Linux
     python examples/benchmarks/compare.py cuda
 
-Starts its own ranks; prints a table for each setting and one of the targets; writes results.json and steps.svg.
+Starts its own ranks, prints a table for each setting and one of all targets, and writes results.json and steps.svg.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUDA_SIZES = {"layers": 12, "width": 768, "batch": 8, "seq": 1024}  # GPT-2
 
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: through the finally blocks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: runs the finally blocks
     settings = {"loopback": loopback, "slow-link": slow, "cuda": cuda}
     asked = list(settings) if args.setting == "all" else [args.setting]
     results: list[Result] = []
@@ -45,7 +45,7 @@ def main() -> int:
             cannot += 1
     if results:
         finish(results, args.out)
-    return 0 if cannot < len(asked) else 1  # with "all", a setting that this machine does not have is left out
+    return 0 if cannot < len(asked) else 1  # with "all", settings that cannot run are skipped
 
 
 def loopback(args: argparse.Namespace) -> list[Result]:
@@ -58,7 +58,7 @@ def slow(args: argparse.Namespace) -> list[Result]:
 
 
 def cuda(args: argparse.Namespace) -> list[Result]:
-    import torch  # slow, and of no use to the other settings, whose ranks import it themselves
+    import torch  # slow to import, and only this setting needs it here: ranks import it themselves
 
     if not torch.cuda.is_available():
         raise CannotRun("torch sees no CUDA device (torch.cuda.is_available() is False)")
@@ -106,15 +106,15 @@ def parse_args() -> argparse.Namespace:
     choices = ["loopback", "slow-link", "cuda", "all"]
     add("setting", nargs="?", choices=choices, default="loopback", help="default: loopback")
     add("--layers", type=positive, help="blocks of the model (8; on CUDA 12)")
-    add("--width", type=positive, help="of the model (384; on CUDA 768)")
-    add("--heads", type=positive, help="of each attention (width / 64)")
+    add("--width", type=positive, help="width of the model (384; on CUDA 768)")
+    add("--heads", type=positive, help="heads of each attention (width / 64)")
     add("--batch", type=positive, help="sequences on each rank (4; on CUDA 8)")
     add("--seq", type=positive, help="tokens of a sequence (128; on CUDA 1024)")
-    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="the same for all (sgd)")
-    add("--rounds", type=positive, default=5, help="in each of which all contenders run (5)")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="optimizer of all contenders (sgd)")
+    add("--rounds", type=positive, default=5, help="rounds, in each of which all contenders run (5)")
     add("--steps-per-round", type=positive, default=2, help="timed steps of a contender in a round (2)")
-    add("--only", type=pattern, default="", metavar="REGEX", help="contenders, and 'host overhead', that match")
-    add("--rates", type=rates, default=(1.0, 2.0), help="of the slow link, in Gbit/s (1,2)")
+    add("--only", type=pattern, default="", metavar="REGEX", help="run only matching contenders (and 'host overhead')")
+    add("--rates", type=rates, default=(1.0, 2.0), help="rates of the slow link, in Gbit/s (1,2)")
     add("--out", type=Path, default=Path("benchmark-results"), help="folder for results.json and steps.svg")
     return parser.parse_args()
 

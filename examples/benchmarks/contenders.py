@@ -1,4 +1,4 @@
-"""Who competes: each system is one function that makes a whole model into one that trains on this rank's share.
+"""The contenders: one function for each system, which turns a whole model into one that trains on this rank's share.
 
 The model, the data, the optimizer and the step around it are the same for all (``training.py``).
 """
@@ -28,7 +28,7 @@ from model import GPT
 
 @dataclass(frozen=True)
 class World:
-    """Where a contender runs. ``group`` may be one whose collectives do nothing (backend "fake")."""
+    """Where a contender runs. The collectives of ``group`` do nothing if its backend is "fake"."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -39,7 +39,8 @@ class World:
 
 @dataclass(frozen=True)
 class Contender:
-    """``peer`` is the FSDP2 contender with the same resharding; the ratio to it is what the report prints."""
+    """One system in one configuration. The report prints its speed over ``peer``, the FSDP2 contender with the same
+    resharding."""
 
     name: str
     build: Callable[[GPT, World], nn.Module]
@@ -54,7 +55,7 @@ def use_shardtrace(model: GPT, world: World, *, strategy: str, executors: list[s
 
 
 def use_fsdp2(model: GPT, world: World, *, reshard: bool, compiled: bool = False) -> nn.Module:
-    """As PyTorch's documentation has it: each block, then the root; with torch.compile, block by block."""
+    """FSDP2 as PyTorch documents it: each block, then the root. ``compiled`` compiles block by block."""
     options: dict[str, Any] = {"mesh": world.mesh(), "reshard_after_forward": reshard}
     for block in model.h:
         if compiled:
@@ -65,7 +66,7 @@ def use_fsdp2(model: GPT, world: World, *, reshard: bool, compiled: bool = False
 
 
 def use_thunder_fsdp(model: GPT, world: World) -> nn.Module:
-    # It takes no group but copies the default one, which would be the wrong one for the run with a no-op backend.
+    # It takes no group and copies the default one, which is the wrong one for the run on a no-op backend.
     copy = "thunder.distributed.transforms.fsdp_v2.copy_default_process_group"
     with mock.patch(copy, return_value=world.group):
         return thunder.distributed.fsdp(thunder.jit(model), device=world.device)
@@ -73,7 +74,7 @@ def use_thunder_fsdp(model: GPT, world: World) -> nn.Module:
 
 def use_ddp(model: GPT, world: World) -> nn.Module:
     ddp = DistributedDataParallel(model, process_group=world.group)
-    if dist.get_backend(world.group) == "fake":  # whose futures hold no tensor, where DDP expects the reduced one
+    if dist.get_backend(world.group) == "fake":  # its futures hold no tensor, but DDP expects the reduced one
         ddp.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
     return ddp
 
@@ -85,7 +86,7 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def use_single(model: GPT, world: World, *, how: Callable[[nn.Module], Any] = lambda model: model) -> nn.Module:
-    """This rank's batch without communication. All ranks run it at once, so it has its rivals for the cores too."""
+    """This rank's batch without communication. All ranks run it at once, so that they compete for the cores too."""
     return how(model)
 
 
@@ -112,7 +113,7 @@ def contenders() -> list[Contender]:
         Contender("fsdp2 reshard", partial(use_fsdp2, reshard=True)),
         Contender("fsdp2 keep compiled", partial(use_fsdp2, reshard=False, compiled=True), "fsdp2 keep"),
         Contender("fsdp2 reshard compiled", partial(use_fsdp2, reshard=True, compiled=True), "fsdp2 reshard"),
-        Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2 whatever it is asked for
+        Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2, whatever it is asked for
         Contender("ddp", use_ddp, "fsdp2 keep"),
         Contender("single eager", use_single, "fsdp2 keep", communicates=False),
         Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),

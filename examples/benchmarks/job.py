@@ -1,4 +1,4 @@
-"""What the starting process tells the ranks: plain data in a file."""
+"""The job that the starting process hands to the ranks: plain data in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class CannotRun(RuntimeError):
-    """This machine does not have what a setting needs; says what."""
+    """This machine lacks something that a setting needs. The message says what."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of one rank's batch."""
+    """Sizes of the model and of one rank's batch."""
 
     layers: int
     width: int
@@ -33,10 +33,10 @@ class Job:
     sizes: Sizes
     rounds: int
     steps_per_round: int
-    only: str  # a regular expression: which contenders
+    only: str  # a regular expression: the contenders to run
     result: str = ""  # the file that rank 0 writes
     rates: tuple[float, ...] = ()  # of the link, in Gbit/s
-    interface: str | None = None  # the link's end in this rank's network namespace
+    interface: str | None = None  # this rank's end of the link, in its network namespace
 
     @property
     def processes(self) -> int:

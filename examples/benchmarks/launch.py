@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, each a process of its own, and sees to it that all of them end."""
+"""Starts the ranks of a job, one process each, and makes sure that all of them end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from job import Job
 from slow_link import End
 
 HERE = Path(__file__).parent
-# glibc gives memory back to the system when much of it is free, as at the end of a step, and each page of it costs a
-# fault in the next: a twentieth of a step here. None of the contenders is to be measured by that.
+# glibc returns memory to the system when much of it is free, as at the end of a step. Each page then costs a fault in
+# the next step, a twentieth of a step in total. This would distort the figures of every contender.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
-LOG_TAIL = 4000  # characters of a failed rank's output that are shown
+LOG_TAIL = 4000  # characters shown of a failed rank's output
 
 
 class RankFailed(RuntimeError):
-    """A rank ended with an error, which the message holds."""
+    """A rank ended with an error. The message holds its output."""
 
 
 def run_ranks(job: Job, ends: Sequence[End] = ()) -> list[dict[str, Any]]:
-    """Runs the job and returns its results. ``ends``: the network namespace of each rank, if it has one of its own."""
+    """Runs the job and returns its results. ``ends`` are the network namespaces of the ranks, if there are any."""
     with tempfile.TemporaryDirectory(prefix="shardtrace-benchmark-") as folder:
         processes = []
         try:
-            port = "29500" if ends else str(_free_port())  # nobody else is in a namespace that was just made
+            port = "29500" if ends else str(_free_port())  # any port is free in a new namespace
             for rank in range(job.processes):
                 processes.append(_start(job, rank, port, Path(folder), ends))
             _wait(processes, Path(folder))
@@ -67,7 +67,7 @@ def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End]) ->
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = interface or "lo"
     command = [sys.executable, "-W", "ignore", str(HERE / "ranks.py"), str(file)]
-    # gloo and the profiler chat on stdout and stderr: that goes to a file; rank 0 has the terminal for its progress bar
+    # gloo and the profiler chat on stdout and stderr, which go to a file; rank 0 gets the terminal for its bar
     terminal = os.dup(2)
     try:
         with open(folder / f"log-{rank}", "wb") as log:
@@ -83,7 +83,7 @@ def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End]) ->
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Returns when all have ended well; raises as soon as one has not, for the others would wait for it."""
+    """Returns when all ranks have ended well. Raises as soon as one has failed: the others would wait for it."""
     while True:
         codes = [process.poll() for process in processes]
         if any(codes) or None not in codes:

@@ -1,4 +1,4 @@
-"""Timing in interleaved rounds, and the communication of a step by itself."""
+"""Timing in interleaved rounds, and the communication of a step without its compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECE = 1 << 20  # bytes of one message
 
 @dataclass
 class Timed:
-    """For each round: seconds of a step, and bytes that this rank put on the wire in it (if that is known)."""
+    """For each round: the seconds of a step, and the bytes this rank sent in it (if known)."""
 
     seconds: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
@@ -45,10 +45,11 @@ def interleaved(
     interface: str | None = None,
     advance: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, Timed]:
-    """Runs all steps in each round, so that what slows the machine down for a while slows all of them.
+    """Runs all steps in each round, so that a slow spell of the machine slows all of them.
 
-    The order rotates and turns around from round to round. A first step in each turn is not timed: it finds the caches
-    full of the one before. ``advance`` is told whose turn has begun. A step that has a ``turn`` runs inside of it.
+    The order rotates and reverses from round to round. The first step of each turn is not timed, because it finds the
+    caches full of another contender's data. ``advance`` is called with the name of each turn. A step with a ``turn``
+    context runs inside it.
     """
     timed = {name: Timed() for name in steps}
     for r in range(rounds):
@@ -77,12 +78,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def bytes_sent(interface: str | None) -> int:
-    """The interface's own counter, headers included; 0 where there is none to ask."""
+    """The interface's own counter, headers included; 0 without an interface."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0
 
 
 def slowest(timed: dict[str, Timed], group: dist.ProcessGroup) -> dict[str, Timed]:
-    """A step has ended when it has on all ranks: the longest time of each round; wire bytes are the most of a rank."""
+    """The slowest rank of each round, because a step has ended only when it has ended on all ranks. Bytes likewise."""
     everyone: list[dict[str, Timed]] = [{}] * group.size()
     dist.all_gather_object(everyone, timed, group=group)
     return {
@@ -94,14 +95,14 @@ def slowest(timed: dict[str, Timed], group: dist.ProcessGroup) -> dict[str, Time
     }
 
 
-# ---- communication alone ----
+# ---- communication without compute ----
 
 
 def raw_exchange(sizes: list[int], group: dist.ProcessGroup) -> Step:
-    """Moves what a rank has to send and receive in collectives of ``sizes`` bytes, in both directions at once, with
-    nothing around it: ``size * (N - 1) / N`` to the next rank and from the one before.
+    """Moves the bytes that a rank sends and receives in collectives of ``sizes`` bytes, in both directions at once and
+    without compute: ``size * (N - 1) / N`` to the next rank and from the previous one.
 
-    In pieces, for gloo sends one large message and only then reads another: half the rate of the link.
+    Data is sent in pieces: gloo finishes sending a large message before it reads another, which halves the rate.
     """
     rank, world_size = group.rank(), group.size()
     total = sum(size * (world_size - 1) // world_size for size in sizes)
@@ -121,7 +122,7 @@ def raw_exchange(sizes: list[int], group: dist.ProcessGroup) -> Step:
 
 
 def own_lines(cmodel: nn.Module, device: torch.device) -> Step:
-    """Only the lines of the compiled traces that issue a collective or wait for one, in their order."""
+    """Runs only the lines of the compiled traces that issue a collective or wait for one, in order."""
     lines = [(trace, line) for trace in compiled_traces(cmodel) for line in trace.bound_symbols]
     lines = [(trace, line) for trace, line in lines if is_issue(line) or is_wait(line)]
     inputs: dict[str, torch.Tensor] = {}
@@ -134,7 +135,7 @@ def own_lines(cmodel: nn.Module, device: torch.device) -> Step:
                 if not isinstance(arg, Proxy):
                     return arg
                 if (id(trace), arg.name) in values:
-                    return values.pop((id(trace), arg.name))  # popped: nothing else keeps what was gathered
+                    return values.pop((id(trace), arg.name))  # popped, so that nothing keeps gathered buffers
                 assert isinstance(arg, TensorProxy), arg
                 return inputs.setdefault(
                     arg.name, torch.zeros(tuple(arg.shape), dtype=to_torch_dtype(arg.dtype), device=device)
@@ -158,7 +159,7 @@ def compiled_traces(cmodel: nn.Module) -> list[TraceCtx]:
 
 
 def seconds_in_passes(cmodel: nn.Module) -> float:
-    """What our passes and verify took, as each names it in the provenance of the trace that it made."""
+    """Seconds spent in our passes and verify, read from the provenance of each trace."""
     traces = [*thunder.last_traces(cmodel), *thunder.last_backward_traces(cmodel)]
     names = [str(trace.get_provenance()) for trace in traces]
     return (

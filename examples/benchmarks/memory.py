@@ -1,8 +1,8 @@
-"""One meter for the memory of tensors, whoever allocates them: what the allocator itself reports.
+"""One meter for the memory of all tensors, which reads the allocator's own records.
 
-On the CPU that is the profiler's record of each allocation and each free, including those of C++ (DDP's buckets, the
-buffers inside operators, storages that FSDP2 frees and refills); on CUDA the caching allocator's own counters. A meter
-has to run from before a contender is built, as the profiler cannot tell what was allocated before it started.
+On the CPU, the profiler records each allocation and each free, including those of C++ (DDP's buckets, buffers inside
+operators, storages that FSDP2 frees and refills). On CUDA, the caching allocator has counters. A meter must start
+before a contender is built, because the profiler does not know about earlier allocations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Metered(NamedTuple):
-    """Bytes, relative to what was allocated before: ``kept`` at the end, ``peak`` at the highest (0 at least)."""
+    """Bytes relative to those allocated before: ``kept`` at the end, ``peak`` at the highest point (at least 0)."""
 
     kept: int
     peak: int
@@ -27,7 +27,7 @@ class Metered(NamedTuple):
 
 
 def metered(fn: Callable[[], T], device: torch.device) -> tuple[T, Metered]:
-    """Runs ``fn``, which may free what was allocated outside only if that was allocated inside an earlier call."""
+    """Runs ``fn`` and meters it. ``fn`` may free only memory that was allocated inside a metered call."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def metered(fn: Callable[[], T], device: torch.device) -> tuple[T, Metered]:
         before = torch.cuda.memory_allocated()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu", record_shapes=True) as record:
         result = fn()
-        gc.collect()  # inside: what is garbage now is not kept
+        gc.collect()  # inside the profile, so that garbage does not count as kept
     events = record.profiler.kineto_results.events()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -49,26 +49,26 @@ def metered(fn: Callable[[], T], device: torch.device) -> tuple[T, Metered]:
 
 
 class Traffic(NamedTuple):
-    """What one rank issues in a step, and the bytes of the unsharded buffers (twice for an all_reduce)."""
+    """The collectives one rank issues in a step, and the bytes of their unsharded buffers (twice for an all_reduce)."""
 
     collectives: int
     bytes: int
 
 
-# Of each operator of c10d, the argument that holds the whole group's data, and how often that is sent.
+# For each operator of c10d: the argument that holds the data of the whole group, and how often it is sent.
 _WHOLE = {"_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1), "allreduce_": (0, 2)}
-_SMALL = 64  # bytes: what DDP sends to compare ranks is not counted
-_ELEMENT = 4  # bytes: the profiler does not tell the type of a list's tensors; these benchmarks are in float32
+_SMALL = 64  # bytes: messages by which DDP compares ranks are not counted
+_ELEMENT = 4  # bytes: the profiler does not record the dtype of a list's tensors; these benchmarks use float32
 
 
 def traffic(events: list[Any]) -> Traffic:
-    """The collectives among the profiler's events of a step."""
+    """Counts the collectives among the profiler's events of a step."""
     sizes = []
     for event in events:
         if event.name().removeprefix("c10d::") in _WHOLE:
             at, times = _WHOLE[event.name().removeprefix("c10d::")]
             shape = event.structured_input_shapes()[at]
-            shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one
+            shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one tensor
             sizes.append(times * _ELEMENT * sum(math.prod(s) for s in shapes))
     sizes = [size for size in sizes if size > _SMALL]
     return Traffic(len(sizes), sum(sizes))

@@ -1,4 +1,4 @@
-"""What a step costs the host beyond plain ``thunder.jit``, where neither compute nor communication takes any time."""
+"""Host time of a step beyond plain ``thunder.jit``, in a model whose compute and communication take no time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NAME = "host overhead"
 
 
 def host_overhead(world: World, *, rounds: int, steps_per_round: int) -> dict[str, float]:
-    """Seconds of a step of a model of 100 parameters of a few bytes each.
+    """Seconds of a step in a model of 100 tiny parameters.
 
-    ``world`` has a group whose collectives do nothing. Keys: "plain", and for each strategy what it adds to it.
+    ``world`` has a group whose collectives do nothing. Keys: "plain", and each strategy with the seconds it adds.
     """
     sizes = Sizes(layers=8, width=8, heads=2, batch=1, seq=8)
     assert len(list(make_model(sizes).parameters())) == 100

@@ -1,4 +1,4 @@
-"""The race: all that was built runs in turn, and what was measured becomes the rows of a table."""
+"""The race: all contenders run in turn, and their measurements become the rows of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contenders import Contender, World
 from job import Job
 from measure import Timed, interleaved, own_lines, quartiles, raw_exchange, slowest
-from progress import progress
+from terminal import progress_bar
 from training import Silenced, Training
 
 LINK_CHECK = 64 << 20  # bytes
@@ -23,7 +23,7 @@ LINK_CHECK = 64 << 20  # bytes
 
 @dataclass
 class Entrant:
-    """A contender that was built, compiled and measured once; ``silent`` is it again, with a no-op backend."""
+    """A contender that was built, compiled and measured once. ``silent`` is the same one on a no-op backend."""
 
     contender: Contender
     training: Training
@@ -48,7 +48,7 @@ def race(job: Job, world: World, entrants: list[Entrant], rate: float | None) ->
         steps["link"] = raw_exchange([LINK_CHECK], world.group)
 
     total = job.rounds * len(steps)
-    with progress(total=total, desc=f"{job.name(rate)}: rounds", unit="turn") as bar:
+    with progress_bar(total=total, desc=f"{job.name(rate)}: rounds", unit="turn") as bar:
 
         def advance(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
@@ -88,7 +88,7 @@ def row(entrant: Entrant, timed: dict[str, Timed], job: Job) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_s": job.sizes.batch * job.sizes.seq * job.processes / middle,
         "peer": peer,
-        # of each round, then the median: what slows a round down slows both
+        # median of the ratios of each round: what slows a round down slows both
         "speed_of_peer": ratio(timed, peer, name) if peer in timed else None,
         "wire_bytes": median(wire) if wire else None,
         "exposed_s": median(a - b for a, b in zip(seconds, noop.seconds, strict=True)) if noop else None,
@@ -101,7 +101,7 @@ def ratio(timed: dict[str, Timed], slow: str | None, fast: str) -> float:
 
 
 def link(timed: dict[str, Timed], moved: dict[str, int], world_size: int, rate: float | None) -> dict[str, Any]:
-    """The link's measured rate, and for each strategy what its bytes need on it with no compute around."""
+    """The measured rate of the link, and for each strategy the time its bytes need without compute."""
     if "link" not in timed:
         return {"measured_gbit": None, "communication": {}}
     share = (world_size - 1) / world_size

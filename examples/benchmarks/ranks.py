@@ -1,4 +1,4 @@
-"""What each rank runs. ``launch.py`` starts it: ``python ranks.py JOB`` with the variables of torchrun."""
+"""The script of each rank. ``launch.py`` runs ``python ranks.py JOB`` with the variables of torchrun."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from measure import compiled_traces, seconds_in_passes, timed_steps
 from memory import Metered, metered, traffic
 from overhead import NAME as HOST_OVERHEAD
 from overhead import host_overhead
-from progress import progress
 from race import Entrant, race
+from terminal import progress_bar
 from training import Silenced, Training, make_batches
 
-WARM_UP = 3  # steps: the second may compile again, and DDP makes new buckets in it
+WARM_UP = 3  # steps: the second may compile again, and DDP rebuilds its buckets in it
 OVERHEAD_STEPS = 20
-PATIENCE = timedelta(minutes=5)  # for the other rank, then an error: a link may stall
+PATIENCE = timedelta(minutes=5)  # wait for the other rank before an error: a link may stall
 
 
 def main() -> None:
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # a no-op backend leaves numbers behind that no real step has
+    torch.set_flush_denormal(True)  # a no-op backend leaves denormal numbers that no real step has
     device = torch.device(job.device)
     if job.backend == "fake":
         dist.init_process_group("fake", rank=0, world_size=job.world_size, store=FakeStore())
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def run(job: Job, world: World) -> list[dict[str, Any]]:
-    """One result for each rate of the link; one where there is no such link."""
+    """One result for each rate of the link, or one if there is no limited link."""
     silent = World(dist.new_group(backend="fake"), world.device) if job.backend == "gloo" else None
     field = chosen(job.only, world.device.type)
     if not field:
         raise SystemExit(f"no contender matches {job.only!r}")
     first_kernels(world.device)
-    with progress(iterable=field, desc=f"{job.setting}: build and compile", unit="contender") as bar:
+    with progress_bar(iterable=field, desc=f"{job.setting}: build and compile", unit="contender") as bar:
         entrants = []
         for contender in bar:
             bar.set_postfix_str(contender.name)
@@ -69,7 +69,7 @@ def run(job: Job, world: World) -> list[dict[str, Any]]:
         overhead = host_overhead(silent, rounds=job.rounds, steps_per_round=OVERHEAD_STEPS)
 
     gc.collect()
-    gc.freeze()  # what compiling left behind is not looked through again while steps are timed
+    gc.freeze()  # the garbage collector skips what compiling left behind while steps are timed
     results = []
     for rate in job.rates or [None]:
         if rate is not None:
@@ -81,7 +81,7 @@ def run(job: Job, world: World) -> list[dict[str, Any]]:
 
 
 def first_kernels(device: torch.device) -> None:
-    """Makes libraries allocate what they keep (cuBLAS: for each thread), or the first contender would pay for it."""
+    """Makes libraries allocate what they keep (cuBLAS: for each thread). Otherwise the first contender pays for it."""
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     (weight @ weight).sum().backward()
 
@@ -115,7 +115,8 @@ def prepare(contender: Contender, job: Job, world: World, silent: World | None) 
 
 
 def predicted_peak(training: Training, kept: int) -> int:
-    """What the compiled traces promise. They know their arguments; ``kept`` bytes are all that lives between steps."""
+    """The peak that the compiled traces predict, in bytes. ``kept`` bytes live between steps; traces know only those
+    that are their arguments."""
     arguments = {t.untyped_storage() for t in (*training.model.parameters(), *training.batches[0])}
     forward, backward = compiled_traces(training.model)
     return step_liveness(forward, backward, persistent=kept - sum(storage.nbytes() for storage in arguments)).peak

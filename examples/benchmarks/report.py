@@ -11,15 +11,15 @@ COLUMNS = {
     "contender": "",
     "step s": "median of the rounds",
     "quartiles": "",
-    "tokens/s": "of all ranks that exist",
+    "tokens/s": "of all real ranks",
     "x fsdp2": "speed over the FSDP2 contender with the same resharding: median of the ratios of each round",
-    "exposed s": "the step less the same step with collectives that do nothing",
+    "exposed s": "the step minus the same step with collectives that do nothing",
     "peak MB": "of tensors, on rank 0, from the allocator's own record of one step",
     "coll.": "collectives that a rank issues in a step",
-    "MB": "of their unsharded buffers; an all_reduce counts twice, for it reduces and gathers",
-    "wire MB": "what the network interface of one rank sent in a step",
-    "compile s": "the first step less a later one",
-    "passes s": "in shardtrace's passes and verify, out of that",
+    "MB": "of their unsharded buffers; an all_reduce counts twice, because it reduces and gathers",
+    "wire MB": "bytes sent in a step, by the counter of one rank's network interface",
+    "compile s": "the first step minus a later one",
+    "passes s": "the part of it in shardtrace's passes and verify",
 }
 
 
@@ -62,7 +62,7 @@ def notes(result: Result) -> list[str]:
     for name, moved in result["communication"].items():
         formula = f", by formula {moved['formula_s']:.3f} s" if moved["formula_s"] else ""
         lines.append(
-            f"communication alone, {name}: {moved['bytes'] / 1e6:.1f} MB: sent and received with nothing around it "
+            f"communication alone, {name}: {moved['bytes'] / 1e6:.1f} MB: sent and received without compute "
             f"{moved['raw_s']:.3f} s{formula}, by its own lines of the trace {moved['own_s']:.3f} s"
         )
     rows = result["contenders"]
@@ -83,7 +83,7 @@ def legend() -> str:
 
 def target_table(targets: list[Target]) -> str:
     if not targets:
-        return "targets: none of them can be told from the contenders that ran"
+        return "targets: the contenders that ran decide none of them"
     lines = [["setting", "target", "measured", "", ""]]
     for t in targets:
         lines.append([t.setting, t.what, f"{t.value:.2f}", f"{t.relation} {t.bound:g}", "met" if t.met else "NOT MET"])
@@ -91,7 +91,7 @@ def target_table(targets: list[Target]) -> str:
 
 
 def aligned(lines: list[list[str]]) -> list[str]:
-    """Columns of equal width: words to the left, numbers to the right."""
+    """Columns of equal width, words to the left and numbers to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     words = [any(line[i][:1].isalpha() for line in lines[1:]) for i in range(len(widths))]
     return [
@@ -106,7 +106,8 @@ def number(value: float | None, spec: str) -> str:
 
 
 def plot(results: list[Result], path: Path) -> str:
-    """Draws the steps of each setting, the exposed part apart; returns what was done, or why nothing was."""
+    """Plots the steps of each setting, with exposed communication in its own colour. Returns what was written, or why
+    nothing was."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a link of a given rate: the smallest cluster there is. Linux, root and iproute2."""
+"""Two network namespaces joined by a link of a given rate: the smallest cluster. Needs Linux, root and iproute2."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cleanup import undisturbed
 from job import CannotRun
 
 PREFIX = "shardtrace"
-BURST = "256kb"  # what may leave at full speed: 2 ms at 1 Gbit/s, and more than the 64 kB that TCP hands over at once
-QUEUE = "50ms"  # longer ones are dropped, which TCP takes as a sign to slow down
+BURST = "256kb"  # bytes sent at full speed: 2 ms at 1 Gbit/s, and more than the 64 kB that TCP hands over at once
+QUEUE = "50ms"  # packets that would wait longer are dropped, and TCP slows down
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class End:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command that is to run there."""
+        """The prefix of a command that runs in this namespace."""
         return ["ip", "netns", "exec", self.namespace]
 
 
 def obstacle() -> str | None:
-    """Why there can be no slow link here, as far as one can tell beforehand."""
+    """Why a slow link cannot be made here, None if nothing speaks against it."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2 (Linux only)"
@@ -44,22 +44,22 @@ def obstacle() -> str | None:
 
 
 def set_rate(interface: str, gbit: float, *, enter: Sequence[str] = ()) -> None:
-    """Limits what leaves by ``interface``, in the namespace of this process or the one that ``enter`` enters. Each end
-    limits its own direction."""
+    """Limits the rate at which ``interface`` sends, in this process's namespace or the one that ``enter`` enters. Each
+    end limits its own direction."""
     limit = ["rate", f"{round(gbit * 1000)}mbit", "burst", BURST, "latency", QUEUE]
     _do(*enter, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
 
 
 @contextmanager
 def two_namespaces() -> Iterator[list[End]]:
-    """Makes the link, and removes it again however the block is left. Raises :class:`CannotRun` if it cannot.
+    """Makes the link, and removes it when the block is left, also by an error. Raises :class:`CannotRun`.
 
-    Removing a namespace removes its end of the link, its rate and what runs by its rules.
+    Removing a namespace removes its end of the link and its rate limit.
     """
     if reason := obstacle():
         raise CannotRun(reason)
     _remove_leftovers()
-    # 198.18.0.0/15 is set aside for benchmarks of networks (RFC 2544); nothing else is in these namespaces anyway
+    # 198.18.0.0/15 is reserved for network benchmarks (RFC 2544), and these namespaces are empty anyway
     ends = [End(f"{PREFIX}-{os.getpid()}-{i}", f"link{i}", f"198.18.0.{i + 1}") for i in range(2)]
     first, second = ends
     try:
@@ -72,7 +72,7 @@ def two_namespaces() -> Iterator[list[End]]:
                 _do("ip", "-n", end.namespace, "addr", "add", f"{end.address}/24", "dev", end.interface)
                 _do("ip", "-n", end.namespace, "link", "set", end.interface, "up")
                 _do("ip", "-n", end.namespace, "link", "set", "lo", "up")
-            for end in ends:  # also finds out whether the kernel has tbf
+            for end in ends:  # also checks that the kernel has tbf
                 set_rate(end.interface, 1, enter=end.enter)
         except subprocess.CalledProcessError as error:
             raise CannotRun(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from None
@@ -84,7 +84,7 @@ def two_namespaces() -> Iterator[list[End]]:
 
 
 def _remove_leftovers() -> None:
-    """Those of a benchmark that was killed before it could clean up."""
+    """Removes namespaces of benchmarks that were killed before they could clean up."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
         name = line.split()[0] if line.strip() else ""
@@ -95,7 +95,7 @@ def _remove_leftovers() -> None:
 
 
 def _remove(namespace: str) -> None:
-    for _ in range(20):  # it may be busy for a moment, as long as a process in it ends
+    for _ in range(20):  # busy for a moment while a process in it ends
         done = subprocess.run(["ip", "netns", "del", namespace], capture_output=True, text=True, check=False)
         if done.returncode == 0 or "No such file" in done.stderr:
             return

@@ -1,17 +1,17 @@
-"""What shardtrace sets out to reach, each as one ratio and whether it was met in this run."""
+"""The targets of shardtrace, each as one ratio, and whether this run met them."""
 
 from __future__ import annotations
 
 from statistics import median
 from typing import Any, NamedTuple
 
-Result = dict[str, Any]  # of one setting, as ranks.py makes it
+Result = dict[str, Any]  # of one setting, made by ranks.py
 
-STRATEGIES = {"zero2": "fsdp2 keep", "zero3": "fsdp2 reshard"}  # and the FSDP2 contender with the same resharding
+STRATEGIES = {"zero2": "fsdp2 keep", "zero3": "fsdp2 reshard"}  # FSDP2 contenders with the same resharding
 
 
 class Target(NamedTuple):
-    """``value`` is to be at least ``bound`` (relation ">=", or ">") or at most (relation "<=", or "<")."""
+    """A target is met if ``value`` stands in ``relation`` (">=", ">", "<=" or "<") to ``bound``."""
 
     setting: str
     what: str
@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
 
 def targets(results: list[Result]) -> list[Target]:
-    """Those that can be told from ``results``: a target of contenders that did not run is left out."""
+    """The targets that ``results`` decide. Targets of contenders that did not run are left out."""
     found: list[Target] = []
     for result in results:
         if result["rate_gbit"] == 1:
@@ -61,7 +61,7 @@ def slow_link_against_others(result: Result) -> list[Target]:
         if moved is not None and "single eager" in rows:
             alone = max(middle(result, "single eager"), moved["raw_s"])
             value = middle(result, name) / alone
-            what = f"step of {name} over max(compute alone, communication alone)"
+            what = f"step of {name} over max(compute only, communication only)"
             found.append(Target(setting, what, value, "<=", 1.25))
     return found
 
@@ -95,7 +95,7 @@ def memory(result: Result) -> list[Target]:
 
 
 def passes(result: Result) -> list[Target]:
-    """Only with the default executors: others compile within the first step what is not Thunder's tracing."""
+    """Only with the default executors, because others compile more than Thunder's traces in the first step."""
     rows = [result["contenders"].get(f"shardtrace {strategy}") for strategy in STRATEGIES]
     return [
         Target(result["setting"], f"time in our passes over Thunder's, {strategy}", value, "<=", 0.1)
@@ -115,7 +115,7 @@ def overhead(result: Result) -> list[Target]:
 
 
 def variants(result: Result) -> list[tuple[str, str]]:
-    """Our contenders in this result, each with its strategy."""
+    """The shardtrace contenders of this result, each with its strategy."""
     names = [name for name in result["contenders"] if name.startswith("shardtrace ")]
     return [(name, name.split()[1]) for name in names]
 
@@ -126,7 +126,7 @@ def middle(result: Result, name: str) -> float:
 
 
 def speed(result: Result, name: str, rival: str) -> float | None:
-    """How many times as fast as ``rival``: the median over rounds, each of which had both. None if it did not run."""
+    """Speed over ``rival``: the median of the ratios of each round. None if ``rival`` did not run."""
     rows = result["contenders"]
     if rival not in rows:
         return None

@@ -15,7 +15,7 @@ from contenders import Contender, World
 from job import Sizes
 from model import GPT, GPTConfig
 
-N_BATCHES = 4  # different batches, taken in turn
+N_BATCHES = 4  # batches, used in turn
 
 
 def make_model(sizes: Sizes) -> GPT:
@@ -30,12 +30,12 @@ def make_batches(sizes: Sizes, rank: int, device: torch.device) -> list[tuple[Te
 
 
 class Training:
-    """A contender with its optimizer. Calling it runs one step, after which no gradient is kept."""
+    """A contender with its optimizer. A call runs one step and keeps no gradient."""
 
     def __init__(self, contender: Contender, world: World, sizes: Sizes, batches: list[tuple[Tensor, Tensor]]) -> None:
         self.model: nn.Module = contender.build(make_model(sizes).to(world.device), world)
         self.batches = batches
-        # SGD costs next to nothing and so leaves the differences between the contenders visible
+        # SGD costs almost nothing, so that the differences between contenders stay visible
         optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
         self.optimizer = optimizers[sizes.optimizer](self.model.parameters(), lr=1e-4)
         self.step = 0
@@ -50,9 +50,9 @@ class Training:
 
 
 class Silenced:
-    """One of our contenders on gloo, with messages that are not sent: it need not be compiled again for that.
+    """A shardtrace contender on gloo that sends no messages. It is not compiled again.
 
-    ``turn`` silences the steps inside, and gives the parameters back the values that they had before.
+    ``turn`` silences the steps inside, and restores the values of the parameters afterwards.
     """
 
     def __init__(self, training: Training) -> None:

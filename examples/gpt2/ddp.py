@@ -1,4 +1,4 @@
-"""Train GPT-2 with data parallelism: each rank holds the whole model, and gradients are averaged.
+"""Train GPT-2 with data parallelism: each rank holds the whole model, and gradients are averaged over ranks.
 
 On two ranks of this machine:
 

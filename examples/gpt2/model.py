@@ -1,7 +1,7 @@
-"""GPT-2 in plain PyTorch: nothing in this file knows about sharding or compiling.
+"""GPT-2 in plain PyTorch. Nothing in this file knows about sharding or compiling.
 
-Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The sizes are the paper's, and one
-more for CPUs. The vocabulary is the 256 bytes (`vocab_size=50257` for GPT-2's own tokens).
+Language Models are Unsupervised Multitask Learners, Radford et al. 2019. The sizes are the paper's, plus "tiny" for
+CPUs. The vocabulary is the 256 bytes (`vocab_size=50257` for GPT-2's own tokens).
 """
 
 import math
@@ -37,7 +37,7 @@ CONFIGS = {
 
 
 class ResidualLinear(nn.Linear):
-    """A linear layer whose output is added to the residual stream, which 2 * n_layer of them share."""
+    """A linear layer whose output is added to the residual stream, one of 2 * n_layer that do so."""
 
     def __init__(self, in_features: int, out_features: int, n_layer: int) -> None:
         self.init_std = 0.02 / math.sqrt(2 * n_layer)
@@ -111,7 +111,7 @@ class GPT(nn.Module):
 
 
 def init_weights(module: nn.Module) -> None:
-    """GPT-2's initialisation of one module without its children: for `apply`, and as a `param_init_fn`."""
+    """GPT-2's initialisation of one module, without its children. For `apply`, and as a `param_init_fn`."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=module.init_std if isinstance(module, ResidualLinear) else 0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

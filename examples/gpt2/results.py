@@ -1,4 +1,4 @@
-"""What a training has come to: figures that can be kept as JSON, and the table of them."""
+"""The result of a training: figures that are written as JSON, and a table of them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from common import table
 
 
 class Report(TypedDict):
-    """Lists of bytes are by rank."""
+    """Figures of one training. A list of bytes has one entry for each rank."""
 
     losses: list[float]  # of each step
     val_loss: float | None
     tokens_per_s: float | None
     parameter_bytes: list[int]
     optimizer_bytes: list[int]
-    step_bytes: list[int]  # the peak of tensors in a step, predicted from its traces
-    peak_bytes: list[int]  # measured: on a GPU its allocator's, else the whole process's
+    step_bytes: list[int]  # peak memory of tensors in a step, predicted from its traces
+    peak_bytes: list[int]  # measured: of torch's allocator on a GPU, else of the whole process
     collectives: dict[str, tuple[int, int]]  # count and bytes
 
 
 COLUMNS = ("", "rank", "parameters", "optimizer", "a step", "peak", "tokens/s", "final loss", "val. loss")
 LEGEND = (
-    "in MB: parameters and the optimizer's state; the most that tensors take in a step, predicted from its\n"
-    "traces; and the measured peak (of the whole process, on a GPU of what torch allocated)"
+    "in MB: parameters; optimizer state; peak memory of tensors in a step, predicted from its traces; measured\n"
+    "peak memory (on a GPU of torch's allocator, on a CPU of the whole process)"
 )
 
 
 def result_table(reports: dict[str, Report]) -> str:
-    """A line for each rank of each script; what all ranks share stands in the first."""
+    """One line for each rank of each script. Figures of all ranks stand in the first line."""
     rows: list[Sequence[Any]] = [COLUMNS]
     for name, report in reports.items():
         speed = None if report["tokens_per_s"] is None else f"{report['tokens_per_s']:,.0f}"

@@ -1,4 +1,4 @@
-"""Train GPT-2 on one device with plain thunder.jit: what the other scripts must equal.
+"""Train GPT-2 on one device with plain thunder.jit: the reference for the other scripts.
 
 In one process:
 

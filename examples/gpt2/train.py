@@ -1,10 +1,10 @@
-"""Train a byte-level GPT-2 with shardtrace on any number of ranks, with any strategy, and sample from it.
+"""Train a byte-level GPT-2 on any number of ranks with any strategy, then print a sample of text.
 
 On two ranks of this machine:
 
     torchrun --nproc_per_node=2 examples/gpt2/train.py --model tiny --sharding-strategy zero3
 
-With checkpoints; a rank that dies costs the steps since the last one, and changes nothing else:
+With checkpoints. If a rank dies, only the steps since the last checkpoint are repeated:
 
     torchrun --nproc_per_node=2 --max-restarts=3 examples/gpt2/train.py --checkpoint-dir checkpoints --resume
 """
@@ -40,9 +40,9 @@ def main() -> None:
 def parse_args() -> Namespace:
     parser = arguments(__doc__, sharding=True)
     parser.set_defaults(sample_bytes=128)
-    what = "Thunder's, best first, comma separated"
+    what = "Thunder's executors, separated by commas, in order of preference"
     parser.add_argument("--executors", type=lambda names: names.split(","), metavar="NAMES", help=what)
-    what = "keep shards, gradients and the optimizer's state in host memory (with CUDA)"
+    what = "keep shards, gradients and optimizer state in host memory (CUDA only)"
     parser.add_argument("--cpu-offload", action="store_true", help=what)
     add_checkpoints(parser)
     return parser.parse_args()

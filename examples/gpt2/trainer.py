@@ -1,6 +1,6 @@
 """The trainer that the scripts in this folder share: data, loop, evaluation and report.
 
-It knows nothing of sharding: a script hands it a jitted model and an optimizer.
+It knows nothing about sharding. A script passes it a jitted model and an optimizer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TEMPERATURE = 0.8
 
 @contextmanager
 def start(args: Namespace, *, most_ranks: int | None = None) -> Iterator[Trainer]:
-    """A trainer, and the process group while the context lasts."""
+    """Makes a trainer, and the process group for as long as the context lasts."""
     if most_ranks is not None and common.world_size() > most_ranks:
         sys.exit(f"{common.script()} runs in {most_ranks} process, not in {common.world_size()}")
     text = checked_text(args, CONFIGS[args.model].block_size)
@@ -70,27 +70,32 @@ def start(args: Namespace, *, most_ranks: int | None = None) -> Iterator[Trainer
 
 
 class Trainer:
-    """Runs in step on all ranks, for every call of a sharded model is a collective."""
+    """Trains on all ranks in step, because every call of a sharded model is a collective."""
 
     def __init__(self, args: Namespace, text: Text, device: torch.device) -> None:
         self.args, self.text, self.device = args, text, device
 
     def build_model(self) -> GPT:
-        """The same on every rank, in host memory."""
+        """Builds the same model on every rank, in host memory."""
         torch.manual_seed(self.args.seed)
         config = CONFIGS[self.args.model]
         return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
 
-    def run(self, cmodel: Module, optimizer: Optimizer, checkpoints: Checkpoints | None = None) -> Report | None:
-        """Trains, evaluates and prints the result; ``--json`` keeps it. None if all steps were done before."""
+    def run(self, cmodel: Module, optimizer: Optimizer, checkpoints: Checkpoints | None = None) -> Report:
+        """Trains, evaluates and prints the result. ``--json`` writes it to a file.
+
+        After a restart whose checkpoint has all steps, nothing is trained and the result is that of the checkpoint.
+        """
         args = self.args
         data, schedule = self.batches(self.text.train), LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
         with shardtrace.AsyncCheckpointer() as checkpointer:
             state = {"model": cmodel, "optimizer": optimizer, "schedulers": schedule}
             resumed = checkpoints.resume(state) if checkpoints is not None else {}
             if resumed.get("start", 0) >= args.steps:
-                print(f"all {args.steps} steps were done before")
-                return None
+                if is_main():
+                    print(f"all {args.steps} steps were done before")
+                cmodel(*data(0)).backward()  # compiles the step that the table describes; nothing is updated
+                optimizer.zero_grad()
             losses, rate = train(
                 lambda step: cmodel(*data(step)),
                 optimizer,
@@ -100,7 +105,7 @@ class Trainer:
                 **(checkpoints.saving(checkpointer, state) | resumed if checkpoints is not None else {}),
             )
         held = common.optimizer_bytes(optimizer)
-        step = shardtrace.memory(cmodel, persistent=held).peak  # of the last call: a training step
+        step = shardtrace.memory(cmodel, persistent=held).peak  # the last call was a training step
         collectives = common.traffic(cmodel)
         cmodel.eval()
         val_loss = self.evaluate(cmodel) if args.eval_batches else None
@@ -128,7 +133,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, cmodel: Module) -> float:
-        """The mean loss over held-out batches. Asks for logits, as `generate` does: one trace serves both."""
+        """The mean loss over held-out batches. Computed from logits, so that `generate` shares the compiled trace."""
         data = self.batches(self.text.val)
         losses = []
         for step in range(self.args.eval_batches):
@@ -140,8 +145,8 @@ class Trainer:
     def generate(self, cmodel: Module) -> str:
         """Samples `--sample-bytes` bytes after the prompt, the same on all ranks.
 
-        The context is padded on the right to the shape of a batch: one shape means one trace, and a causal model
-        does not see the padding.
+        The context is padded on the right to the shape of a batch, so that one trace serves all lengths. A causal
+        model does not see the padding.
         """
         args = self.args
         generator = torch.Generator().manual_seed(args.seed)
@@ -168,22 +173,22 @@ def lr_scale(step: int, steps: int) -> float:
 
 
 def arguments(doc: str | None, *, sharding: bool = False, parents: Sequence[ArgumentParser] = ()) -> ArgumentParser:
-    """What all scripts understand, and how to shard; the description is the script's docstring."""
+    """The options of all scripts, with ``sharding`` also those of `fsdp`. ``doc`` is the description."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, parents=parents)
     add = parser.add_argument
-    add("--model", choices=CONFIGS, default="tiny", help="default: tiny, which learns in a minute on a CPU")
-    add("--layers", type=whole_number(1), metavar="N", help="blocks; default: as many as the model has")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch.optim; sgd has momentum 0.9")
+    add("--model", choices=CONFIGS, default="tiny", help="size; default: tiny, which learns in a minute on a CPU")
+    add("--layers", type=whole_number(1), metavar="N", help="number of blocks; default: that of the model")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw; sgd has momentum 0.9")
     add(
         "--lr",
         type=non_negative,
-        help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd (large models need less)",
+        help="peak learning rate; default: 3e-3 for adamw, 0.1 for sgd; large models need less",
     )
     add(
         "--weight-decay", "--weight_decay", type=non_negative, default=0.1, metavar="DECAY", help="default: %(default)s"
     )
-    add_count(parser, "--eval-batches", 10, "held-out batches after training", at_least=0)
-    add_count(parser, "--sample-bytes", 0, "to generate after training", at_least=0)
+    add_count(parser, "--eval-batches", 10, "held-out batches to evaluate after training", at_least=0)
+    add_count(parser, "--sample-bytes", 0, "bytes of text to generate after training", at_least=0)
     add_training(parser, steps=700, batch_size=16, seq_len=128)
     add("--json", type=new_file, metavar="FILE", help="write losses and figures to this file")
     if sharding:

@@ -1,4 +1,4 @@
-"""Handwritten digits: MNIST's files where there are some, else the digits that come with scikit-learn."""
+"""Handwritten digits, read from MNIST's files or taken from scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-NOBODY = -1  # the label of an image that only fills up a batch: ignored by the loss, and never right
+NOBODY = -1  # label of an image that pads a batch: the loss ignores it, and it never counts as right
 MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels
 
 
@@ -22,9 +22,9 @@ class Digits(NamedTuple):
     labels: Tensor  # (n,) int64
 
     def filled_up(self, multiple: int) -> Digits:
-        """With as many blank images more as make the number of images divisible."""
+        """Adds blank images until the number of images is divisible by ``multiple``."""
         missing = -len(self.labels) % multiple
-        blank = (0, 0) * 3 + (0, missing)  # of the last dim first
+        blank = (0, 0) * 3 + (0, missing)  # last dim first
         return Digits(F.pad(self.images, blank), F.pad(self.labels, (0, missing), value=NOBODY))
 
     def dataset(self) -> TensorDataset:
@@ -32,11 +32,11 @@ class Digits(NamedTuple):
 
 
 class WrongData(ValueError):
-    """There are no digits to be had; says why."""
+    """No digits can be read. The message says why."""
 
 
 def load_digits(folder: Path | None = None) -> tuple[Digits, Digits]:
-    """Digits to train on, and digits to test with."""
+    """The training set and the test set."""
     return bundled() if folder is None else (mnist(folder, "train"), mnist(folder, "t10k"))
 
 
@@ -57,7 +57,7 @@ def mnist(folder: Path, part: str) -> Digits:
 
 
 def read_idx(folder: Path, name: str, dims: int) -> Tensor:
-    """A file of bytes in the idx format: 0 0 8 dims, the size of each dim (4 bytes, big-endian), the bytes."""
+    """Reads a file of bytes in the idx format: 0 0 8 dims, the size of each dim (4 bytes, big-endian), the bytes."""
     names = [f"{name}{separator}idx{dims}-ubyte{end}" for separator in "-." for end in ("", ".gz")]
     path = next((folder / n for n in names if (folder / n).is_file()), None)
     if path is None:
@@ -82,7 +82,7 @@ def bundled(test: int = 297) -> tuple[Digits, Digits]:
     try:
         from sklearn import datasets
     except ImportError:
-        raise WrongData("scikit-learn, whose digits are the default, is not installed") from None
+        raise WrongData("the default digits need scikit-learn: pip install scikit-learn, or pass --data") from None
     found = datasets.load_digits()
     small = torch.from_numpy(found.images).float()[:, None] / 16
     images = normalised(F.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False))

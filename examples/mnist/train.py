@@ -1,6 +1,6 @@
 """Train a convolutional net on handwritten digits with DDP or FSDP, and test it after each epoch.
 
-On two ranks of this machine, with the digits that come with scikit-learn or with MNIST's own files:
+On two ranks of this machine, with the digits of scikit-learn or with MNIST's own files:
 
     torchrun --nproc_per_node=2 examples/mnist/train.py --sharding-strategy zero3
     torchrun --nproc_per_node=2 examples/mnist/train.py --sharding-strategy ddp --data path/to/mnist --epochs 2
@@ -52,7 +52,7 @@ def main() -> None:
         cmodel = thunder.jit(model)
         optimizer = torch.optim.Adadelta(cmodel.parameters(), lr=args.lr)
         schedule = StepLR(optimizer, step_size=1, gamma=args.gamma)
-        torch.manual_seed(args.seed + dist.get_rank())  # and drops out its own units
+        torch.manual_seed(args.seed + dist.get_rank())  # each rank drops out its own units
 
         begin = time.perf_counter()
         rows: list[tuple[object, ...]] = [("epoch", "train loss", "test loss", "test accuracy", "seconds")]
@@ -69,10 +69,10 @@ def main() -> None:
 
 
 def train(cmodel: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, device: torch.device) -> float:
-    """One epoch; returns the mean loss over all ranks."""
+    """Trains for one epoch. Returns the mean loss over all ranks."""
     cmodel.train()
     assert isinstance(loader.sampler, DistributedSampler)
-    loader.sampler.set_epoch(epoch)  # another order, the same on all ranks
+    loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
     total = torch.zeros((), device=device)
     for images, labels in common.progress(loader, desc=f"epoch {epoch + 1}", unit="step"):
         loss = F.nll_loss(cmodel(images.to(device)), labels.to(device))
@@ -85,7 +85,7 @@ def train(cmodel: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, 
 
 @torch.no_grad()
 def test(cmodel: Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
-    """Loss and accuracy over the whole test set: each rank tests its share, and the counts are summed."""
+    """Loss and accuracy on the whole test set. Each rank tests its share, and the counts are summed."""
     cmodel.eval()
     loss, right, seen = (torch.zeros((), device=device) for _ in range(3))
     for images, labels in loader:
@@ -97,26 +97,26 @@ def test(cmodel: Module, loader: DataLoader, device: torch.device) -> tuple[floa
     return loss_sum / n_seen, n_right / n_seen
 
 
-# All batches have one shape, as each shape is traced anew: training leaves out the few digits at the end of an epoch
-# that do not fill a batch, and the test set is filled up with blank images, which nobody counts.
+# All batches have the same shape, because each shape is traced anew. Training drops the last digits of an epoch if they
+# do not fill a batch. The test set is padded with blank images, which are not counted.
 
 
 def load(digits: Digits, args: Namespace) -> DataLoader:
-    """This rank's share of each batch to train on."""
+    """This rank's share of each training batch."""
     dataset = digits.dataset()
     sampler: Sampler[int] = DistributedSampler(dataset, seed=args.seed, drop_last=True)
     return DataLoader(dataset, args.batch_size // dist.get_world_size(), sampler=sampler, drop_last=True)
 
 
 def load_all(digits: Digits, args: Namespace) -> DataLoader:
-    """This rank's share of all digits to test with."""
+    """This rank's share of the test set."""
     dataset = digits.filled_up(args.test_batch_size).dataset()
     sampler: Sampler[int] = DistributedSampler(dataset, shuffle=False)
     return DataLoader(dataset, args.test_batch_size // dist.get_world_size(), sampler=sampler)
 
 
 def save(model: Module, path: Path) -> None:
-    """Writes the whole model, as a single process would have it: ``Net().load_state_dict(torch.load(path))``."""
+    """Writes the whole model. A single process loads it by ``Net().load_state_dict(torch.load(path))``."""
     state = shardtrace.full_state_dict(model, rank0_only=True, cpu=True)  # every rank sends its shards
     if common.is_main():
         torch.save(state, path)
@@ -130,19 +130,19 @@ def parse_args() -> Namespace:
         "--data",
         type=common.folder,
         metavar="DIR",
-        help="MNIST's idx files, gz or not; default: scikit-learn's digits",
+        help="folder of MNIST's idx files, compressed or not; default: scikit-learn's digits",
     )
-    add_count(parser, "--epochs", 6)
-    add_count(parser, "--batch-size", 64, "digits in a step over all ranks")
-    add_count(parser, "--test-batch-size", 300, "the same, for testing")
-    add("--lr", type=common.non_negative, default=1.0, help="of Adadelta; default: %(default)s")
+    add_count(parser, "--epochs", 6, "training epochs")
+    add_count(parser, "--batch-size", 64, "digits in a step, over all ranks")
+    add_count(parser, "--test-batch-size", 300, "digits in a test batch, over all ranks")
+    add("--lr", type=common.non_negative, default=1.0, help="learning rate of Adadelta; default: %(default)s")
     add(
         "--gamma",
         type=common.non_negative,
         default=0.7,
-        help="factor of the learning rate for each epoch; default: %(default)s",
+        help="factor by which each epoch multiplies the learning rate; default: %(default)s",
     )
-    add_count(parser, "--seed", 1, "of the model, the order and the dropout", at_least=0)
+    add_count(parser, "--seed", 1, "seed of the model, the order and the dropout", at_least=0)
     common.add_device(parser)
     add(
         "--save-model",
@@ -150,7 +150,7 @@ def parse_args() -> Namespace:
         metavar="FILE",
         nargs="?",
         const=Path("mnist.pt"),
-        help="default of FILE: mnist.pt",
+        help="save the trained model; default of FILE: mnist.pt",
     )
     common.add_sharding(parser)
     args = parser.parse_args()

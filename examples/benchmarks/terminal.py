@@ -1,4 +1,4 @@
-"""The progress bar of rank 0."""
+"""The terminal of the benchmark: only rank 0 writes to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 
-def progress(**options: Any) -> Any:
-    """A bar on the terminal that ``launch.py`` left open: stderr, where libraries chat, goes to a file."""
+def progress_bar(**options: Any) -> Any:
+    """A progress bar on the terminal that ``launch.py`` keeps open. Stderr, where libraries chat, goes to a file."""
     terminal = int(os.environ.get("BENCHMARK_TERMINAL", "2"))
     return tqdm(**options, file=open(terminal, "w", closefd=False), disable=dist.get_rank() != 0)

@@ -1,6 +1,8 @@
-"""The notebooks: ``python tests/execute_notebooks.py [names]`` executes them and stores their outputs.
+"""Executes the notebooks and stores their outputs. `make notebooks` runs it.
 
-Of a pair the ``.py`` is the source: the ``.ipynb`` is made of its cells and of what they print.
+    python docs/execute_notebooks.py [NAME ...]
+
+The ``.py`` of a pair is the source. The ``.ipynb`` is made from its cells and their outputs.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-# Thunder warns that it is there without a library that it does not need
+# Thunder warns that a library which it does not need is missing
 WARNINGS = "ignore:transformer_engine module not found"
 
 
 def read_source(path: Path) -> NotebookNode:
-    """The notebook of a ``.py``, without outputs; cells are numbered, so that one made anew differs in nothing else."""
+    """The notebook of a ``.py``, without outputs. Cells are numbered, so that builds differ only in outputs."""
     notebook = jupytext.read(path)
     notebook.metadata = METADATA
     for number, cell in enumerate(notebook.cells):
@@ -38,7 +40,7 @@ def read_source(path: Path) -> NotebookNode:
 def execute(notebook: NotebookNode, folder: Path) -> None:
     """Runs all cells from top to bottom in ``folder`` and puts their outputs into ``notebook``.
 
-    Raises nbclient.exceptions.CellExecutionError, with the cell and its traceback, if one fails.
+    Raises nbclient.exceptions.CellExecutionError if a cell fails, with the cell and its traceback.
     """
     client = NotebookClient(
         notebook,
@@ -57,8 +59,8 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
 
 
 def without_machine(text: str) -> str:
-    """Paths of source files, which the inspector shows, without the folder in which this machine keeps libraries or
-    a kernel its cells."""
+    """Removes this machine's folders of libraries and of kernels' cells from paths of source files, which the inspector
+    shows."""
     return re.sub(r"/tmp/ipykernel_\d+/(?=\d+\.py)", "cell ", text.replace(f"{sysconfig.get_path('purelib')}/", ""))
 
 

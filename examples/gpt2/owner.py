@@ -1,9 +1,11 @@
-"""Train GPT-2 with ZeRO-3 over whole tensors: each parameter has one rank that owns it.
+"""Train GPT-2 with the strategy "owner": each parameter is stored whole, by one rank.
 
-Before use a parameter is broadcast by its owner, and its gradient is reduced to the owner, which alone has optimizer
-state for it.
+The owner broadcasts a parameter before each use. The gradient is reduced to the owner, and only the owner keeps
+optimizer state for it.
 
-    torchrun --nproc_per_node=2 examples/gpt2/zero3.py --model tiny --steps 200
+On two ranks of this machine:
+
+    torchrun --nproc_per_node=2 examples/gpt2/owner.py --model tiny --steps 200
 """
 
 import shardtrace  # before thunder: makes it importable on the newest torch

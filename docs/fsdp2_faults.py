@@ -1,9 +1,9 @@
-"""What PyTorch's FSDP2 does with the faults of tests/test_faults.py, for the table in CONTRIBUTING.md. No test: run it.
+"""Prints how PyTorch's FSDP2 behaves under the faults of docs/faults.md, for the table there.
 
-    python tests/fsdp2_faults.py [CASE ...]
+    python docs/fsdp2_faults.py [CASE ...]
 
-Each case runs on two gloo ranks. For each rank it prints what came of it; a rank that has not ended ``PATIENCE`` seconds
-after both have started hangs.
+Each case runs on two gloo ranks, and the outcome of each rank is printed. A rank hangs if it has not ended ``PATIENCE``
+seconds after both have started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 PATIENCE = 40.0
 CASES: dict[str, Callable[[], Any]] = {}
@@ -122,7 +122,7 @@ def exception_on_one_rank() -> None:
 
 
 def leaves_a_step(fails: bool) -> str:
-    """The second rank leaves the second batch, by an error that its script catches or before its backward."""
+    """Rank 1 leaves the second batch: by an error that its script catches, or by skipping backward."""
     model = sharded(nn.Sequential(nn.Embedding(4, 4), *linear(4, 4, 4, 4)))
     seen = []
     for batch in range(3):
@@ -136,7 +136,7 @@ def leaves_a_step(fails: bool) -> str:
             loss.backward()
             seen.append([p.grad.to_local().clone() for p in model.parameters()])
     same = all(torch.allclose(a, b) for a, b in zip(seen[0], seen[-1], strict=True))
-    return f"stepped, with {'right' if same else 'wrong'} numbers"  # batches are equal, and nothing is updated
+    return f"stepped, with {'right' if same else 'wrong'} numbers"  # batches are equal, and no parameter is updated
 
 
 @case
@@ -274,6 +274,92 @@ def converted_after_a_step() -> Any:
     model.to(torch.bfloat16)
     step(model, torch.ones(2, 4).bfloat16())
     return f"stepped, gradient in {model[0].weight.grad.dtype}"
+
+
+@case
+def module_replaced_after_sharding() -> Any:
+    model = sharded(linear(4, 4, 4))
+    torch.manual_seed(0)
+    model[1] = nn.Linear(4, 4)
+    step(model, torch.ones(2, 4) * (1 + rank()))
+    return f"stepped; gradient of the new module {model[1].weight.grad.sum().item():.3f}"
+
+
+def optimizer_case(build: Callable[[Any], torch.optim.Optimizer]) -> str:
+    """Whether a step on shards equals that of a single process with the same batch."""
+    whole, model = linear(8, 8), sharded(linear(8, 8))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for m in (whole, model):
+        optimizer = build([m[0].weight])
+
+        def closure(m: nn.Module = m) -> Any:
+            m.zero_grad()
+            loss = m(x).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    return f"off by {(model[0].weight.full_tensor() - whole[0].weight).abs().max().item():.1e}"
+
+
+@case
+def muon() -> Any:
+    return optimizer_case(lambda parameters: torch.optim.Muon(parameters, lr=0.1))
+
+
+@case
+def adafactor() -> Any:
+    return optimizer_case(lambda parameters: torch.optim.Adafactor(parameters, lr=0.1))
+
+
+@case
+def lbfgs() -> Any:
+    return optimizer_case(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1))
+
+
+@case
+def gradient_penalty() -> Any:
+    model = sharded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    x = torch.ones(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return f"gradient of the penalty: {model[0].weight.grad is not None}"
+
+
+@case
+def sparse_embedding() -> Any:
+    step(sharded(nn.Sequential(nn.Embedding(4, 4, sparse=True))), torch.tensor([1, 2]))
+    return "stepped"
+
+
+@case
+def batch_norm_in_bf16() -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    step(sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mp_policy=policy), torch.ones(8, 4))
+    return "stepped"
+
+
+@case
+def shared_storage() -> Any:
+    model = linear(4, 4, 4)
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    sharded(model)
+    step(model, torch.ones(2, 4))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    return f"still tied: {not model[1].weight.full_tensor().any()}"
+
+
+@case
+def frozen_while_accumulating() -> Any:
+    model = sharded(linear(4, 4, 4))
+    model.set_requires_gradient_sync(False)
+    step(model, torch.ones(2, 4))
+    model.set_requires_gradient_sync(True)
+    model[0].requires_grad_(False)
+    step(model, torch.ones(2, 4))
+    return f"stepped; gradient of the frozen layer: {model[0].weight.grad is not None}"
 
 
 def shared(name: str) -> str:
