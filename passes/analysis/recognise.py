@@ -26,12 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in GATHERS or bsym.sym.id in REDUCTIONS or bsym.sym.id in OVERFLOWS
+    return any(bsym.sym.id in pairs for pairs in (GATHERS, REDUCTIONS, OVERFLOWS))
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
-    waits = (*GATHERS.values(), *REDUCTIONS.values(), *OVERFLOWS.values())
-    return bsym.sym.id in waits
+    return any(bsym.sym.id in pairs.values() for pairs in (GATHERS, REDUCTIONS, OVERFLOWS))
 
 
 def is_collective(bsym: BoundSymbol) -> bool:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from passes.analysis.in_flight import Clock, Pending, Window
 from passes.analysis.recognise import bucket_of, is_issue
-from passes.plan import CostModel, Device, Link, Plan
+from passes.plan import CostModel, Device, Link, PlainRuntime, Plan
 
 import dags
 import pytest
 
 COST = CostModel(Link(bandwidth=1e3, latency=0.0), Device(1e9, 1e9, 1e9, 0.0))
-PLAN = Plan("M", None, 2, cost=COST)  # 2 ranks: half of a bucket's bytes go through the link
+PLAN = Plan("M", 2, cost=COST)  # 2 ranks: half of a bucket's bytes go through the link
 
 
 def issues(plan=PLAN):
@@ -35,7 +35,7 @@ def test_collectives_of_a_group_follow_each_other():
 def test_groups_have_links_of_their_own():
     clock = Clock()
     clock.issue(issues()[0])
-    assert clock.issue(issues(replace(PLAN, group="another"))[0]).start == 0
+    assert clock.issue(issues(replace(PLAN, runtime=PlainRuntime("another")))[0]).start == 0
 
 
 def test_a_window_counts_bytes_and_gathers_ahead():
