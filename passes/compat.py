@@ -105,6 +105,28 @@ def proxied_values() -> set[Any]:
     return found
 
 
+def forget_item(mapping: dict[str, Any], key: str) -> Any:
+    """Makes the running interpreter read ``mapping[key]`` again when it is used next. Returns what it knows of the
+    item, for :func:`remember_item`; None if it has not read it."""
+    wrapper = _wrapper_of(mapping)
+    if wrapper is None or key not in wrapper.item_wrappers:
+        return None
+    return wrapper.key_wrappers.pop(key), wrapper.item_wrappers.pop(key)
+
+
+def remember_item(mapping: dict[str, Any], key: str, item: Any) -> None:
+    """Undoes :func:`forget_item`."""
+    wrapper = _wrapper_of(mapping)
+    wrapper.key_wrappers[key], wrapper.item_wrappers[key] = item
+
+
+def _wrapper_of(mapping: dict[str, Any]) -> Any:
+    from thunder.core.interpreter import get_interpreterruntimectx
+
+    known = get_interpreterruntimectx()._known_wrappers.get(id(mapping))
+    return known[0]() if known is not None else None
+
+
 def compile_data_and_stats() -> tuple[Any, Any]:
     """Thunder's data and statistics of the compilation that is going on; a pair of None outside of one."""
     from thunder.core.compile_data import _compile_data

@@ -41,13 +41,14 @@ class Compilation:
         self.models: dict[str, None] = {}  # the names of the models that are traced, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # what forward saves, for the backward that follows
+        self.hidden: dict[int, Any] = {}  # what the interpreter is not to know between two calls of a module
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
         """Starts afresh, unless ``tracing`` (Thunder's context of it) is the one that is going on already."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
-            self.models = {}
+            self.models, self.hidden = {}, {}
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None

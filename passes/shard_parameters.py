@@ -67,10 +67,19 @@ def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> Boun
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
-    """One line for each model, ahead of the others: which of several compiled steps is the right one shows there."""
-    prologue.bound_symbols[:0] = [
+    """One line for each model, ahead of the other checks: which of several compiled steps is the right one shows there.
+
+    It reads the call's arguments, for no other reason than that Thunder's PrunePrologueChecks takes a line that reads
+    nothing for an error.
+    """
+    lines = prologue.bound_symbols
+    first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)
+    args = lines[first].output
+    lines[first + 1 : first + 1] = [
         check_parameters.bind(
-            ContextObject(f"guard_{i}", functools.partial(runtime.check_step, enlisted.step_of(runtime))), output=None
+            ContextObject(f"guard_{i}", functools.partial(runtime.check_step, enlisted.step_of(runtime))),
+            args,
+            output=None,
         )
         for i, runtime in enumerate(enlisted.runtimes)
     ]

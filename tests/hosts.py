@@ -92,13 +92,13 @@ def absent_cuda() -> Iterator[None]:
     """Let ``fsdp(model, device="cuda:0", offload_policy=...)`` compile for an absent device. Shards stay on the CPU."""
     from shardtrace import api
 
-    def shard_on_cpu(model: Any, found: Any, homes: Any, group: Any, device: Any, *others: Any) -> None:
-        shard(model, found, homes, group, torch.device("cpu"), *others)
+    def distribute_on_cpu(*args: Any, **options: Any) -> None:
+        distribute(*args, **options | {"device": torch.device("cpu")})
 
-    shard = api._shard_parameters
+    distribute = api.distribute
     with (
         mock.patch.object(api, "host_memory", lambda policy, device: _NoStreams(device) if policy else None),
-        mock.patch.object(api, "_shard_parameters", shard_on_cpu),
+        mock.patch.object(api, "distribute", distribute_on_cpu),
     ):
         yield
 

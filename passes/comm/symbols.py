@@ -302,9 +302,13 @@ def _call(check: ContextObject) -> None:
     check.obj()
 
 
+def _check_parameters(guard: ContextObject, args: Any) -> None:
+    guard.obj()
+
+
 # A line of the prologue. By raising it makes Thunder trace again, if a parameter was replaced since it was sharded, or
 # look for another compiled step, if another one is wanted.
-check_parameters = symbol("check_parameters", lambda guard: None, _call, tags=[OpTags.DONT_DCE])
+check_parameters = symbol("check_parameters", lambda guard, args: None, _check_parameters, tags=[OpTags.DONT_DCE])
 # The first line of a forward: raises if ranks are about to run different steps.
 check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
 # Where a forward ends, and a backward begins and ends: what the next check_ranks is to know.

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from shardtrace.model.state import PART_ATTRIBUTE, ShardedState, states_in
+from shardtrace.model.state import ShardedState, part_of, states_in
 
 from torch import nn
 
@@ -33,5 +33,5 @@ def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
 
 def _states(module: nn.Module) -> list[ShardedState]:
     """Those of the module, of the modules in it, and of the one that it is part of."""
-    outer = module.__dict__.get(PART_ATTRIBUTE)
+    outer = part_of(module)
     return states_in(module) if outer is None else [*states_in(module), outer]

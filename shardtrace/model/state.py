@@ -13,38 +13,24 @@ from passes.compat import jitted_module, set_traced_device, traced_device
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
+from shardtrace.model.places import Submodule
 from shardtrace.model.runtime import ModelRuntime
-from shardtrace.options.strategy import Rules, ShardingStrategy
+from shardtrace.options.options import Options
+from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
 
 import torch
 from thunder.core.dtypes import to_dtype
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: the same
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``fsdp`` that the compiler needs, in their canonical form."""
-
-    rules: Rules
-    bucketing: str | float
-    precision: MixedPrecisionPolicy | None
-    evenness: float
-    prefetch: int | None
-    max_inflight_bytes: int | None
-    timeout: float
-    accumulation_dtype: torch.dtype | None
-    check_steps: bool | None
-    offload: CPUOffloadPolicy | None
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Entry:
     """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
 
@@ -100,7 +86,15 @@ class ShardedState:
     with which it shares the process groups."""
 
     def __init__(
-        self, model_name: str, groups: Groups, options: Options, entries: tuple[Entry, ...], cost: CostModel
+        self,
+        model_name: str,
+        groups: Groups,
+        options: Options,
+        entries: tuple[Entry, ...],
+        cost: CostModel,
+        *,
+        ignored: tuple[nn.Parameter, ...] = (),
+        submodules: tuple[Submodule, ...] = (),
     ) -> None:
         self.model_name = model_name
         self.groups = groups
@@ -108,6 +102,8 @@ class ShardedState:
         self.options = options
         self.entries = entries
         self.cost = cost
+        self.ignored = ignored  # parameters that may be used without being sharded
+        self.submodules = submodules  # those that hold entries, and those around them
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
         self.runtime = ModelRuntime(
@@ -174,7 +170,8 @@ class ShardedState:
         )
 
     @cached_property
-    def _places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
+    def places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
+        """Each place that holds a parameter: the ``_parameters`` of its module, the attribute, and the entry."""
         return [(module._parameters, attribute, e) for e in self.entries for module, attribute in e.owners]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
@@ -185,7 +182,15 @@ class ShardedState:
             set_traced_device(stand_in, e.device)
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
-        new.__init__(self.model_name, self.groups, self.options, tuple(entries), self.cost)  # type: ignore[misc]
+        new.__init__(  # type: ignore[misc]
+            self.model_name,
+            self.groups,
+            self.options,
+            tuple(entries),
+            self.cost,
+            ignored=copy.deepcopy(self.ignored, memo),
+            submodules=copy.deepcopy(self.submodules, memo),
+        )
         new.claim_shards()
         return new
 
@@ -194,9 +199,12 @@ class ShardedState:
         if self.unsharded:
             raise RuntimeError("inside full_params")
         self._check_not_frozen()
-        for parameters, attribute, entry in self._places:
+        for parameters, attribute, entry in self.places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
+        for s in self.submodules:
+            if s.siblings.get(s.key) is not s.module:
+                raise RuntimeError(f"module {s.name!r} was replaced")
 
     def check_callable(self, name: str) -> None:
         """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
@@ -219,6 +227,12 @@ class ShardedState:
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
         self._check_not_frozen()
+        for s in self.submodules:
+            if s.siblings.get(s.key) is not s.module:
+                raise RuntimeError(
+                    f"module {s.name!r} of {self.model_name} was replaced or removed after fsdp(): "
+                    "do that before fsdp()"
+                )
         for entry in self.entries:
             entry.check_unchanged()
 
@@ -247,7 +261,7 @@ class ShardedState:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """While the forward is traced, the modules hold full-shape stand-ins; everywhere else they hold the shards."""
-        for parameters, attribute, entry in self._places:
+        for parameters, attribute, entry in self.places:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
         self.tracing = True
@@ -255,7 +269,7 @@ class ShardedState:
             yield
         finally:
             self.tracing = False
-            for parameters, attribute, entry in self._places:
+            for parameters, attribute, entry in self.places:
                 parameters[attribute] = entry.shard
 
 
@@ -281,6 +295,11 @@ def link_of(value: Any) -> Link | None:
 def state_of(module: nn.Module) -> ShardedState | None:
     """The state of a module that was sharded itself."""
     return module.__dict__.get(ATTRIBUTE)
+
+
+def part_of(module: nn.Module) -> ShardedState | None:
+    """The state of the sharded module around one that owns shards."""
+    return module.__dict__.get(PART_ATTRIBUTE)
 
 
 def states_in(module: nn.Module) -> list[ShardedState]:

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
-from passes.compat import interpret, proxied_values
+from passes.compat import forget_item, interpret, proxied_values, remember_item
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from passes.plan import Step
 from shardtrace.model.casts import with_casts
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
-from shardtrace.training.accumulation import no_sync
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
@@ -58,7 +58,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
     proxied = proxied_values()  # grows until tracing ends
-    with state.stand_ins():
+    with state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
         try:
             result = _interpret_block(original, module, *args, **kwargs)
         except Exception:
@@ -69,7 +69,23 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
             if parameter is not None:
                 compilation.enlisted.add(value.value.history, parameter)
     compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
+    compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
     return result
+
+
+@contextmanager
+def _hidden_afterwards(state: ShardedState, hidden: dict[int, Any]) -> Iterator[None]:
+    """Afterwards the interpreter does not know the stand-ins that it has read, and a use outside the forward reads the
+    shard, for :func:`_refuse_values` to find. Inside it knows those of an earlier call of the module (``hidden``)."""
+    for parameters, attribute, entry in state.places:
+        if id(entry.stand_in) in hidden:
+            remember_item(parameters, attribute, hidden.pop(id(entry.stand_in)))
+    try:
+        yield
+    finally:
+        for parameters, attribute, entry in state.places:
+            if (item := forget_item(parameters, attribute)) is not None:
+                hidden[id(entry.stand_in)] = item
 
 
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
@@ -108,7 +124,7 @@ def _compilation() -> Compilation:
 
 
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
-    for value in proxied:
+    for value in _sorted(proxied):
         link = link_of(value.original_value)
         if link is not None and link.state is state:
             raise RuntimeError(
@@ -117,8 +133,34 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
             )
 
 
+def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:
+    """Each rank would train such a parameter by itself."""
+    ignored = set(map(id, state.ignored))
+    for value in _sorted(proxied):
+        p = value.original_value
+        known = link_of(p) is not None or id(p) in ignored or getattr(p, "is_meta", False)  # a stand-in
+        if isinstance(p, nn.Parameter) and p.requires_grad and p.numel() and not known and state.group.size() > 1:
+            raise RuntimeError(
+                f"parameter {_name_of(p, value)!r} is trained beside the sharded {state.model_name}, but not sharded "
+                "itself: ranks would drift apart, because its gradient is not reduced. Call fsdp() on the whole model, "
+                "once all modules are in place; or freeze the parameter, or pass it as fsdp(ignored_params=[...])"
+            )
+
+
+def _sorted(proxied: set[Any]) -> list[Any]:
+    """In an order that is the same on all ranks."""
+    return sorted(proxied, key=lambda value: str(value.value.name))
+
+
+def _name_of(parameter: nn.Parameter, value: Any) -> str:
+    """Its name in the jitted module; in a jitted function that of its proxy."""
+    function = get_compile_data().fn
+    named = function.named_parameters() if isinstance(function, nn.Module) else ()
+    return next((name for name, p in named if p is parameter), value.value.name)
+
+
 @functools.cache
-def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
+def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = None) -> type[nn.Module]:
     """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for one inside it.
 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
@@ -149,9 +191,6 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
             "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
         )
 
-    def no_sync_method(self: nn.Module, *, reduce_each: bool = False) -> Any:
-        return no_sync(self, reduce_each=reduce_each)
-
     namespace = {
         "forward": forward,
         "__deepcopy__": __deepcopy__,
@@ -160,19 +199,34 @@ def sharded_class(cls: Any, *, root: bool) -> type[nn.Module]:
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
+    if no_sync is not None:
+        namespace["no_sync"] = _as_method(no_sync)
     if root:
-        namespace["no_sync"] = functools.wraps(no_sync)(no_sync_method)
         namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
     if hasattr(cls, "save_pretrained"):
         namespace["save_pretrained"] = whole_only(cls.save_pretrained)
     return type(cls.__name__, (cls,), namespace)
 
 
-def attach(model: nn.Module, state: ShardedState, checkpointed: Iterable[nn.Module] = ()) -> None:
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: nn.Module, **kwargs: Any) -> Any:
+        return function(self, **kwargs)
+
+    return method
+
+
+def attach(
+    model: nn.Module,
+    state: ShardedState,
+    checkpointed: Iterable[nn.Module] = (),
+    *,
+    no_sync: Callable[..., Any] | None = None,
+) -> None:
     """Make ``model`` an instance of its sharded class, and the modules inside that own shards, are checkpointed or save
     themselves parts of it."""
     model.__dict__[ATTRIBUTE] = state
-    model.__class__ = sharded_class(type(model), root=True)  # type: ignore[arg-type]
+    model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module in checkpointed:
         module.__dict__[CHECKPOINTED] = True
     parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)

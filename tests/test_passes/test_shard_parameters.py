@@ -36,7 +36,7 @@ def test_the_prologue_checks_shards_and_guards_the_model(cmodel):
     assert_expected_inline(
         "\n".join(checks),
         """\
-check_parameters(guard_0)
+check_parameters(guard_0, args)
 prims.check_tensor_shape_and_metadata(input, (3, 6), 'cpu', torch.float32, False)
 prims.check_tensor_shape_and_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)
 prims.check_tensor_shape_and_metadata(t_0_bias, (32,), 'cpu', torch.float32, True)

@@ -1,0 +1,107 @@
+"""From whole parameters to this rank's shards: where each parameter will live, and the move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.compat import set_traced_device
+from passes.plan import HostMemory, Placement
+from shardtrace.model.home import Home, shard, unshard
+from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
+from shardtrace.model.owners import Owned, assign_owners
+from shardtrace.model.places import Place
+from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.ranks.mesh import Groups
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+def host_memory(policy: CPUOffloadPolicy | None, device: torch.device) -> HostMemory | None:
+    """Where parameters live that are computed with on ``device``; None: there."""
+    return None if policy is None or device.type == "cpu" else HostMemory(device, pinned=policy.pin_memory)
+
+
+def find_homes(
+    found: Sequence[Place],
+    strategies: Mapping[str, ShardingStrategy],
+    groups: Groups,
+    *,
+    evenness: float,
+    host: HostMemory | None,
+) -> dict[str, Home]:
+    """Where each parameter lives between uses. If there is one rank to shard over, that is DDP; with ``host`` one
+    shard."""
+    owned = [
+        Owned(p.name, p.layer, p.parameter.numel() * p.parameter.element_size())
+        for p in found
+        if strategies[p.name].placement is Placement.OWNER
+    ]
+    owners = assign_owners(owned, groups.everyone.size(), evenness)
+    homes = {}
+    for p in found:
+        strategy = strategies[p.name]
+        group = groups.inner if strategy.is_hybrid else groups.everyone
+        placement, alone = strategy.placement, group.size() == 1
+        if placement is Placement.REPLICATE or not p.parameter.numel():
+            homes[p.name] = Home(placement, group)
+        elif alone and host is None:
+            homes[p.name] = Home(Placement.REPLICATE, groups.everyone)
+        else:
+            homes[p.name] = Home(Placement.SHARD if alone else placement, group, owners.get(p.name, 0), host)
+    return homes
+
+
+def stand_in(parameter: nn.Parameter, device: torch.device, precision: MixedPrecisionPolicy | None) -> nn.Parameter:
+    """A meta tensor of the full shape and of the dtype of its use, which Thunder traces as one on ``device``."""
+    used = precision.param_dtype if precision is not None and parameter.is_floating_point() else None
+    meta = torch.empty_like(parameter, device="meta", dtype=used or parameter.dtype)
+    result = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    set_traced_device(result, device)
+    return result
+
+
+def distribute(
+    model: nn.Module,
+    found: Sequence[Place],
+    homes: Mapping[str, Home],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    broadcast_from: int | None,
+    param_init_fn: InitFn | None,
+) -> None:
+    """Gives each parameter its shard and each buffer its device, in place. Goes module by module and parameter by
+    parameter: a whole parameter is freed as soon as its shard is made."""
+    full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
+    names = {id(p.parameter): p.name for p in found}
+    sharded: set[int] = set()
+
+    def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
+        whole, name = broadcast(values.to(device), broadcast_from, group), names[id(parameter)]
+        home = homes[name]
+        kept = shard(whole, home)
+        set_data(parameter, kept if home.host is None else kept.cpu(), name)
+        sharded.add(id(parameter))
+
+    def whole_again(parameter: nn.Parameter) -> torch.Tensor:
+        if id(parameter) in sharded:
+            return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
+        return parameter.detach().to(device)
+
+    meta_modules = {m for m in model.modules() if has_meta(m)}  # before the first of a tied parameter has memory
+    for module in model.modules():
+        if module in meta_modules:
+            for parameter, values in materialized(module, device, param_init_fn, whole_again):
+                if id(parameter) in names:
+                    keep_shard(parameter, values)
+                elif parameter.is_meta:  # not to be sharded
+                    set_data(parameter, values, "that is ignored")
+        for own in module._parameters.values():
+            if own is not None and id(own) in names and id(own) not in sharded:
+                keep_shard(own, own.detach())
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)

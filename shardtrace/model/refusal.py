@@ -1,0 +1,133 @@
+"""Models that cannot be sharded, and ranks whose models differ: an error on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from shardtrace.model.materialize import InitFn, uninitializable
+from shardtrace.model.places import Place, sparse_embedding
+from shardtrace.model.state import part_of, state_of, states_in
+from shardtrace.options.options import Options
+from shardtrace.ranks.consensus import RankMismatchError, compare
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+
+def compare_models(
+    model: nn.Module,
+    found: Sequence[Place],
+    options: Options,
+    others: Mapping[str, object],
+    *,
+    error: Exception | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Raises on every rank if a rank has an ``error``, or if parameters, options or ``others`` differ between ranks."""
+    lines = (
+        []
+        if error
+        else [
+            f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
+            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
+            for p in found
+        ]
+    )
+    lines.append(" ".join([f"options {options}", *(f"{name}={value}" for name, value in others.items())]))
+    what = f"the parameters of {type(model).__name__}"
+    try:
+        compare(group, what, lines, timeout=options.timeout, error=str(error or ""))
+    except RankMismatchError as mismatch:
+        raise error or mismatch from None
+
+
+def refusal(
+    model: nn.Module,
+    found: Sequence[Place],
+    *,
+    broadcast_from: int | None,
+    param_init_fn: InitFn | None,
+    group: dist.ProcessGroup,
+) -> Exception | None:
+    """Why this rank cannot shard the model; None if it can."""
+    problems = chain(_problems_of_module(model), _problems_of_parameters(found), _clashes(model), _shared(found))
+    if problem := next(problems, ""):
+        return ValueError(problem)
+    ranks = dist.get_process_group_ranks(group)
+    if broadcast_from is not None and broadcast_from not in ranks:
+        return ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
+    if module := uninitializable(model, param_init_fn):
+        return ValueError(f"module {module} is on the meta device and has no reset_parameters: pass param_init_fn")
+    if len(ranks) > 1 and (sparse := sparse_embedding(model)) is not None:
+        return ValueError(
+            f"module {sparse} has sparse gradients, which are not reduced over ranks: build it with sparse=False"
+        )
+    return None
+
+
+def _problems_of_module(model: nn.Module) -> Iterator[str]:
+    name = type(model).__name__
+    if state_of(model) is not None:
+        yield f"{name} is sharded already: call fsdp() once for each model"
+    inner = states_in(model)
+    for part, module in model.named_modules():
+        outer = part_of(module)
+        if outer is not None and outer not in inner:
+            yield f"{part or name} is part of a sharded {outer.model_name}: shard the inner modules first"
+    if isinstance(model, torch.jit.ScriptModule):
+        yield f"{name} is a TorchScript module, which Thunder cannot trace: shard the module it was made of"
+    if "forward" in model.__dict__:
+        yield f"{name} has a forward set on the instance, which fsdp() cannot trace: set it on the class"
+
+
+def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
+    for p in found:
+        if is_lazy(p.parameter):
+            yield f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()"
+        elif isinstance(p.parameter, DTensor):
+            yield f"parameter {p.name!r} is a DTensor: fsdp() takes plain tensors"
+        elif p.parameter.grad is not None:
+            yield f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()"
+
+
+def _clashes(model: nn.Module) -> Iterator[str]:
+    """Thunder names the parameter ``a.b`` ``t_a_b``, and takes one tensor for two of the same name."""
+    seen: dict[str, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, _ in named:
+        other = seen.setdefault(name.replace(".", "_"), name)
+        if other != name:
+            yield (
+                f"{name!r} and {other!r} are one name to Thunder, which writes dots as underscores and would use one "
+                "tensor for both: rename a module or an attribute"
+            )
+
+
+class _Extent(NamedTuple):
+    storage: int
+    start: int  # bytes
+    stop: int
+    name: str
+
+
+def _shared(found: Iterable[Place]) -> Iterator[str]:
+    """Different Parameters on overlapping memory, which sharding would untie."""
+    extents = sorted(_extent(p) for p in found if p.parameter.numel() and not is_lazy(p.parameter))
+    for a, b in pairwise(extents):
+        if a.storage == b.storage and b.start < a.stop:
+            yield (
+                f"parameters {a.name!r} and {b.name!r} are two Parameters on the same memory, which fsdp() would give "
+                "memory of their own: tie them by using one Parameter object for both"
+            )
+
+
+def _extent(place: Place) -> _Extent:
+    p = place.parameter
+    start = int(p.storage_offset()) * p.element_size()
+    span = 1 + sum((size - 1) * int(stride) for size, stride in zip(p.shape, p.stride(), strict=True))
+    return _Extent(p.untyped_storage()._cdata, start, start + span * p.element_size(), place.name)

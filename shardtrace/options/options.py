@@ -1,0 +1,102 @@
+"""The arguments of ``fsdp``, checked and in their canonical form."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
+from shardtrace.options.precision import parse_precision
+from shardtrace.options.spellings import canonical
+from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is to be sharded, whichever model and ranks.
+
+    Equal on all ranks, which compare its ``repr``: choices of modules are not in it, because a rank prints functions by
+    their addresses. Ranks compare the modules that were chosen.
+    """
+
+    rules: Rules
+    bucketing: str | float
+    wrap: Wrap | None = field(repr=False)  # what makes a module a bucket, in place of "block"
+    precision: MixedPrecisionPolicy | None
+    evenness: float
+    prefetch: int | None
+    max_inflight_bytes: int | None
+    timeout: float
+    accumulation_dtype: torch.dtype | None
+    check_steps: bool | None
+    offload: CPUOffloadPolicy | None
+    checkpointing: Checkpointed = field(repr=False)
+
+
+def parse_options(
+    *,
+    sharding_strategy: Any,
+    bucketing_strategy: Any,
+    mp_policy: Any,
+    evenness: Any,
+    prefetch: Any,
+    max_inflight_bytes: Any,
+    timeout: float,
+    accumulation_dtype: torch.dtype | None,
+    check_steps: bool | None,
+    offload_policy: Any,
+    activation_checkpointing: Checkpointed,
+    spelling: Mapping[str, Any],
+) -> Options:
+    """The arguments of the same names of :func:`shardtrace.fsdp`. Raises ValueError or TypeError that names the wrong
+    one and says what it may be."""
+    sharding_strategy, bucketing_strategy, mp_policy = canonical(
+        sharding_strategy, bucketing_strategy, mp_policy, dict(spelling)
+    )
+    wrap = bucketing_strategy if is_wrap(bucketing_strategy) else None
+    return Options(
+        rules=parse_rules(sharding_strategy),
+        bucketing="block" if wrap is not None else parse_bucketing_strategy(bucketing_strategy),
+        wrap=wrap,
+        precision=parse_precision(mp_policy),
+        evenness=_parse_evenness(evenness),
+        prefetch=_parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
+        max_inflight_bytes=_parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
+        timeout=timeout,
+        accumulation_dtype=accumulation_dtype,
+        check_steps=_check_steps_of_environment() if check_steps is None else check_steps,
+        offload=_parse_offload(offload_policy),
+        checkpointing=activation_checkpointing,
+    )
+
+
+def _parse_count(name: str, value: Any, expected: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+    return value
+
+
+def _parse_evenness(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"evenness must be a number from 0 to 1, not {value!r}")
+    return float(value)
+
+
+def _parse_offload(policy: Any) -> CPUOffloadPolicy | None:
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            "offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(), or None, "
+            f"not {policy if isinstance(policy, bool) else type(policy).__name__}"
+        )
+    return policy if isinstance(policy, CPUOffloadPolicy) else None
+
+
+def _check_steps_of_environment() -> bool | None:
+    return True if os.environ.get("SHARDTRACE_CHECK_STEPS") == "1" else None

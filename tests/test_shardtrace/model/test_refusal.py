@@ -1,0 +1,155 @@
+"""What ``fsdp`` refuses to shard, and what a sharded model refuses to run: nothing trains unreduced in silence."""
+
+import shardtrace
+from shardtrace.fake import compile_only
+
+import pytest
+import thunder
+import torch
+from ranks import on_ranks
+from torch import nn
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+X = torch.ones(2, 8)
+REPLACED = "module '2' of Sequential was replaced or removed after fsdp()"
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_module_that_is_replaced_before_the_first_call(fake_ranks, strategy):
+    fake_ranks(2)
+    model = shardtrace.fsdp(mlp(), sharding_strategy=strategy)
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(Exception, match=REPLACED):
+        thunder.jit(model)(X)
+
+
+def test_a_module_that_is_replaced_after_the_first_call(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(mlp())
+    cmodel = thunder.jit(model)
+    cmodel(X)
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(Exception, match=REPLACED):
+        cmodel(X)
+
+
+def test_a_module_that_is_replaced_in_a_jitted_one(fake_ranks):
+    fake_ranks(2)
+    model = mlp()
+    cmodel = shardtrace.fsdp(thunder.jit(model))
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(Exception, match=REPLACED):
+        cmodel(X)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.adapter = None
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x if self.adapter is None else x + self.adapter(x)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@on_ranks(2)
+def test_a_module_that_is_added(called_before):
+    model = shardtrace.fsdp(Adapted())
+    cmodel = thunder.jit(model)
+    if called_before:
+        cmodel(X)
+    model.adapter = nn.Linear(8, 8)
+    with pytest.raises(Exception, match=r"parameter 'adapter\.bias' is trained beside the sharded Adapted"):
+        cmodel(X)
+
+
+def test_a_part_that_is_not_sharded(fake_ranks):
+    fake_ranks(2)
+    body = shardtrace.fsdp(nn.Linear(8, 8))
+    whole = nn.Sequential(body, nn.Linear(8, 8))
+    with pytest.raises(RuntimeError, match=r"parameter '1\.bias' is trained beside the sharded Linear"):
+        thunder.jit(whole)(X)
+    head = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match="is trained beside the sharded Linear"):
+        thunder.jit(lambda x: head(body(x)))(X)
+    head.requires_grad_(False)  # each rank has the same, and keeps it
+    thunder.jit(lambda x: head(body(x)))(X).sum().backward()
+
+
+def test_ignored_parameters(fake_ranks):
+    fake_ranks(2)
+    model = mlp()
+    shardtrace.fsdp(model, ignored_params=model[2].parameters())
+    assert model[0].weight.shape == (4, 8)
+    assert model[2].weight.shape == (8, 8)
+    cmodel = thunder.jit(model)
+    cmodel(X).sum().backward()
+    assert model[2].weight.grad.shape == (8, 8)
+    assert {name for row in shardtrace.collectives(cmodel) for name in row.parameters} == {"0.weight", "0.bias"}
+
+
+def test_one_rank_may_train_what_it_likes(fake_ranks):
+    fake_ranks(1)
+    thunder.jit(nn.Sequential(shardtrace.fsdp(nn.Linear(8, 8)), nn.Linear(8, 8)))(X).sum().backward()
+
+
+class Named(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        for name in (first, second):
+            parent, _, attribute = name.rpartition(".")
+            module = self
+            if parent:
+                self.add_module(parent, module := nn.Module())
+            setattr(module, attribute, nn.Parameter(torch.randn(8)))
+
+
+def test_names_that_are_one_to_thunder(fake_ranks):
+    fake_ranks(2)
+    with pytest.raises(ValueError, match=r"'a_b\.c' and 'a\.b_c' are one name to Thunder"):
+        shardtrace.fsdp(Named("a.b_c", "a_b.c"))
+    shardtrace.fsdp(Named("a.b_c", "a_b.d"))
+
+
+def test_two_parameters_on_one_memory(fake_ranks):
+    fake_ranks(2)
+    model = mlp()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(
+        ValueError, match=r"parameters '0\.weight' and '2\.weight' are two Parameters on the same memory"
+    ):
+        shardtrace.fsdp(model)
+    flat = torch.randn(128)  # side by side is not on the same
+    model[0].weight, model[2].weight = (nn.Parameter(part.view(8, 8)) for part in flat.split(64))
+    shardtrace.fsdp(model)
+
+
+def test_use_outside_after_the_forward_is_the_same_error_as_before(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(mlp())
+    for loss in (
+        lambda x: model(x).sum() + model[0].weight.square().sum(),
+        lambda x: model[0].weight.square().sum() + model(x).sum(),
+    ):
+        with pytest.raises(Exception, match=r"parameter '0\.weight' of Sequential is used outside the forward"):
+            compile_only(thunder.jit(loss), ((X,), {}))
+    twice = thunder.jit(lambda x: model(x).sum() + model(x).mean())
+    twice(X).backward()
+    twice(torch.ones(3, 8)).backward()  # with gradients
+    gathers = [row for row in shardtrace.collectives(twice) if row.phase == "forward"]
+    assert len(gathers) == 2
+
+
+def test_thunders_recipes(single_rank):
+    from thunder.recipes import BaseRecipe
+
+    model = shardtrace.fsdp(nn.Linear(8, 8), mp_policy="bf16")  # which makes a plan for one rank, too
+    cmodel = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"))
+    cmodel(X).sum().backward()
+    assert model.weight.grad.shape == (8, 8)
