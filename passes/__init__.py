@@ -10,7 +10,7 @@ compat.install()
 
 from passes.analysis.traffic import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
-from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff, pipeline  # noqa: E402
+from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 from passes.plan import Bucket, CostModel, Device, Enlisted, Link, Plan, ShardedParameter, Wire  # noqa: E402
 
 __all__ = [
@@ -29,6 +29,5 @@ __all__ = [
     "VerificationError",
     "Wire",
     "collectives",
-    "pipeline",
     "verify",
 ]

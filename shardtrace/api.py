@@ -13,7 +13,7 @@ from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import InitFn
-from shardtrace.model.places import Place, places, submodules
+from shardtrace.model.places import Place, places
 from shardtrace.model.refusal import compare_models, refusal
 from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
@@ -172,15 +172,7 @@ def fsdp(
     tell_others_of_failure(group)
     leave_in_peace()
     refuse_wrong_optimizers()
-    state = ShardedState(
-        type(module).__name__,
-        groups,
-        options,
-        tuple(entries),
-        cost,
-        ignored=ignored,
-        submodules=submodules(module, {owner for e in entries for owner, _ in e.owners}),
-    )
+    state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
     state.claim_shards()
     attach(module, state, checkpointed.values(), no_sync=no_sync)
     return _jit_again(model) if isinstance(model, ThunderModule) else model

@@ -20,11 +20,17 @@ class Gradients(Enum):
 
 @dataclass(eq=False)
 class Step:
-    """One compiled step of a model: what it does with gradients (None: it computes none), and, when it is compiled, the
-    collectives that it sends, in order, a text for each."""
+    """One compiled step of a model.
+
+    Args:
+        gradients: what it does with gradients; None: it computes none.
+        collectives: those that it sends, in order, a text for each; complete once it is compiled.
+        generation: how often the model's modules had changed before it was compiled.
+    """
 
     gradients: Gradients | None
     collectives: list[str] = field(default_factory=list)
+    generation: int = 0
 
     @cached_property
     def sends(self) -> str:

@@ -45,22 +45,3 @@ def sparse_embedding(model: nn.Module) -> str | None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             return f"{name or 'the model itself'} ({type(module).__name__}(sparse=True))"
     return None
-
-
-class Submodule(NamedTuple):
-    """A module inside a model: its qualified name, and the ``_modules`` of its parent that hold it under ``key``."""
-
-    name: str
-    siblings: dict[str, nn.Module | None]
-    key: str
-    module: nn.Module
-
-
-def submodules(model: nn.Module, wanted: set[nn.Module]) -> tuple[Submodule, ...]:
-    """The modules inside ``model`` that are ``wanted``, and those around them."""
-    found: list[Submodule] = []
-    for prefix, parent in model.named_modules(remove_duplicate=False):
-        for key, child in parent._modules.items():
-            if child is not None and not wanted.isdisjoint(child.modules()):
-                found.append(Submodule(f"{prefix}.{key}" if prefix else key, parent._modules, key, child))
-    return tuple(found)

@@ -43,6 +43,7 @@ class ModelRuntime:
         self.groups = groups
         self.kept = KeptGradients()
         self.keeps_gradients = False  # inside no_sync
+        self.generation = 0  # how often the model's modules have changed
         self.progress = Progress() if check_steps is not False and not is_alone(groups.everyone) else None
         self._what = f"the collectives of {model_name}"
         self._check_unchanged = check_unchanged
@@ -67,10 +68,16 @@ class ModelRuntime:
             return Gradients.KEPT
         return Gradients.ADDED if self.kept.used else Gradients.REDUCED
 
+    def step(self) -> Step:
+        """The step that is wanted now, to be compiled."""
+        return Step(self.gradients(), generation=self.generation)
+
     def check_step(self, step: Step) -> None:
         """As cheap as can be: if it fails, tracing says what is wrong, or another step is compiled."""
         if step.gradients is not self.gradients():
             raise RuntimeError("compiled for another use of gradients")
+        if step.generation != self.generation:
+            raise RuntimeError("compiled for other modules")
         if self.kept.left_behind():
             raise RuntimeError("gradients were left behind")
         self._check_unchanged()

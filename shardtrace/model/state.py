@@ -13,7 +13,6 @@ from passes.compat import jitted_module, set_traced_device, traced_device
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
-from shardtrace.model.places import Submodule
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -87,27 +86,27 @@ class ShardedState:
 
     def __init__(
         self,
-        model_name: str,
+        model: nn.Module,
         groups: Groups,
         options: Options,
         entries: tuple[Entry, ...],
         cost: CostModel,
         *,
         ignored: tuple[nn.Parameter, ...] = (),
-        submodules: tuple[Submodule, ...] = (),
     ) -> None:
-        self.model_name = model_name
+        self.model = model
+        self.model_name = type(model).__name__
         self.groups = groups
         self.group = groups.everyone
         self.options = options
         self.entries = entries
         self.cost = cost
         self.ignored = ignored  # parameters that may be used without being sharded
-        self.submodules = submodules  # those that hold entries, and those around them
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
         self.runtime = ModelRuntime(
-            model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
+            self.model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
         )
         self.plans = {key: self._plan(*key) for key in dict.fromkeys((e.strategy, e.precision) for e in entries)}
         self.by_stand_in = {
@@ -183,13 +182,12 @@ class ShardedState:
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
         new.__init__(  # type: ignore[misc]
-            self.model_name,
+            copy.deepcopy(self.model, memo),
             self.groups,
             self.options,
             tuple(entries),
             self.cost,
             ignored=copy.deepcopy(self.ignored, memo),
-            submodules=copy.deepcopy(self.submodules, memo),
         )
         new.claim_shards()
         return new
@@ -202,9 +200,8 @@ class ShardedState:
         for parameters, attribute, entry in self.places:
             if parameters.get(attribute) is not entry.shard:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
-        for s in self.submodules:
-            if s.siblings.get(s.key) is not s.module:
-                raise RuntimeError(f"module {s.name!r} was replaced")
+        if any(children != known for children, known in self._children):
+            raise RuntimeError("a module was added, replaced or removed")
 
     def check_callable(self, name: str) -> None:
         """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
@@ -227,12 +224,16 @@ class ShardedState:
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
         self._check_not_frozen()
-        for s in self.submodules:
-            if s.siblings.get(s.key) is not s.module:
+        present = set(self.model.modules())
+        for entry in self.entries:
+            if any(module not in present for module, _ in entry.owners):
                 raise RuntimeError(
-                    f"module {s.name!r} of {self.model_name} was replaced or removed after fsdp(): "
+                    f"module {entry.layer!r} of {self.model_name} was replaced or removed after fsdp(): "
                     "do that before fsdp()"
                 )
+        if any(children != known for children, known in self._children):
+            self.runtime.generation += 1
+        self._children = [(module._modules, dict(module._modules)) for module in present]
         for entry in self.entries:
             entry.check_unchanged()
 

@@ -20,7 +20,6 @@ from typing import Any
 from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, remember_item
 from passes.pipeline import Compilation, ShardParameters, pipeline
-from passes.plan import Step
 from shardtrace.model.casts import with_casts
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
@@ -56,7 +55,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
     compilation.models[state.model_name] = None
-    compilation.enlisted.steps[state.runtime] = Step(state.runtime.gradients())
+    compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
     with state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
         try:

@@ -69,6 +69,19 @@ def test_a_module_that_is_added(called_before):
         cmodel(X)
 
 
+def test_modules_without_parameters_may_change(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Adapted())
+    cmodel = thunder.jit(model)
+    lines = []
+    for adapter in (nn.Tanh(), nn.Identity(), None):
+        model.adapter = adapter
+        cmodel(X)
+        lines.append(str(thunder.last_traces(cmodel)[-1]).count("tanh"))
+    assert lines[0] > 0 == lines[1] == lines[2]
+    assert thunder.cache_misses(cmodel) == 3
+
+
 def test_a_part_that_is_not_sharded(fake_ranks):
     fake_ranks(2)
     body = shardtrace.fsdp(nn.Linear(8, 8))
@@ -137,7 +150,7 @@ def test_use_outside_after_the_forward_is_the_same_error_as_before(fake_ranks):
         lambda x: model(x).sum() + model[0].weight.square().sum(),
         lambda x: model[0].weight.square().sum() + model(x).sum(),
     ):
-        with pytest.raises(Exception, match=r"parameter '0\.weight' of Sequential is used outside the forward"):
+        with pytest.raises(Exception, match=r"parameter '0\.(weight|bias)' of Sequential is used outside the forward"):
             compile_only(thunder.jit(loss), ((X,), {}))
     twice = thunder.jit(lambda x: model(x).sum() + model(x).mean())
     twice(X).backward()
