@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.modules import layout
+from shardtrace.inspector.modules import map_modules
 from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, record
 from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
@@ -250,7 +250,7 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
         traces.backward,
         traces.prologue,
         model=name,
-        layout=layout(module),
+        module_map=map_modules(module),
         forms=forms,
         plan=plan,
         notes=notes,

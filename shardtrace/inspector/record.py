@@ -13,7 +13,7 @@ from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
-from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
+from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
 from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 
@@ -139,7 +139,7 @@ def record(
     prologue: Sequence[TraceCtx] = (),
     *,
     model: str,
-    layout: Layout,
+    module_map: ModuleMap,
     forms: Mapping[Name, str],
     plan: Plan | None = None,
     notes: Sequence[str] = (),
@@ -158,8 +158,8 @@ def record(
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
-    traced = origins(forward[0].bound_symbols, layout) if last else {}
-    phases = _phases(last, stages, clocks, layout, traced) if last else ()
+    traced = modules_of_traced(forward[0].bound_symbols, module_map) if last else {}
+    phases = _phases(last, stages, clocks, module_map, traced) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
     shapes: dict[Name, list[Any]] = {}
@@ -214,7 +214,7 @@ def _phases(
     last: Sequence[TraceCtx],
     stages: Sequence[Stage],
     clocks: Sequence[Timeline],
-    layout: Layout,
+    module_map: ModuleMap,
     traced: Mapping[str, Name],
 ) -> tuple[Phase, ...]:
     step = step_liveness(last[0], last[1] if len(last) > 1 else None)
@@ -222,7 +222,7 @@ def _phases(
     printed = {stage.phase: stage.lines for stage in stages}  # of the last stage of each phase
     phases: list[Phase] = []
     for name, trace, memory, clock in zip(("forward", "backward"), last, memories, clocks, strict=False):
-        modules = assign_modules(trace.bound_symbols, layout, modules_by_name(phases), traced)
+        modules = assign_modules(trace.bound_symbols, module_map, modules_by_name(phases), traced)
         phases.append(_phase(name, printed[name], trace, memory, clock, modules))
     return tuple(phases)
 
