@@ -3,7 +3,7 @@
 Thunder records the source position of each traced line, but not the module that was running. Three rules recover it:
 
 1. A line that reads a parameter belongs to the module that owns the parameter.
-2. A line from the source of a class belongs to the instance nearest to the last line that rule 1 placed, or to the next.
+2. A line from the source of a class belongs to the instance nearest to the last, or next, line that rule 1 places.
 3. A line of a later trace belongs to the module of the traced line that it comes from (passes.analysis.origins).
 
 Lines without an origin, such as those of a model that is not sharded, fall back on rules 1 and 2, and then on the
