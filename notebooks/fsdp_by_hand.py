@@ -203,8 +203,8 @@ print("divide, then sum:", (a / 2 + b / 2).item())
 #
 # ## Pass 4: the schedule
 #
-# Each collective is two lines, issue and wait. Their positions determine the overlap. `schedule` moves them, guided by a
-# cost model of compute and links, and deletes each gathered parameter after its last use.
+# Each collective is two lines, issue and wait. Their positions determine the overlap. `schedule` moves them, guided by
+# a cost model of compute and links, and deletes each gathered parameter after its last use.
 
 # %%
 forward, backward = schedule(zero3_forward), schedule(zero3_backward)

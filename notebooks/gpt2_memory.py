@@ -227,10 +227,10 @@ plt.show()
 # - **DDP** holds 16 bytes for each parameter, for any number of GPUs.
 # - **ZeRO-2** divides this by the number of GPUs. During a step it adds one whole copy of the parameters, 4 bytes each
 #   at its peak.
-# - **ZeRO-3** removes this copy too. Only activations remain, which no strategy shards. The next step would be a smaller
-#   batch or recomputation.
-# - **owner** needs as much as ZeRO-3, unless one tensor exceeds a rank's share. The embedding is a third of the smallest
-#   GPT-2, and the table shows the rank that owns it.
+# - **ZeRO-3** removes this copy too. Only activations remain, which no strategy shards. The next step would be a
+#   smaller batch or recomputation.
+# - **owner** needs as much as ZeRO-3, unless one tensor exceeds a rank's share. The embedding is a third of the
+#   smallest GPT-2, and the table shows the rank that owns it.
 #
 # ## Measured
 #

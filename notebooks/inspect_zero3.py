@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Reading a ZeRO-3 schedule before it runs
 #
-# In PyTorch's FSDP, hooks issue the collectives while the model runs. Only a profile of the real job on the real cluster
-# shows that a gather came too late, or that memory was held for too long.
+# In PyTorch's FSDP, hooks issue the collectives while the model runs. Only a profile of the real job on the real
+# cluster shows that a gather came too late, or that memory was held for too long.
 #
 # shardtrace compiles the step instead. Thunder traces the model into a list of lines. Passes insert every `all_gather`
 # and `reduce_scatter` as a line, and move each to its best position. The schedule therefore exists before any rank
-# does, and `shardtrace.inspect` shows it: here for one of **64 GPUs**, on a laptop without any. Nothing in this notebook
-# runs a model.
+# does, and `shardtrace.inspect` shows it: here for one of **64 GPUs**, on a laptop without any. Nothing in this
+# notebook runs a model.
 
 # %%
 import multiprocessing
@@ -65,8 +65,8 @@ step = shardtrace.inspect(model, (batch, batch), **options)  # ZeRO-3, a bucket 
 # ## The inspector
 #
 # The value of the cell is the whole page: click a bar or a line, step through the passes with the arrow keys, press `d`
-# for the diff of a pass. (GitHub shows no frames: there you see only the numbers. `step.to_html("step.html")` writes the
-# page to a file.)
+# for the diff of a pass. (GitHub shows no frames: there you see only the numbers. `step.to_html("step.html")` writes
+# the page to a file.)
 
 # %% tags=["varies"]
 step
@@ -179,8 +179,8 @@ for number in range(first.issue - 1, first.wait + 3):
 # %% [markdown]
 # ## The memory
 #
-# `.memory` has a row for each line: `during` is the memory needed while the line runs, `total` the memory alive after it,
-# and the other columns are the parts of the total. The five lines that need the most:
+# `.memory` has a row for each line: `during` is the memory needed while the line runs, `total` the memory alive after
+# it, and the other columns are the parts of the total. The five lines that need the most:
 
 # %%
 memory = step.memory.to_pandas()
@@ -189,10 +189,10 @@ sizes = most.columns[most.columns.get_loc("during") :]
 most.assign(code=most.code.str.slice(0, 32) + "…", **(most[sizes] / MB))[["phase", "line", "code", *sizes]]
 
 # %% [markdown]
-# Most of it is activations, which sharding does not touch. Forward holds the parameters of two blocks at a time, for any
-# depth of the model: the block in use and, because `prefetch` is 1, the next one. It also holds the bucket "root", the
-# embedding, throughout, because the head at the other end shares its weight. shardtrace proves such limits at every line
-# of a trace before it runs (`passes/analysis/verify.py`), or raises.
+# Most of it is activations, which sharding does not touch. Forward holds the parameters of two blocks at a time, for
+# any depth of the model: the block in use and, because `prefetch` is 1, the next one. It also holds the bucket "root",
+# the embedding, throughout, because the head at the other end shares its weight. shardtrace proves such limits at every
+# line of a trace before it runs (`passes/analysis/verify.py`), or raises.
 
 # %%
 bucket = max(row.bytes for row in step.collectives)
@@ -205,8 +205,8 @@ print(f"gathered or on the way  {(gathering.unsharded + gathering.in_flight).max
 # ## The passes
 #
 # `.stages` has the trace after each pass; the inspector shows their differences. A few passes are shardtrace's, the
-# others are Thunder's. Differentiation adds most of the lines, and fusions remove most of them again. The last pass only
-# moves lines.
+# others are Thunder's. Differentiation adds most of the lines, and fusions remove most of them again. The last pass
+# only moves lines.
 
 # %%
 changes = ("added", "removed", "moved")
@@ -298,4 +298,5 @@ plt.show()
 # with fewer waits between lines, the compiler fuses more and saves less for backward. For a case in which parameters
 # dominate, see [gpt2_memory](gpt2_memory.ipynb).
 #
-# To see your own model, call `shardtrace.inspect(model, inputs, world_size=...)`, or run `shardtrace explain` in a shell.
+# To see your own model, call `shardtrace.inspect(model, inputs, world_size=...)`, or run `shardtrace explain` in a
+# shell.
