@@ -10,8 +10,8 @@
 # # FSDP by hand
 #
 # PyTorch's FSDP wraps modules and hooks into their forward and backward. In shardtrace, FSDP is a compiler: a few
-# functions that take a program and return a program. Here you call them one after another, look at what each one
-# changes, and end with exactly what `shardtrace.fsdp` compiles; then two real processes run it.
+# functions that take a program and return a program. Here you call them one by one, read what each changes, and end
+# with exactly the traces that `shardtrace.fsdp` compiles. Then two real processes run them.
 #
 # You should know what DDP and FSDP do. Thunder is explained on the way. Everything runs on a CPU in half a minute.
 
@@ -45,9 +45,9 @@ def build():
 # %% [markdown]
 # ## The functional trace
 #
-# `thunder.jit` runs the model's Python once, with stand-ins for tensors ("proxies"), and writes down every operation.
-# What comes out is a *trace*: a straight-line program in which each value is assigned once and nothing is changed in
-# place. Parameters are inputs like any other: `t_0_weight` is `model[0].weight`.
+# `thunder.jit` runs the model's Python once, with stand-ins for tensors ("proxies"), and records every operation. The
+# result is a *trace*: a straight-line program in which each value is assigned once and nothing changes in place.
+# Parameters are inputs like any other: `t_0_weight` is `model[0].weight`.
 
 # %%
 model = build()
@@ -55,8 +55,8 @@ x = torch.randn(8, 64)
 jitted = thunder.jit(model)
 jitted(x)
 
-prologue = thunder.last_prologue_traces(jitted)[0]  # fetches the inputs at each call, and checks their shapes
-computation = thunder.last_traces(jitted)[2]  # the model; later traces in this list are Thunder's next steps
+prologue = thunder.last_prologue_traces(jitted)[0]  # fetches the inputs of each call and checks their shapes
+computation = thunder.last_traces(jitted)[2]  # the model; later traces are Thunder's next steps
 
 
 def show(trace):
@@ -70,8 +70,8 @@ show(computation)
 # %% [markdown]
 # ## The plan
 #
-# Passes never touch the model. They read a *plan*, which is plain data: how many ranks there are, and which parameter
-# is which. A `Plan` with `regather=True` is ZeRO-3. `Enlisted` says which inputs of the trace are sharded parameters.
+# Passes never touch the model. They read a *plan*, which is plain data: the world size, the strategy, the parameters. A
+# `Plan` with `regather=True` is ZeRO-3. `Enlisted` lists the inputs of the trace that are sharded parameters.
 
 # %%
 plan = Plan("Sequential", world_size=2, regather=True)
@@ -81,15 +81,15 @@ for index, (name, parameter) in enumerate(model.named_parameters()):
     layer = name.partition(".")[0]
     proxy = inputs["t_" + name.replace(".", "_")]
     enlisted.add(
-        proxy.history,  # where the value comes from: the identity of a proxy, however it is renamed
+        proxy.history,  # the origin of the value: it identifies a proxy, however it is renamed
         ShardedParameter(plan, name, tuple(parameter.shape), layer, layer, index, proxy.dtype),
     )
 
 # %% [markdown]
 # ## Pass 1: parameters are shards
 #
-# Each rank holds half of the rows of every parameter: 64 become 32. The pass changes the inputs' shapes, in the
-# prologue's checks too, and nothing else.
+# Each rank holds half of the rows of every parameter: 64 become 32. The pass changes only the shapes of the inputs, in
+# the trace and in the prologue's checks.
 
 # %%
 prologue, sharded = shard_parameters(prologue, computation, enlisted=enlisted)
@@ -98,12 +98,12 @@ for before, after in zip(computation.args, sharded.args, strict=True):
     print(f"{after.name:10}  {tuple(before.shape)!s:8}  ->  {tuple(after.shape)}")
 
 # %% [markdown]
-# `input` is no parameter: each rank has its own batch. The trace is wrong now, as `linear` expects 64 rows and gets 32.
+# `input` is not a parameter: each rank has its own batch. The trace is wrong now: `linear` expects 64 rows and gets 32.
 #
-# ## Pass 2: whole again where they are used
+# ## Pass 2: unsharded for their use
 #
-# `synchronize` takes shards and returns full parameters. One is put before the first use of each *bucket*: parameters
-# that travel in one message, here a layer's weight and bias.
+# `synchronize` takes shards and returns full parameters. The pass inserts one before the first use of each *bucket*. A
+# bucket is a set of parameters that travel in one message: here, a layer's weight and bias.
 
 # %%
 synchronized = insert_synchronize(sharded, enlisted=enlisted)
@@ -119,12 +119,12 @@ for line in synchronized.bound_symbols:
 # %% [markdown]
 # ## Autodiff makes the collectives
 #
-# `synchronize` has a rule for Thunder's autodiff, as `linear` and `tanh` have. Forward becomes `all_gather` and a wait.
-# In backward, the gradients of the full parameters become `reduce_scatter` and a wait: what comes back is this rank's
-# shard of the mean over ranks. Gathered in one bucket means reduced in one bucket; no pass is needed for that.
+# `synchronize` has a rule for Thunder's autodiff, like `linear` and `tanh`. Forward becomes `all_gather` and a wait. In
+# backward, the gradients of the full parameters become `reduce_scatter` and a wait, which returns this rank's shard of
+# the mean over ranks. Parameters that are gathered in one bucket are reduced in one bucket, without another pass.
 #
-# This is what `thunder.jit` does next: differentiate, give each operation to an executor (here PyTorch's functions),
-# split what remains into forward and backward.
+# `thunder.jit` does the next steps: it differentiates, assigns each operation to an executor (here PyTorch's functions)
+# and splits the result into forward and backward.
 
 # %%
 from thunder.common import transform_for_execution
@@ -147,13 +147,13 @@ zero2_forward, zero2_backward = lower(synchronized)
 show(zero2_forward)
 
 # %% [markdown]
-# The second part of what is returned is saved for backward. Look at its first entry: it is the gathered weight of the
-# second layer, all 64 rows. A parameter that stays whole from forward to backward is ZeRO-2.
+# The second part of the returned values is saved for backward. Its first entry is the gathered weight of the second
+# layer, all 64 rows. A parameter that stays unsharded from forward to backward is ZeRO-2.
 #
 # ## Pass 3: gather again
 #
-# For ZeRO-3, `regather` tags what can be computed from shards alone. Thunder's autodiff repeats tagged lines in
-# backward instead of saving their results: the activation checkpointing of parameters.
+# For ZeRO-3, `regather` tags the lines that depend only on shards. Thunder's autodiff repeats tagged lines in backward
+# instead of saving their results. It is activation checkpointing for parameters.
 
 # %%
 zero3_forward, zero3_backward = lower(regather(synchronized))
@@ -162,13 +162,13 @@ for name, forward in (("ZeRO-2", zero2_forward), ("ZeRO-3", zero3_forward)):
     print(f"{name} saves", ", ".join(f"{p.name}{list(p.shape)}" for p in saved))
 
 # %% [markdown]
-# The two backward traces side by side. ZeRO-3 gathers once more (`bw_` marks what is computed again), and needs no
-# gathered parameter from forward:
+# Compare the two backward traces. ZeRO-3 gathers once more (`bw_` marks recomputed values) and needs no gathered
+# parameter from forward:
 
 
 # %%
 def side_by_side(left, right, width=50):
-    """Two traces, their equal lines (numbers of values aside) next to each other."""
+    """Prints two traces with equal lines, except for the numbers of values, next to each other."""
     columns = [[s for s in text(t, dels=False).splitlines() if "clear_mutable" not in s] for t in (left, right)]
     shapes = [[re.sub(r"bw_|\d+", "", line) for line in column] for column in columns]
     for _, a, b, c, d in SequenceMatcher(None, *shapes, autojunk=False).get_opcodes():
@@ -182,12 +182,12 @@ print(f"{'ZeRO-2':50}ZeRO-3\n")
 side_by_side(zero2_backward, zero3_backward)
 
 # %% [markdown]
-# The bias `b_2` is gathered along with its weight and dropped unused: a bucket travels as one message.
+# The bias of `b_2` is gathered with its weight and dropped unused, because a bucket travels as one message.
 #
 # ## How gradients are averaged
 #
-# Summing over ranks and then dividing by their number is the mean, except in fp16, whose largest number is 65504. Two
-# gradients of 40000 have a mean of 40000, and no sum:
+# The mean is the sum over ranks, divided by their number. This fails in fp16, whose largest number is 65504: two
+# gradients of 40000 have a mean of 40000, but their sum overflows.
 
 # %%
 a = b = torch.tensor([40000.0], dtype=torch.float16)
@@ -195,23 +195,23 @@ print("sum, then divide:", ((a + b) / 2).item())
 print("divide, then sum:", (a / 2 + b / 2).item())
 
 # %% [markdown]
-# So `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks send each other the pieces of their
-# gradients, and the receiver multiplies each by 1/N as it adds it (`passes/comm/direct.py`). With NCCL the collective
-# is asked for the average, `ReduceOp.AVG`, which scales before it adds. On other backends gradients are divided
-# while they are packed, before the collective (`passes/comm/native.py`). The price is at the other end: what is below
-# fp16's smallest number after the division is lost. That is what loss scaling is for.
+# Therefore `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks exchange the pieces of their
+# gradients, and the receiver multiplies each piece by 1/N as it adds it (`passes/comm/direct.py`). With NCCL the
+# collective averages (`ReduceOp.AVG`), which scales before it adds. On other backends gradients are divided while they
+# are packed, before the collective (`passes/comm/native.py`). The price is at the other end of the range: a quotient
+# below fp16's smallest number is lost. Loss scaling exists for this reason.
 #
 # ## Pass 4: the schedule
 #
-# Each collective is two lines, issue and wait, so overlap is a matter of where they stand. `schedule` moves them, by a
-# model of what takes how long, and deletes each gathered parameter after its last use.
+# Each collective is two lines, issue and wait. Their positions determine the overlap. `schedule` moves them, guided by
+# a cost model of compute and links, and deletes each gathered parameter after its last use.
 
 # %%
 forward, backward = schedule(zero3_forward), schedule(zero3_backward)
 print(re.sub(r", 'flat_args': \[.*?\]", ", ...", text(forward)))
 
 # %% [markdown]
-# `ft1` carries the second layer while the first one computes. Each moved line says why it stands where it stands:
+# `ft1` carries the second layer while the first one computes. Each moved line states the reason for its position:
 
 # %%
 for line in (*forward.bound_symbols, *backward.bound_symbols):
@@ -221,8 +221,8 @@ for line in (*forward.bound_symbols, *backward.bound_symbols):
 # %% [markdown]
 # ## verify
 #
-# `verify` proves what must hold for any trace: every future waited for once, nothing used after its `del`, no more in
-# memory or in flight than allowed. Our plan promises ZeRO-3. Had we forgotten `regather`, this would happen:
+# `verify` proves the invariants of every trace: each future is waited for once, nothing is used after its `del`, memory
+# and bytes in flight stay within their limits. Our plan promises ZeRO-3. Without `regather`, the proof fails:
 
 # %%
 passes.verify(forward)
@@ -234,10 +234,10 @@ except passes.VerificationError as error:
     print(re.sub(r", 'flat_args': \[.*?\]", ", ...", str(error)))
 
 # %% [markdown]
-# ## It is what `fsdp` does
+# ## `fsdp` does the same
 #
-# `fake_ranks` makes this process rank 0 of two; the other does not exist, and collectives do nothing. That is enough to
-# compile. The traces that you made and those of `shardtrace.fsdp` are the same, line by line:
+# `fake_ranks` makes this process rank 0 of two; the other does not exist, and collectives do nothing. This is enough to
+# compile. Your traces and those of `shardtrace.fsdp` are the same, line by line:
 
 # %%
 ours = {
@@ -255,9 +255,9 @@ for strategy, by_hand in ours.items():
 # %% [markdown]
 # ## On two real ranks
 #
-# A trace is a Python program. So take the text of the two traces, put `def` above each, and give its names a meaning:
-# the collectives are functions of `passes.comm.direct`, buckets are data that is passed in. The rest of the script
-# makes shards, and compares with the same step on the whole batch in one process.
+# A trace is a Python program. Take the text of the two traces, put a `def` above each, and define its names: the
+# collectives are functions of `passes.comm.direct`, the buckets are arguments. The rest of the script makes the shards
+# and compares the step with that of one process on the whole batch.
 
 # %%
 HEADER = """
@@ -339,16 +339,16 @@ print("\n".join(checks))
 assert [line[-3:] for line in checks] == ["yes"] * 3, done.stderr
 
 # %% [markdown]
-# ## What `fsdp` does besides
+# ## What else `fsdp` does
 #
-# - It makes the plan from your module: blocks, tied and frozen weights, rows that the number of ranks does not divide.
-# - It keeps the shards as the module's parameters, so that any optimizer works on them.
-# - It adds the passes to `thunder.jit` by itself, and compares on all ranks what was compiled.
+# - It makes the plan from your module: blocks, tied and frozen weights, row counts that N does not divide.
+# - It keeps the shards as the module's parameters, so that any optimizer that works element by element can update them.
+# - It adds the passes to `thunder.jit`, and compares the compiled collectives on all ranks.
 #
 # ```python
 # cmodel = thunder.jit(shardtrace.fsdp(model, sharding_strategy="zero3"))
 # cmodel(x).square().mean().backward()
 # ```
 #
-# Next: [write_a_pass](write_a_pass.ipynb) adds a pass of your own to these. For larger models
-# `shardtrace.inspect(cmodel)` shows in one page what you have printed here.
+# Next, [write_a_pass](write_a_pass.ipynb) adds your own pass. For larger models, `shardtrace.inspect(cmodel)` shows on
+# one page everything that you have printed here.

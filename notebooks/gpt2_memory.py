@@ -11,8 +11,8 @@
 #
 # How much memory does a GPU need to train GPT-2 with DDP, ZeRO-2, ZeRO-3, or whole tensors on their owners? shardtrace
 # predicts it from the compiled trace, line by line. Here you turn traces of a few blocks into a formula for all four
-# sizes of GPT-2 on any number of GPUs, check the formula against other traces, and the traces against what two real
-# processes allocate. It takes about a minute on a CPU.
+# sizes of GPT-2 on any number of GPUs. Then you check the formula against other traces, and the traces against the
+# allocations of two real processes. It takes about a minute on a CPU.
 
 # %%
 import json
@@ -44,14 +44,14 @@ MB, GB = 2**20, 2**30
 # | `zero3` | P/N, P/N, 2 P/N | the bucket in use, and the next |
 # | `owner` | whole tensors: about P/N, about P/N, about 2 P/N | the bucket in use, and the next |
 #
-# ZeRO-1 is missing because in shardtrace it is ZeRO-2: gradients leave for their shards as soon as they exist, and
-# nobody keeps them whole. The hybrid strategies are ZeRO-2 and ZeRO-3 with N the GPUs of one node.
+# ZeRO-1 is missing because in shardtrace it is ZeRO-2: gradients are reduced to their shards as soon as they exist, and
+# no rank keeps them whole. The hybrid strategies are ZeRO-2 and ZeRO-3, where N is the number of GPUs of one node.
 #
 # ## Traces
 #
-# `shardtrace.inspect` compiles a step for ranks that do not exist, 8 here, and `.memory` says what is alive at each of
-# its lines. Thunder needs a second or two for each block, so these are models as wide as GPT-2, and one as wide as
-# GPT-2 XL, of one to three blocks, with GPT-2's own vocabulary.
+# `shardtrace.inspect` compiles a step for fake ranks, 8 here, and `.memory` lists the live memory at each of its lines.
+# Thunder needs a second or two for each block. These models therefore have one to three blocks, with the width of GPT-2
+# (one with that of GPT-2 XL) and GPT-2's own vocabulary.
 
 # %%
 RANKS, BATCH, SEQUENCE = 8, 4, 256
@@ -81,9 +81,9 @@ with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("
     traced = {case: job.result() for case, job in jobs.items()}
 
 # %% [markdown]
-# What is needed at each line, by what it is used for, in models of two blocks of GPT-2's width. Two moments compete:
-# when **backward begins**, all activations are there, and the logits with their gradient; when it **ends**, the
-# gradients are. (AdamW's state is not in a trace. It is added below.)
+# The plots show the memory at each line by its use, in models of two blocks with GPT-2's width. Two moments compete for
+# the peak. When **backward begins**, all activations are alive, and the logits with their gradient. When it **ends**,
+# all gradients are. (AdamW's state is not in a trace. It is added below.)
 
 # %%
 SHADES = {
@@ -112,8 +112,8 @@ figure.tight_layout(rect=(0, 0.07, 1, 1))
 plt.show()
 
 # %% [markdown]
-# `owner` shows a cost of its own at the end: the embedding is one tensor, so one rank owns all of it, and on gloo it
-# receives the gradients of its 7 peers one beside the other before it adds them. (nccl reduces on the way.)
+# `owner` has an extra cost at the end. The embedding is one tensor, owned by one rank, which on gloo receives the
+# gradients of all 7 peers before it adds them. (nccl reduces on the way.)
 #
 # ## A formula
 #
@@ -124,7 +124,7 @@ VOCABULARY, CONTEXT = 50257, 1024
 
 
 def saved(case):
-    """What forward saves, in activations, without the logits."""
+    """The memory that forward saves, without the logits, in activations."""
     _, _, width, sequence = case
     tokens = BATCH * sequence
     at_end = next(row for row in reversed(traced[case].memory) if row.phase == "forward").saved
@@ -135,11 +135,11 @@ pd.DataFrame([(*case, saved(case)) for case in cases], columns=["strategy", "blo
 
 # %% [markdown]
 # With ZeRO-3 each block adds exactly 16: extrapolating from one and two blocks, 18 and 34, gives the 50 of three. Four
-# of the 16 are the attention's probabilities, `sequence / 64` as all of GPT-2's heads are 64 wide, so shorter sequences
-# save less. DDP and ZeRO-2 save 14 for each block: with fewer waits between them, lines are fused that are not in
-# ZeRO-3.
+# of the 16 are the attention's probabilities: `sequence / 64`, because all of GPT-2's heads are 64 wide. Shorter
+# sequences save less. DDP and ZeRO-2 save 14 for each block, because fewer waits separate their lines and more lines
+# are fused than in ZeRO-3.
 #
-# The rest are parameters. So the peak, in bytes on the fullest rank:
+# The rest are parameters. This gives the peak in bytes on the fullest rank:
 
 
 # %%
@@ -172,8 +172,8 @@ def peak(strategy, blocks, width, batch, sequence=SEQUENCE, ranks=RANKS, flash=F
 
 
 # %% [markdown]
-# It leaves out small things: a few activations, the batch, that the position embedding is not gathered again. Against
-# the traces:
+# The formula ignores small terms: a few activations, the batch, the position embedding, which is not gathered again.
+# Compare it with the traces:
 
 # %%
 comparison = []
@@ -188,7 +188,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## The sizes of GPT-2
 #
-# The formula on 8 GPUs with 4 sequences of 256 tokens each. First that it counts parameters as PyTorch does:
+# Now apply the formula to 8 GPUs with 4 sequences of 256 tokens each. First check that it counts parameters as PyTorch
+# does:
 
 # %%
 SIZES = {"124M": (12, 768), "355M": (24, 1024), "774M": (36, 1280), "1.5B": (48, 1600)}
@@ -223,21 +224,21 @@ figure.tight_layout(rect=(0, 0.07, 1, 1))
 plt.show()
 
 # %% [markdown]
-# - **DDP** holds 16 bytes for each parameter, however many GPUs there are.
-# - **ZeRO-2** divides that by the number of GPUs. During a step it adds one whole copy of the parameters, at its peak
-#   4 bytes each.
-# - **ZeRO-3** gets rid of that copy, too. What is left are activations, which no strategy shards: a smaller batch or
-#   recomputation would be next.
-# - **owner** needs as much as ZeRO-3, unless one tensor is more than a rank's share: the embedding is a third of the
-#   smallest GPT-2, and this is its owner.
+# - **DDP** holds 16 bytes for each parameter, for any number of GPUs.
+# - **ZeRO-2** divides this by the number of GPUs. During a step it adds one whole copy of the parameters, 4 bytes each
+#   at its peak.
+# - **ZeRO-3** removes this copy too. Only activations remain, which no strategy shards. The next step would be a
+#   smaller batch or recomputation.
+# - **owner** needs as much as ZeRO-3, unless one tensor exceeds a rank's share. The embedding is a third of the
+#   smallest GPT-2, and the table shows the rank that owns it.
 #
 # ## Measured
 #
-# Do ranks allocate what is predicted? [gpt2/measure.py](gpt2/measure.py) trains a GPT-2 of two blocks, width 512, on
-# two ranks with gloo, once with each strategy, with buckets of a layer. *Measured* are the bytes of tensors that
-# PyTorch allocates and frees, as its profiler records them, at the highest, over a whole step with AdamW, with all that
-# lives between steps. *Predicted* is `shardtrace.memory(model, persistent=...)`, where the persistent bytes are AdamW's
-# state. What a process takes besides tensors (code, sockets, the allocator's reserve) is in neither.
+# Do ranks allocate the predicted memory? [gpt2/measure.py](gpt2/measure.py) trains a GPT-2 of two blocks, width 512, on
+# two ranks with gloo, once with each strategy, with one bucket per layer. *Measured* is the peak memory of tensors in
+# the allocations that PyTorch's profiler records, over a whole step with AdamW, including the tensors that live between
+# steps. *Predicted* is `shardtrace.memory(model, persistent=...)`, where the persistent bytes are AdamW's state.
+# Neither includes the other memory of a process (code, sockets, the allocator's reserve).
 
 # %%
 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -268,14 +269,15 @@ axes.figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# They agree but for some hundred bytes: AdamW's counter of steps for each tensor, and other single numbers.
+# They agree except for a few hundred bytes: AdamW's step counter of each tensor, and other single numbers.
 #
 # ## What fits in 80 GB
 #
-# How many sequences of 1024 tokens can a GPU with 80 GB take in a step? To the sizes of GPT-2 come two of GPT-3's, with
-# which it begins to matter. The formula is that of above, in fp32; on GPUs attention saves no probabilities (Thunder's
-# `sdpa` executor) and nccl reduces on the way. Neither was traced here, nor was this measured on a GPU: a real one also
-# needs room for its libraries and for what the allocator cannot use, so take a tenth off.
+# How many sequences of 1024 tokens fit into a GPU with 80 GB in one step? Two sizes of GPT-3 join those of GPT-2,
+# because the strategy matters only for larger models. The formula is the same, in fp32, with two changes for GPUs:
+# attention saves no probabilities (Thunder's `sdpa` executor), and nccl reduces on the way. Neither was traced here,
+# and nothing was measured on a GPU. A real GPU also needs memory for its libraries and for fragmentation: subtract a
+# tenth.
 
 # %%
 LARGE = {"GPT-3 6.7B": (32, 4096), "GPT-3 13B": (40, 5120)}
@@ -301,10 +303,11 @@ fitting = {
 pd.DataFrame(fitting).T
 
 # %% [markdown]
-# As long as states are a small part of 80 GB, activations decide, and the strategies differ by what their fusions save:
-# DDP is enough for all of GPT-2, and ZeRO-3's extra gathers buy nothing. With 6.7 billion parameters DDP is out (16
-# bytes each are 106 GB). ZeRO-2 still fits, but its copy of all parameters takes 27 GB, which ZeRO-3 turns into a
-# larger batch. With 13 billion the copy alone is 51 GB: on 8 GPUs only ZeRO-3 and owners fit.
+# As long as the states are a small part of 80 GB, activations decide, and the strategies differ only in the activations
+# that their fusions save. DDP is enough for all of GPT-2, and ZeRO-3's extra gathers gain nothing. With 6.7 billion
+# parameters DDP no longer fits (16 bytes each are 106 GB). ZeRO-2 still fits, but its copy of all parameters takes 27
+# GB, which ZeRO-3 turns into a larger batch. With 13 billion parameters, this copy is 51 GB: on 8 GPUs only ZeRO-3 and
+# owners fit.
 #
-# For your own model, no formula is needed: `shardtrace.inspect(model, inputs, world_size=...).totals.peak`, or
+# For your own model, you need no formula: use `shardtrace.inspect(model, inputs, world_size=...).totals.peak`, or
 # `shardtrace.memory(model)` after a step. [inspect_zero3](inspect_zero3.ipynb) shows how to read the rest.

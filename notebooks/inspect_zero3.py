@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Reading a ZeRO-3 schedule before it runs
 #
-# In PyTorch's FSDP, hooks issue the collectives while the model runs. Whether a gather came too late, or memory was
-# held for too long, you see in a profile of the real job on the real cluster.
+# In PyTorch's FSDP, hooks issue the collectives while the model runs. Only a profile of the real job on the real
+# cluster shows that a gather came too late, or that memory was held for too long.
 #
-# shardtrace compiles the step instead. Thunder traces the model into a list of lines, and passes insert every
-# `all_gather` and `reduce_scatter` as lines of their own and move them where they should stand. So the schedule exists
-# before any rank does, and `shardtrace.inspect` shows it: here, one of **64 GPUs**, on a laptop without any. Nothing in
-# this notebook runs a model.
+# shardtrace compiles the step instead. Thunder traces the model into a list of lines. Passes insert every `all_gather`
+# and `reduce_scatter` as a line, and move each to its best position. The schedule therefore exists before any rank
+# does, and `shardtrace.inspect` shows it: here for one of **64 GPUs**, on a laptop without any. Nothing in this
+# notebook runs a model.
 
 # %%
 import multiprocessing
@@ -33,15 +33,15 @@ from gpt2.model import GPT  # beside this notebook
 pd.set_option("display.max_colwidth", None, "display.float_format", "{:.2f}".format)
 
 # %% [markdown]
-# ## A model, and a machine to imagine
+# ## A model and an imaginary machine
 #
-# Three blocks as wide as those of GPT-2 XL. On the meta device they have shapes and no memory; of the copy that
-# `inspect` compiles only 1/64 is allocated. The vocabulary is that of bytes, so that the blocks, and not the embedding,
-# are most of the model.
+# The model has three blocks with the width of GPT-2 XL. On the meta device they have shapes but no memory; `inspect`
+# compiles a copy and allocates only 1/64 of it. The vocabulary is that of bytes, so that the blocks, and not the
+# embedding, are most of the model.
 #
-# The cost model says how fast the machine is: H100s by their data sheet, with 400 Gbit/s of network each. Real kernels
-# reach perhaps half of a data sheet, so read the times below as *relative* to each other.
-# `python -m shardtrace.calibrate` measures the rates of a real machine, and then they are used without being passed.
+# The cost model describes the machine: H100s by their data sheet, with 400 Gbit/s of network each. Real kernels reach
+# perhaps half of these rates: compare the times below only with each other. `python -m shardtrace.calibrate` measures
+# the rates of a real machine, which are then used by default.
 
 # %%
 with torch.device("meta"):
@@ -64,9 +64,9 @@ step = shardtrace.inspect(model, (batch, batch), **options)  # ZeRO-3, a bucket 
 # %% [markdown]
 # ## The inspector
 #
-# The whole page is the value of the cell: click a bar or a line, step through the passes with the arrow keys, press `d`
-# for what a pass changed. (GitHub shows no frames, so there you see its numbers alone. `step.to_html("step.html")`
-# writes the page to a file.)
+# The value of the cell is the whole page: click a bar or a line, step through the passes with the arrow keys, press `d`
+# for the diff of a pass. (GitHub shows no frames: there you see only the numbers. `step.to_html("step.html")` writes
+# the page to a file.)
 
 # %% tags=["varies"]
 step
@@ -74,19 +74,19 @@ step
 # %% [markdown]
 # ## The timeline
 #
-# `print(step)` is the same in a terminal. Time goes from left to right, forward and then backward:
+# `print(step)` draws it in a terminal. Time goes from left to right, forward and then backward:
 #
-# - **compute** is how busy the GPU is, **exposed** where it waits for the network;
-# - **parameters** and **gradients** are what travels: gathers, and reductions;
-# - **memory** is that of all tensors; the summary names the line at its peak.
+# - **compute** shows how busy the GPU is, **exposed** the times when it waits for the network;
+# - **parameters** and **gradients** show the link: gathers and reductions;
+# - **memory** is the memory of all tensors; the summary names the line at its peak.
 
 # %%
 print(str(step).partition("\n\npasses:")[0])
 
 # %% [markdown]
-# The same to scale; the dotted line is where backward begins. Where the lower bar is red, compute waits. Two such
-# places no schedule removes, as there is nothing to do meanwhile: the first gathers and the last reductions. (Smaller
-# buckets make both shorter.) What is exposed between them is what the other options can change.
+# The next plot shows the same to scale. Backward begins at the dotted line, and compute waits while the lower bar is
+# red. No schedule removes the waits for the first gathers and the last reductions, because there is no other work
+# meanwhile. (Smaller buckets make both shorter.) The options can only change the exposed communication between them.
 
 # %%
 GATHER, REDUCE, COMPUTE, EXPOSED = "#0072B2", "#E69F00", "#009E73", "#D55E00"  # safe for the colour-blind
@@ -136,9 +136,9 @@ draw(step)
 # %% [markdown]
 # ## The collectives
 #
-# One row each, in the order of issue. `issue` and `wait` are line numbers of the executed trace; `bytes` are those of
-# the whole bucket on the wire (bf16 here). In ZeRO-3 each bucket is gathered for forward, gathered again for backward,
-# and its gradients are reduced to the ranks that hold its shards.
+# The table has a row for each collective, in order of issue. `issue` and `wait` are line numbers of the executed trace;
+# `bytes` is the size of the unsharded bucket on the wire (bf16 here). In ZeRO-3 each bucket is gathered for forward,
+# gathered again for backward, and its gradients are reduced to the ranks that hold its shards.
 
 # %%
 rows = step.collectives.to_pandas()
@@ -146,7 +146,7 @@ rows = rows.assign(MiB=rows.bytes / MB, start=rows.start / MS, stop=rows.stop / 
 rows[["phase", "kind", "bucket", "MiB", "issue", "wait", "start", "stop", "exposed"]]
 
 # %% [markdown]
-# Each has two reasons: why it is issued where it is, and why it is waited for where it is.
+# Each has two reasons: one for the position of its issue, one for that of its wait.
 
 # %%
 reasons = rows[["why_issued", "why_waited"]].replace(r"(issued|waited for) here: ", "", regex=True)
@@ -155,19 +155,19 @@ pd.concat([rows[["kind", "bucket"]], reasons], axis=1)
 # %% [markdown]
 # How to read them:
 #
-# | reason | what it tells you |
+# | reason | meaning |
 # |---|---|
-# | in order of first use, as early as the limits allow | nothing kept it back |
+# | in order of first use, as early as the limits allow | nothing delayed it |
 # | not earlier, as more than prefetch=1 ... | a larger `prefetch` would let it start earlier |
 # | not earlier, as more than ... bytes would be in flight | so would a larger `max_inflight_bytes` |
-# | not earlier, as from here it still arrives in time | earlier would cost memory and win nothing |
+# | not earlier, as from here it still arrives in time | an earlier issue would cost memory and save no time |
 # | its gradients are complete | a reduction starts as soon as it can |
-# | the next line uses it; compute is idle for ... | exposed: time to win |
+# | the next line uses it; compute is idle for ... | exposed: time that could be saved |
 # | the trace ends; compute is idle for ... | exposed too, and nothing is left to hide it |
 # | it makes room for ... | the bytes in flight are needed for another bucket |
 #
-# Collectives are lines of the program (in `thunder.last_traces` the reason stands above each, as a comment). Around the
-# first wait for a block:
+# Collectives are lines of the program (`thunder.last_traces` shows the reason as a comment above each). These are the
+# lines around the first wait for a block:
 
 # %%
 forward = step.stages[[s.phase for s in step.stages].index("backward") - 1]  # the last pass of forward
@@ -179,8 +179,8 @@ for number in range(first.issue - 1, first.wait + 3):
 # %% [markdown]
 # ## The memory
 #
-# `.memory` has a row for each line: `during` is what is needed while the line runs, `total` what is alive after it, and
-# the columns after that are its parts. The five lines that need most:
+# `.memory` has a row for each line: `during` is the memory needed while the line runs, `total` the memory alive after
+# it, and the other columns are the parts of the total. The five lines that need the most:
 
 # %%
 memory = step.memory.to_pandas()
@@ -189,10 +189,10 @@ sizes = most.columns[most.columns.get_loc("during") :]
 most.assign(code=most.code.str.slice(0, 32) + "…", **(most[sizes] / MB))[["phase", "line", "code", *sizes]]
 
 # %% [markdown]
-# Most of it are activations, which sharding does not touch. Of parameters, forward holds two blocks at a time whatever
-# the depth of the model, the one in use and, as `prefetch` is 1, the next; and all the while the bucket "root", the
-# embedding, as the head at the other end shares its weight. shardtrace proves such limits at every line of a trace
-# before it runs (`passes/analysis/verify.py`), or raises.
+# Most of it is activations, which sharding does not touch. Forward holds the parameters of two blocks at a time, for
+# any depth of the model: the block in use and, because `prefetch` is 1, the next one. It also holds the bucket "root",
+# the embedding, throughout, because the head at the other end shares its weight. shardtrace proves such limits at every
+# line of a trace before it runs (`passes/analysis/verify.py`), or raises.
 
 # %%
 bucket = max(row.bytes for row in step.collectives)
@@ -204,8 +204,8 @@ print(f"gathered or on the way  {(gathering.unsharded + gathering.in_flight).max
 # %% [markdown]
 # ## The passes
 #
-# `.stages` are the traces after each pass, of which the inspector shows the differences. Those of shardtrace are few;
-# the rest is Thunder's. Most lines come from the derivative, and most of them vanish again in fusions. The last pass
+# `.stages` has the trace after each pass; the inspector shows their differences. A few passes are shardtrace's, the
+# others are Thunder's. Differentiation adds most of the lines, and fusions remove most of them again. The last pass
 # only moves lines.
 
 # %%
@@ -219,8 +219,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## What each option changes
 #
-# Now with one option changed at a time, and two blocks instead of three. Thunder takes some seconds to trace each, and
-# no compilation needs another, so they go to a pool of processes: `inspect` returns plain data.
+# Now change one option at a time, with two blocks instead of three. Thunder takes a few seconds to trace each case. The
+# compilations are independent and `inspect` returns plain data, so that a pool of processes can run them.
 
 # %%
 with torch.device("meta"):
@@ -280,23 +280,23 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What to take from it:
+# Conclusions:
 #
-# - **ZeRO-2** keeps what forward has gathered: backward waits for no parameters, and a third less is sent. In exchange
-#   all parameters are held at once.
-# - **Buckets** somewhat smaller than a block, here of 25 MB, are best: the first gather and the last reduction, which
-#   nothing can hide, are short, and less is held. A collective for each tensor is too small: latencies add up, and
-#   compute itself is slower, as no fusion reaches across a wait.
-# - **prefetch 0** means that no gather overlaps with compute. The first bucket ahead is worth most.
-# - **max_inflight_bytes** of a single bucket (compare with the row above it) makes each collective wait until the one
-#   before is used. That bounds the buffers in flight, and costs time.
+# - **ZeRO-2** keeps the parameters that forward has gathered: backward waits for no parameters, and a third less is
+#   sent. In exchange, all parameters are unsharded at once.
+# - **Buckets** somewhat smaller than a block, here of 25 MB, are best. The first gather and the last reduction, which
+#   nothing can hide, are short, and less memory is held. One collective for each tensor is too small: latencies add up,
+#   and compute itself is slower, because no fusion reaches across a wait.
+# - **prefetch 0** means that no gather overlaps with compute. The first bucket ahead gains the most.
+# - **max_inflight_bytes** of a single bucket (compare with the row above it) makes each collective wait until the
+#   previous one is used. This bounds the buffers in flight and costs time.
 # - **fp32** sends twice the bytes, and computes at half the rate or less.
-# - On a **slow link** communication is the step, and the schedule cannot help: send less (bf16, ZeRO-2, or
-#   `"hybrid_zero3"`, which gathers inside a node only). On a **fast** one, only the ends of the step stay exposed.
+# - On a **slow link**, communication dominates the step, and the schedule cannot help. Send less: bf16, ZeRO-2, or
+#   `"hybrid_zero3"`, which gathers only inside a node. On a **fast link**, only the ends of the step stay exposed.
 #
-# The peak says little here, as at this batch size it is made of activations. They differ since fusions do: with fewer
-# waits between, the compiler fuses more and saves less for backward. For when parameters count, see
-# [gpt2_memory](gpt2_memory.ipynb).
+# The peak says little here, because at this batch size it consists of activations. They differ because fusions differ:
+# with fewer waits between lines, the compiler fuses more and saves less for backward. For a case in which parameters
+# dominate, see [gpt2_memory](gpt2_memory.ipynb).
 #
-# To see your own model, `shardtrace.inspect(model, inputs, world_size=...)` is all it takes; `shardtrace explain` does
-# the same from a shell.
+# To see your own model, call `shardtrace.inspect(model, inputs, world_size=...)`, or run `shardtrace explain` in a
+# shell.

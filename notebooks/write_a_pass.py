@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Write a pass
 #
-# On a slow link, a step of FSDP mostly waits for parameters to be gathered. ZeRO++
-# ([Wang et al., 2023](https://arxiv.org/abs/2306.10209)) sends them as int8, with scales: a quarter of the bytes.
-# Here you add that to shardtrace as a pass of your own: you write it, test it without any other process, see a mistake
-# being caught, measure it on two real ranks, and look at it in the inspector.
+# On a slow link, a step of FSDP mostly waits for gathered parameters. ZeRO++
+# ([Wang et al., 2023](https://arxiv.org/abs/2306.10209)) sends them as int8 with scales: a quarter of the bytes. Here
+# you add this to shardtrace as your own pass. You write it, test it in a single process, see mistakes caught, measure
+# it on two real ranks, and read it in the inspector.
 #
-# [fsdp_by_hand](fsdp_by_hand.ipynb) shows the passes that it joins. All of this runs on a CPU in under a minute.
+# [fsdp_by_hand](fsdp_by_hand.ipynb) introduces the other passes. Everything runs on a CPU in under a minute.
 
 # %%
 import inspect
@@ -42,8 +42,8 @@ from torch import nn
 # %% [markdown]
 # ## How int8 travels
 #
-# First the part that has nothing to do with traces. Each row of a weight gets a scale, so that its largest value
-# becomes 127; a bias is one row. A rank packs what it has of a bucket into one buffer of bytes: scales, then values.
+# The first part has nothing to do with traces. Each row of a weight gets a scale that maps its largest value to 127; a
+# bias is one row. A rank packs its shard of a bucket into one buffer of bytes: the scales, then the values.
 
 
 # %%
@@ -64,7 +64,7 @@ def issue_int8(shards, bucket):
     row = torch.cat([torch.cat(scales).view(torch.int8), *(v.flatten() for v in values)])
     rows = row.new_empty(bucket.plan.world_size * len(row))
     work = all_gather_single(rows, row, group=bucket.plan.group, async_op=True)
-    return work, rows, row  # the future; it keeps ``row`` alive while it is sent
+    return work, rows, row  # the future keeps ``row`` alive while it is sent
 
 
 def finish_int8(future, bucket):
@@ -78,7 +78,7 @@ def finish_int8(future, bucket):
     for m, s, v in zip(bucket.members, scales, values, strict=True):
         shape = m.parameter.full_shape
         rounded = (v.reshape(*s.shape, -1) * s[:, :, None]).flatten()
-        full.append(rounded[: math.prod(shape)].view(shape))  # without the padding of the last rank
+        full.append(rounded[: math.prod(shape)].view(shape))  # without the last rank's padding
     return tuple(full)
 
 
@@ -89,18 +89,18 @@ def count_bytes(bucket):
 INT8 = Wire(issue=issue_int8, finish=finish_int8, bytes=count_bytes)
 
 # %% [markdown]
-# A `Wire` is another way to gather a bucket. The scheduler, the memory estimate and the inspector ask it for its
-# bytes, and run its functions on tensors without memory; nothing else has to know of it.
+# A `Wire` is another way to gather a bucket. The scheduler, the memory estimate and the inspector ask it for its bytes,
+# and run its functions on tensors without memory. Nothing else has to know about it.
 #
 # ## The pass
 #
-# A pass is a function from a trace to a trace. It never changes its input, and returns that very object if there is
-# nothing to do. This one replaces the bucket of each gather, in the line that issues it and in the one that waits.
+# A pass is a function from a trace to a trace. It never changes its input, and it returns the same object if there is
+# nothing to do. This pass replaces the bucket of each gather, in the line that issues it and in the line that waits.
 
 
 # %%
 def is_quantizable(line):
-    """Half of a gather of fp32 shards."""
+    """True for both halves of a gather of fp32 shards."""
     if not (is_collective(line) and is_gather(line)):
         return False
     bucket = bucket_of(line)
@@ -108,7 +108,7 @@ def is_quantizable(line):
 
 
 def quantize_gathers(trace, chosen=is_quantizable):
-    """Gathers fp32 shards as int8. Leaves reductions alone, and parameters that are no fp32 shards."""
+    """Gathers fp32 shards as int8. Reductions and other parameters stay as they are."""
     buckets = {}
     new = from_trace(trace)
     for line in trace.bound_symbols:
@@ -121,17 +121,17 @@ def quantize_gathers(trace, chosen=is_quantizable):
 
 
 # %% [markdown]
-# The gradient needs no care: autodiff has already made `reduce_scatter` lines, which are left alone. So gradients are
-# those of the rounded weights, in fp32, and each rank's optimizer applies them to its own fp32 shards.
+# Gradients need no extra code: autodiff has already made the `reduce_scatter` lines, which the pass does not touch. The
+# gradients are those of the rounded weights, in fp32, and each rank's optimizer applies them to its own fp32 shards.
 #
 # ## Plugging it in
 #
-# `PassAfterLowering` makes a Thunder Transform of the function, and `thunder.jit` takes Transforms. shardtrace's own
-# passes find it in that list and arrange themselves around it: it sees forward and backward with all collectives in
-# place, what it returns is verified, and then `schedule` works with its bytes. (`PassBeforeAutodiff` is for passes
-# that autodiff shall differentiate; it runs after `regather`.)
+# `PassAfterLowering` turns the function into a Thunder Transform, which `thunder.jit` accepts. shardtrace's own passes
+# arrange themselves around it: the pass sees forward and backward with all collectives in place, its result is
+# verified, and then `schedule` works with its bytes. (`PassBeforeAutodiff` is for passes whose lines autodiff has to
+# differentiate; it runs after `regather`.)
 #
-# `fake_ranks` makes this process one of two ranks, the other of which does not exist. That is enough to compile.
+# `fake_ranks` makes this process one of two ranks; the other does not exist. This is enough to compile.
 
 
 # %%
@@ -150,9 +150,9 @@ print(re.sub(r", 'flat_args': \[.*?\]", ", ...", text(stage(int8, "quantize_gath
 # %% [markdown]
 # ## A golden test
 #
-# That text is a test. In a test file, write `assert_expected_inline(text(trace), """""")` from `expecttest`, and let
-# `EXPECTTEST_ACCEPT=1 pytest` fill in the string; here it is by hand. It says that backward gathers int8 and reduces
-# fp32, and that `schedule` still moves the gather ahead of compute.
+# This text is a test. In a test file, write `assert_expected_inline(text(trace), """""")` from `expecttest`, and let
+# `EXPECTTEST_ACCEPT=1 pytest` fill in the string; here it is written by hand. Backward gathers int8 and reduces fp32,
+# and `schedule` still moves the gather ahead of compute.
 
 # %%
 backward = stage(int8, "schedule", thunder.last_backward_traces)
@@ -171,7 +171,8 @@ assert "\n".join(lines) == expected, "\n".join(lines)
 # %% [markdown]
 # ## Bytes on the wire
 #
-# `shardtrace.collectives` lists what a step sends. A row of 64 values takes 64 bytes and 4 for its scale, not 256:
+# `shardtrace.collectives` lists the collectives of a step. A row of 64 values takes 64 bytes plus 4 for its scale, not
+# 256:
 
 # %%
 for name, cmodel in (("fp32", plain), ("int8", int8)):
@@ -182,8 +183,8 @@ for name, cmodel in (("fp32", plain), ("int8", int8)):
 # %% [markdown]
 # ## Two mistakes
 #
-# The first pass below chooses all collectives, and so would round gradients too. The second one forgets the lines that
-# wait. What a pass returns is verified at once; the error names the pass and shows the line:
+# The first pass below chooses all collectives, which would round gradients too. The second one forgets the lines that
+# wait. The result of a pass is verified at once; the error names the pass and shows the line:
 
 # %%
 mistakes = {
@@ -201,9 +202,9 @@ for name, chosen in mistakes.items():
 # %% [markdown]
 # ## On two real ranks
 #
-# Now the numbers. The script below has the source of the functions above, and runs by `torchrun` on two CPU ranks.
-# First it checks one step against a single process whose weights were rounded in the same way. Then it
-# trains a student network on the outputs of a fixed teacher, with fp32 and with int8 gathers.
+# Now the numbers. The script below contains the source of the functions above, and `torchrun` starts it on two CPU
+# ranks. First it checks one step against a single process whose weights were rounded in the same way. Then it trains a
+# student network on the outputs of a fixed teacher, with fp32 and with int8 gathers.
 
 # %%
 MAIN = """
@@ -287,13 +288,13 @@ for step in (0, 50, 100, 150, 199):
     print(f"{step:4}   {mean[0]:.5f}  {mean[1]:.5f}")
 
 # %% [markdown]
-# Means of eleven steps. On this toy, the two cannot be told apart. For a real model, measure with your data; finer
-# scales, one for each block of a few hundred values as in ZeRO++, cost little more.
+# These are means of eleven steps. On this toy, the two cannot be told apart. For a real model, measure with your data.
+# Finer scales, one for each block of a few hundred values as in ZeRO++, cost little more.
 #
 # ## In the inspector
 #
-# What would it bring on eight ranks? `shardtrace.inspect` compiles for ranks that do not exist, with your pass among
-# the others, and runs nothing. Times are predicted by the default cost model: a link of 1 Gbit/s and a fast device.
+# How much would it save on eight ranks? `shardtrace.inspect` compiles for fake ranks, with your pass among the others,
+# and runs nothing. Times are predicted by the default cost model: a link of 1 Gbit/s and a fast device.
 
 # %%
 options = {"example_inputs": torch.randn(512, 1024), "world_size": 8}
@@ -310,7 +311,7 @@ for name, seen in (("fp32", fp32), ("int8", int8)):
     )
 
 # %% [markdown]
-# The whole page, with your pass between the others under `passes`. (GitHub shows its tables alone.)
+# The whole page, with your pass between the others under `passes`. (GitHub shows only its tables.)
 
 # %% tags=["varies"]
 int8
@@ -318,6 +319,6 @@ int8
 # %% [markdown]
 # ## Where to go from here
 #
-# - [Design](../docs/design.md) says how a pass is written, [CONTRIBUTING](../CONTRIBUTING.md) how it is tested.
-# - `passes/analysis/recognise.py` tells lines apart, and `passes/plan/bucket.py` has everything about a bucket.
-# - `shardtrace.memory(cmodel)` predicts what your pass does to the peak.
+# - [Design](../docs/design.md) describes how to write a pass, [CONTRIBUTING](../CONTRIBUTING.md) how to test it.
+# - `passes/analysis/recognise.py` tells lines apart; `passes/plan/bucket.py` has everything about a bucket.
+# - `shardtrace.memory(cmodel)` predicts the effect of your pass on the peak.

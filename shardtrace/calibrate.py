@@ -1,11 +1,11 @@
-"""Measures this machine for the cost model of the schedule (:mod:`passes.plan.cost`), and remembers the result.
+"""Measures this machine for the cost model of the schedule (:mod:`passes.plan.cost`) and caches the result.
 
     python -m shardtrace.calibrate                               # the device
     torchrun --nproc_per_node=2 -m shardtrace.calibrate          # the device, and the link between the ranks
 
-Run it as training is run: the same hosts, ranks and threads (OMP_NUM_THREADS), as these decide what is measured. It
-takes a few seconds. The result is one readable JSON file for each device, backend and number of ranks, in
-``$SHARDTRACE_CACHE``, ``$XDG_CACHE_HOME/shardtrace`` or ``~/.cache/shardtrace``. Without one, defaults are used.
+Run it like the training, with the same hosts, ranks and threads (OMP_NUM_THREADS). It takes a few seconds. The result
+is one readable JSON file for each device, backend and world size, in ``$SHARDTRACE_CACHE``,
+``$XDG_CACHE_HOME/shardtrace`` or ``~/.cache/shardtrace``. Machines without a calibration use defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import passes  # noqa: F401  first, as it makes Thunder importable
+import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
 from passes.compat import function_of
 from passes.plan import (
@@ -35,22 +35,23 @@ from passes.plan import (
     ShardedParameter,
     default_cost_model,
 )
-from shardtrace.costs import Key, backend_of, cost_model_key, of_first_rank, write_cost_model
-from shardtrace.ranks.mesh import is_alone, resolve_device, resolve_group, transport
+from shardtrace.costs import Key, cost_model_key, of_first_rank, write_cost_model
+from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve_group, transport
 
 import torch
 import torch.distributed as dist
 from thunder.core import dtypes
 
-Progress = Callable[[str], None]
+Report = Callable[[str], None]  # is called with the name of each finished measurement
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. Results are medians.
+    """The amount of measuring. Results are medians.
 
-    ``matmul``: rows and columns of the matrices; ``elements``: of the fp32 tensors that are added; ``messages``: bytes
-    of the unsharded buckets; ``repeats``: of each collective; ``seconds``: for each measurement of the device.
+    ``matmul``: rows and columns of the matrices; ``elements``: size of the fp32 tensors that are added; ``messages``:
+    bytes of the unsharded buckets; ``repeats``: runs of each collective; ``seconds``: time for each measurement of the
+    device.
     """
 
     matmul: int
@@ -60,7 +61,7 @@ class Effort:
     seconds: float = 0.5
 
 
-# Too large for caches, small enough for a second or two in all; on a GPU large enough to fill it.
+# Too large for the processor's caches, small enough for two seconds in total; on a GPU, large enough to fill it.
 EFFORTS = {"cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)), "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27))}
 
 
@@ -73,25 +74,25 @@ def calibrate(
     *,
     effort: Effort | None = None,
     save: bool = True,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> CostModel:
-    """Measures ``device``, and the link between the ranks of ``group``; call it on all of them at once.
+    """Measures ``device`` and the link between the ranks of ``group``. Call it on all ranks at once.
 
-    All ranks measure at the same time, as they compute at the same time, and all return what the group's first rank
-    measured: they must schedule alike.
+    All ranks measure at the same time, because they also compute at the same time. All return the measurements of the
+    group's first rank, because all must schedule alike.
 
     Args:
-        group: None, or a group of one, measures no link; neither does a fake group. The default link stands in.
+        group: the ranks whose link is measured. None, a group of one rank and a fake group get the default link.
         device: default: this rank's CUDA device if there is one, else the CPU.
-        effort: sizes of what is measured; default: some seconds' worth.
-        save: the group's first rank writes the result to the cache, where :func:`load_cost_model` finds it. A cache
-            that cannot be written to is a warning.
-        progress: called with the name of each measurement when it is done.
+        effort: sizes of the measurements; default: a few seconds in total.
+        save: the group's first rank writes the result to the cache, where :func:`load_cost_model` finds it. A
+            cache that is not writable gives a warning.
+        progress: is called with the name of each finished measurement.
     """
     device = resolve_device(device, None)
     effort = effort or EFFORTS.get(device.type, EFFORTS["cuda"])
-    report = progress or (lambda what: None)
-    backend = backend_of(group, device)
+    report = progress or (lambda name: None)
+    backend = backend_for(group, {device.type})
     measured = _measure_device(device, effort, report)
     model = replace(default_cost_model(device.type, backend), device=measured)
     if group is not None and not is_alone(group):
@@ -104,7 +105,7 @@ def calibrate(
     return model
 
 
-def _measure_device(device: torch.device, effort: Effort, report: Progress) -> Device:
+def _measure_device(device: torch.device, effort: Effort, report: Report) -> Device:
     def product(dtype: torch.dtype) -> float:
         a, b = (torch.randn(effort.matmul, effort.matmul, device=device).to(dtype) for _ in range(2))
         seconds = _median_seconds(lambda: torch.mm(a, b), device, effort.seconds)
@@ -113,7 +114,7 @@ def _measure_device(device: torch.device, effort: Effort, report: Progress) -> D
 
     def memory() -> float:
         a, b = torch.ones(2, effort.elements, device=device)
-        # with a new output, as each line of a trace makes
+        # with a new output, like each line of a trace
         seconds = _median_seconds(lambda: torch.add(a, b), device, effort.seconds)
         report("memory")
         return 3 * a.nbytes / seconds
@@ -141,7 +142,7 @@ def _measure_device(device: torch.device, effort: Effort, report: Progress) -> D
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
-    """The median time of ``run`` over as many runs as ``budget`` seconds allow, at least one, after one to warm up."""
+    """The median time of ``run`` over as many runs as fit into ``budget`` seconds (at least one), after a warm-up."""
     seconds: list[float] = []
     _timed(run, device)
     while not seconds or sum(seconds) < budget:
@@ -157,8 +158,8 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Progress) -> Link:
-    """Gathers and reductions of buckets, by the very functions that the lines of a trace call."""
+def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Report) -> Link:
+    """Measures gathers and reductions of buckets with the functions that the lines of a trace call."""
     samples = []
     for size in effort.messages:
         bucket = _bucket(group, device, size)
@@ -167,7 +168,7 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort
         sent = bucket.bytes * (group.size() - 1) / group.size()
         for issue, wait, values in ((all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)):
             run = _collective(issue, wait, values, bucket)
-            times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # as many on all ranks
+            times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # the same number on all ranks
             samples.append((sent, statistics.median(times[1:])))
             report(f"{issue.name} of {bucket.bytes} bytes")
     return fit_link(samples)
@@ -184,16 +185,16 @@ def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket
 
 
 def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Callable[[], Any]:
-    """What the two lines of a trace run, one after the other: a bound symbol holds the function that it calls."""
+    """Runs the functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
     start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
     return lambda: finish(start((values,), bucket), bucket)
 
 
 def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """The link that explains (bytes sent, seconds) best: least squares of the relative errors, so that the small
-    messages, which tell the latency, count as much as the large ones.
+    """Fits a link to samples of (bytes sent, seconds).
 
-    Where noise would make the latency or the bandwidth negative, all time counts as bandwidth.
+    The fit minimises the squares of the relative errors, so that small messages, which determine the latency, count as
+    much as large ones. If noise makes the latency or the bandwidth negative, all time is attributed to the bandwidth.
     """
     rows = torch.tensor([(1 / seconds, sent / seconds) for sent, seconds in samples], dtype=torch.float64)
     ones = torch.ones(len(samples), 1, dtype=torch.float64)
@@ -203,14 +204,11 @@ def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
     return Link(bandwidth=1 / slope, latency=latency)
 
 
-# ---- groups ----
-
-
 # ---- the command ----
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrates, prints a table, writes the cache. Returns the exit status."""
+    """Calibrates, prints a table and writes the cache. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shardtrace.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -230,22 +228,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             print(f"saved to {write_cost_model(model, device, group)}")
         except OSError as error:
-            print(f"could not be saved: {error}; set SHARDTRACE_CACHE to a folder that is writable", file=sys.stderr)
+            print(f"could not be saved: {error}; set SHARDTRACE_CACHE to a writable folder", file=sys.stderr)
             status = 1
     if own_group:
         dist.destroy_process_group()
     return status
 
 
-def _bar(steps: int) -> Progress:
+def _bar(steps: int) -> Report:
     try:
         from tqdm import tqdm
     except ImportError:  # an extra
-        return lambda what: print(f"measured {what}", file=sys.stderr)
+        return lambda name: print(f"measured {name}", file=sys.stderr)
     bar = tqdm(total=steps, desc="calibrate", leave=False)
 
-    def report(what: str) -> None:
-        bar.set_postfix_str(what, refresh=False)
+    def report(name: str) -> None:
+        bar.set_postfix_str(name, refresh=False)
         bar.update()
         if bar.n == steps:
             bar.close()
@@ -254,7 +252,7 @@ def _bar(steps: int) -> Progress:
 
 
 def table(model: CostModel, default: CostModel, key: Key) -> str:
-    """The model as text, beside the defaults."""
+    """The cost model as text, beside the defaults."""
     rows = [(f"device: {key.device}", "measured", "default")]
     rows += _rows(DEVICE_UNITS, model.device, default.device)
     if key.backend != "none":

@@ -1,13 +1,14 @@
-"""Shows what a training step does, compiled for ranks that need not exist: no GPU, no torchrun.
+"""Shows what a training step does, compiled for fake ranks: it needs no GPU and no torchrun.
 
-TARGET is a factory, ``file.py:function`` or ``package.module:function``, that returns a module and what it is called
-with, as ``return GPT(config), (tokens, targets)``: it is compiled and not run. Or it is a training script, ``file.py``,
-written for torchrun: it is run as one of the fake ranks, with the arguments that follow ``--``, up to its first call
-of a sharded model that has a backward, which is compiled and not run:
+TARGET is a factory, ``file.py:function`` or ``package.module:function``, that returns a module and its inputs, as in
+``return GPT(config), (tokens, targets)``. The module is compiled and not run. Or TARGET is a training script for
+torchrun, ``file.py``. It runs as one of the fake ranks, with the arguments after ``--``, up to its first call of a
+sharded model that has a backward. This call is compiled and not run:
 
     shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
 
-Its own collectives do nothing there. Exit codes: 0; 1 if the target cannot be loaded or compiled; 2 for a wrong usage.
+The script's own collectives do nothing. Exit codes: 0; 1 if the target cannot be loaded or compiled; 2 for a usage
+error.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import passes  # noqa: F401  first, as it makes Thunder importable
-from shardtrace.inspector import Inspection, inspect
-from shardtrace.inspector.script import NothingCompiledError, run_script
+import passes  # noqa: F401  first, because it makes Thunder importable
+from shardtrace.inspector import Inspection, NothingCompiledError, inspect, run_script
 
 import thunder
 
 
 class TargetError(Exception):
-    """What is wrong with the target, for a person to read."""
+    """A target that cannot be used; the message is for the person at the terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command ``shardtrace``. Returns 0; 1 if the target cannot be loaded or compiled; 2 for a wrong usage."""
+    """The command ``shardtrace``. Returns its exit code; a usage error raises SystemExit with code 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
@@ -63,28 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtrace", description=__doc__, formatter_class=_Format)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, what in (
+    for name, about in (
         ("inspect", "writes the inspector's page, a single HTML file"),
         ("explain", "prints the summary"),
     ):
-        command = commands.add_parser(name, help=what, description=f"{what}.\n\n{__doc__}", formatter_class=_Format)
+        command = commands.add_parser(name, help=about, description=f"{about}.\n\n{__doc__}", formatter_class=_Format)
         command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
-        command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
-        command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is shown (0)")
-        command.add_argument("--sharding-strategy", metavar="S", help="for a factory, as in shardtrace.fsdp (zero3)")
-        command.add_argument("--bucketing-strategy", metavar="B", type=_number_or_name, help="for a factory (block)")
-        what = "for a factory and a hybrid strategy: replicas x shards, as in 8x8"
-        command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=what)
-        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory (1)")
-        command.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        command.add_argument("--world-size", type=int, metavar="N", help="number of fake ranks (8)")
+        command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to show (0)")
+        command.add_argument("--sharding-strategy", metavar="S", help="for a factory: as in shardtrace.fsdp (zero3)")
+        command.add_argument(
+            "--bucketing-strategy",
+            metavar="B",
+            type=_number_or_name,
+            help="for a factory: as in shardtrace.fsdp (block)",
+        )
+        shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
+        command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
+        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp (1)")
+        command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
-            command.add_argument("--out", type=Path, default=Path("trace.html"), help="the page (trace.html)")
-            command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also a trace for Perfetto")
+            command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
+            command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     return parser
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Help whose paragraphs stay as they are written."""
+    """Help that keeps its paragraphs."""
 
 
 def _number_or_name(text: str) -> str | float:
@@ -103,7 +108,7 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
-    """Compiles the target and inspects it. Raises TargetError if it is not one, and what the target raises."""
+    """Compiles the target and inspects it. Raises TargetError if it is no target, and the target's own exceptions."""
     place, colon, function = options.target.rpartition(":")
     if not colon:
         _check_file(Path(options.target))
@@ -113,7 +118,7 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
         return inspect(made)
     if not (isinstance(made, tuple) and len(made) == 2):
         raise TargetError(
-            f"{options.target} must return a module and what it is called with, as in `return model, (x, y)`, "
+            f"{options.target} must return a module and its inputs, as in `return model, (x, y)`, "
             f"not {type(made).__name__}"
         )
     names = ("mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
@@ -131,7 +136,7 @@ def _factory(place: str, function: str) -> Callable[[], Any]:
         try:
             found = getattr(importlib.import_module(place), function, None)
         except ModuleNotFoundError as error:
-            raise TargetError(f"there is no module {error.name}: is {place} a file? then write {place}.py") from error
+            raise TargetError(f"there is no module {error.name}: is {place} a file? Then write {place}.py") from error
     if not callable(found):
         raise TargetError(f"there is no function {function} in {place}")
     return found

@@ -1,4 +1,4 @@
-"""The cost model of a machine: where calibrations are kept, and which one all ranks use."""
+"""The cost model of a machine: the cache of calibrations, and the choice of one for all ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ import torch.distributed as dist
 VERSION = 1  # of the files
 
 
-def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend that carries tensors on ``device``: "gloo", "nccl", ...; "none" if there is no other rank."""
-    return "none" if group is None or group.size() == 1 else backend_for(group, {device.type})
-
-
 def of_first_rank(group: dist.ProcessGroup, device: torch.device, model: CostModel | None) -> CostModel:
-    """The model that the first rank of ``group`` passes; the others may pass None. To be called on all ranks."""
+    """The model of the first rank of ``group``; other ranks may pass None. Call it on all ranks."""
     box = [None if model is None else asdict(model)]
-    on = device if backend_of(group, device) == "nccl" else None  # nccl carries tensors of one device alone
+    on = device if backend_for(group, {device.type}) == "nccl" else None  # nccl sends only tensors on a GPU
     dist.broadcast_object_list(box, group=group, group_src=0, device=on)
     assert box[0] is not None
     return CostModel.from_dict(box[0])
@@ -40,13 +35,13 @@ def cache_folder() -> Path:
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardtrace"
-    except RuntimeError:  # a user without a home, as in some containers
+    except RuntimeError:  # a user without a home folder, as in some containers
         return Path(tempfile.gettempdir()) / "shardtrace"
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a calibration holds for. ``backend`` is "none" and ``world_size`` 1 where no link was measured."""
+    """The conditions of a calibration. Without a link, ``backend`` is "none" and ``world_size`` is 1."""
 
     device: str
     backend: str
@@ -60,7 +55,7 @@ class Key:
 
 def cost_model_key(device: torch.device, group: dist.ProcessGroup | None) -> Key:
     """The key of ``device`` in ``group``."""
-    return Key(_device_name(device), backend_of(group, device), 1 if group is None else group.size())
+    return Key(_device_name(device), backend_for(group, {device.type}), 1 if group is None else group.size())
 
 
 def _device_name(device: torch.device) -> str:
@@ -68,14 +63,14 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    info = Path("/proc/cpuinfo")  # Linux; elsewhere what Python knows
+    info = Path("/proc/cpuinfo")  # on Linux
     found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     name = found[1].strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"  # torchrun gives each rank one, unless told otherwise
+    return f"{name}, {torch.get_num_threads()} threads"  # torchrun gives each rank one by default
 
 
 def write_cost_model(model: CostModel, device: torch.device, group: dist.ProcessGroup | None) -> Path:
-    """Writes to the cache, atomically; returns the file. Raises OSError if that cannot be done."""
+    """Writes to the cache atomically and returns the file. Raises OSError if the cache is not writable."""
     key = cost_model_key(device, group)
     data = {"version": VERSION, "key": asdict(key), "torch": torch.__version__, "model": asdict(model)}
     key.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,20 +86,20 @@ def write_cost_model(model: CostModel, device: torch.device, group: dist.Process
 
 
 def load_cost_model(device: torch.device, group: dist.ProcessGroup) -> CostModel:
-    """The cached calibration of this machine, or what comes nearest; call it on all ranks of ``group`` at once.
+    """The cached calibration of this machine, or the best substitute. Call it on all ranks of ``group`` at once.
 
-    All ranks get what the group's first rank finds: a calibration of this device, backend and number of ranks; one of
-    another number of ranks (the nearest); the device's alone, with the default link; the defaults. A fake group always
-    gets the defaults, so that what is compiled for it is the same on every machine. A file that cannot be used is
-    ignored, with a warning that names it.
+    All ranks get the model that the group's first rank finds. It looks, in this order, for a calibration of this
+    device, backend and world size; for one of the nearest other world size; for one of the device without a link, to
+    which it adds the default link. Otherwise it takes the defaults. A fake group always gets the defaults, so that its
+    traces are the same on every machine. A file that cannot be used is ignored with a warning that names it.
     """
     if dist.get_backend(group) == "fake":
         return default_cost_model(device.type, "fake")
     model = _find(cost_model_key(device, group)) if dist.get_rank(group) == 0 else None
     if dist.get_rank(group) == 0 and model is None:
-        model = default_cost_model(device.type, backend_of(group, device))
-        if alone := _find(cost_model_key(device, None)):
-            model = replace(model, device=alone.device)
+        model = default_cost_model(device.type, backend_for(group, {device.type}))
+        if without_link := _find(cost_model_key(device, None)):
+            model = replace(model, device=without_link.device)
     return model if is_alone(group) and model is not None else of_first_rank(group, device, model)
 
 
@@ -118,7 +113,7 @@ def _find(key: Key) -> CostModel | None:
 
 
 def _read(path: Path, wanted: Key) -> tuple[Key, CostModel] | None:
-    """What a file holds, if that is ``wanted`` but for the number of ranks."""
+    """The contents of a file if its key is ``wanted``, except for the world size."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != VERSION:

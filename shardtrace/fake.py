@@ -1,4 +1,4 @@
-"""Compiling for ranks that do not exist, without running anything: on a laptop one sees rank r of N for any N."""
+"""Fake ranks: a laptop compiles rank r of N for any N, without running anything."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is one of ``world_size`` ranks; the others do not exist, and collectives do nothing.
+    """Makes this process one of ``world_size`` ranks. The others do not exist, and collectives do nothing.
 
     Raises:
         ValueError: if there is no such rank.
-        RuntimeError: if this process is in a process group of ranks that do exist.
+        RuntimeError: if this process already is in a process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,19 +32,20 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         raise ValueError(f"there is no rank {rank} of {world_size}: world_size must be 1 or more, and rank below it")
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a process group already: call inspect(model, ..., world_size=...) in one that is not, "
-            "or inspect what thunder.jit made of a model that is sharded over this group"
+            "this process is in a process group already: call inspect(model, ..., world_size=...) in a process without "
+            "one, or inspect what thunder.jit returned for a model that is sharded over this group"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
-        if dist.is_initialized():  # a script may have ended it already
+        if dist.is_initialized():  # a script may have destroyed it already
             dist.destroy_process_group()
 
 
 def count_ranks(mesh_shape: tuple[int, int], world_size: int | None = None) -> int:
-    """The ranks of a mesh of (replicas, shards). Raises ValueError if it has another shape, or not ``world_size``."""
+    """The number of ranks of a mesh of (replicas, shards). Raises ValueError for any other shape, or if the number is
+    not ``world_size``."""
     if len(mesh_shape) != 2 or min(mesh_shape) < 1:
         raise ValueError(f"mesh_shape must be (replicas, shards), as in (8, 8), not {mesh_shape!r}")
     ranks = math.prod(mesh_shape)
@@ -54,7 +55,7 @@ def count_ranks(mesh_shape: tuple[int, int], world_size: int | None = None) -> i
 
 
 def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
-    """Traces and compiles a call of a jitted function, and does not run it."""
+    """Traces and compiles a call of a jitted function without running it."""
     args, kwargs = arguments
     thunder.compile_data(function).get_computation_and_inputs(*args, **kwargs)
 
@@ -62,9 +63,9 @@ def compile_only(function: Callable[..., Any], arguments: Arguments) -> None:
 def compile_sharded(
     model: nn.Module, arguments: Arguments, *, fsdp_options: Mapping[str, Any], jit_options: Mapping[str, Any]
 ) -> Any:
-    """A jitted and sharded copy of ``model``, compiled for one call in the process group that is there.
+    """A jitted and sharded copy of ``model``, compiled for one call in the current process group.
 
-    The model stays as it is. Of its copy only shards have memory, and whatever values that memory holds.
+    The model is not changed. Only the shards of its copy have memory, which is not initialised.
     """
     options = {"device": _device(model, arguments), **fsdp_options, "param_init_fn": _leave}
     ours = thunder.jit(fsdp(_hollow(model), **options), **jit_options)
@@ -82,7 +83,7 @@ def parse_arguments(example_inputs: Any) -> Arguments:
 
 
 def _hollow(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device; tied ones stay tied, buffers are copied."""
+    """A copy with parameters on the meta device. Tied parameters stay tied, buffers are copied."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -91,7 +92,7 @@ def _hollow(model: nn.Module) -> nn.Module:
 
 
 def _leave(module: nn.Module) -> None:
-    """Initialises nothing: no value is ever looked at."""
+    """Initialises nothing, because no value is ever read."""
 
 
 def _device(model: nn.Module, arguments: Arguments) -> torch.device:

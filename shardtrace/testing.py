@@ -1,4 +1,4 @@
-"""Tools to look at compiled traces, and to test passes of one's own, in one process.
+"""Tools to read compiled traces and to test your own passes in a single process.
 
 with fake_ranks(2):
     cmodel = compile_fake(build, x)
@@ -29,10 +29,10 @@ def compile_fake(
     transforms: Sequence[Transform] = (),
     **options: Any,
 ) -> Any:
-    """Shards the model that ``build`` returns over the process group that is there, jits it and calls it once.
+    """Shards the model that ``build`` returns over the current process group, jits it and calls it once.
 
-    ``options`` are those of :func:`shardtrace.fsdp`, ``transforms`` those of ``thunder.jit``. With ``backward`` the sum
-    of the result is differentiated. Numbers mean nothing on :func:`fake_ranks`: the traces do.
+    ``options`` go to :func:`shardtrace.fsdp`, ``transforms`` to ``thunder.jit``. With ``backward`` the sum of the
+    result is differentiated. Inside :func:`fake_ranks` the numbers are meaningless; only the traces count.
     """
     cmodel = thunder.jit(fsdp(build(), **options), transforms=list(transforms))
     result = cmodel(*inputs)
@@ -42,10 +42,10 @@ def compile_fake(
 
 
 def stage(cmodel: Any, name: str, traces: Callable[[Any], list[TraceCtx]] = thunder.last_traces) -> TraceCtx:
-    """The trace that pass ``name`` made, of forward or, with ``thunder.last_backward_traces``, of backward.
+    """The trace that pass ``name`` made: the forward one, or with ``thunder.last_backward_traces`` the backward one.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the pass changed no trace.
     """
     ours = {}
     for trace in traces(cmodel):
@@ -57,7 +57,7 @@ def stage(cmodel: Any, name: str, traces: Callable[[Any], list[TraceCtx]] = thun
 
 
 def text(trace: TraceCtx, *, dels: bool = True) -> str:
-    """The lines of a trace without comments; values are numbered in the order in which they appear."""
+    """The lines of a trace without comments, with values numbered in order of appearance."""
     lines = []
     for bsym in trace.bound_symbols:
         if bsym.sym.name == "python_del" and not dels:

@@ -1,7 +1,7 @@
-"""What ranks of a real training step allocate, beside what was predicted: run by torchrun, prints one line of JSON.
+"""Measured and predicted memory of a real training step. Started by torchrun, it prints one line of JSON.
 
-Measured is what the profiler records of CPU memory, every allocation and every free of a tensor, from before the model
-is built: parameters, AdamW's state, gradients, activations, and the buffers of collectives.
+The profiler records every allocation and every free of a tensor in CPU memory, from before the model is built:
+parameters, AdamW's state, gradients, activations, and the buffers of collectives.
 """
 
 import gc

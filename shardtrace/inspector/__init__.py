@@ -1,7 +1,20 @@
-"""The inspector: :func:`inspect` gathers what a compiled step does as plain data, and pure functions draw it."""
+"""The inspector: :func:`inspect` collects a compiled step as plain data, and pure functions draw it."""
 
 from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, Totals, inspect
 from shardtrace.inspector.profiling import Profile, profile
 from shardtrace.inspector.record import Rows, Stage
+from shardtrace.inspector.script import NothingCompiledError, run_script
 
-__all__ = ["CollectiveRow", "Inspection", "MemoryRow", "Profile", "Rows", "Stage", "Totals", "inspect", "profile"]
+__all__ = [
+    "CollectiveRow",
+    "Inspection",
+    "MemoryRow",
+    "NothingCompiledError",
+    "Profile",
+    "Rows",
+    "Stage",
+    "Totals",
+    "inspect",
+    "profile",
+    "run_script",
+]

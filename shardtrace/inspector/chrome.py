@@ -1,4 +1,4 @@
-"""The timeline in the Trace Event Format, which Perfetto and chrome://tracing read."""
+"""The timeline in the Trace Event Format of Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from passes.analysis.liveness import KINDS
 from shardtrace.inspector.record import Phase, Record
 from shardtrace.inspector.timeline import Span, stacked
 
-COMPUTE = 0  # thread ids: compute, then one for each link, and as many again where collectives on a link overlap
+COMPUTE = 0  # thread ids: compute, then one per link, and another row of links wherever collectives overlap
 Event = dict[str, Any]
 
 
 def render(record: Record) -> str:
-    """JSON: an event for each line of compute and each collective, and the memory by kind as a counter. Times are
+    """JSON with an event for each line of compute and each collective, and a counter of the memory by kind. Times are
     microseconds, memory is bytes."""
     setup = record.setup
     name = f"{setup.model}, {setup.strategy} over {setup.world_size} ranks" if setup.strategy else setup.model

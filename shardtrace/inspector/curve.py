@@ -1,4 +1,4 @@
-"""The memory curve as SVG, on the axis of the timeline: what is alive, by kind, and where the peak is."""
+"""The memory curve as SVG, on the time axis of the timeline: live memory by kind, with its peak."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardtrace.inspector.record import Phase, Record
 from shardtrace.inspector.summary import peak
 from shardtrace.inspector.units import size
 
-WIDTH = 100_000  # units of an SVG from left to right
-COLUMNS = 2_000  # of the curve
+WIDTH = 100_000  # of an SVG, in its own units
+COLUMNS = 2_000  # resolution of the curve
 # From bottom to top.
 STACK: tuple[tuple[Kind, str], ...] = (
     ("inputs", "shards, batch"),
@@ -25,7 +25,7 @@ STACK: tuple[tuple[Kind, str], ...] = (
 
 
 class Lane(NamedTuple):
-    """A strip of the drawing, with what stands to the left of it; ``css`` gives both the same height."""
+    """A strip of the drawing and its name in the left margin. ``css`` gives both the same height."""
 
     name: str
     css: str
@@ -36,12 +36,12 @@ class Lane(NamedTuple):
 
 
 def place(seconds: float, end: float) -> int:
-    """Where on the axis a time is, in units of an SVG."""
+    """The position of a time on the axis, in units of the SVG."""
     return round(WIDTH * seconds / end)
 
 
 class Column(NamedTuple):
-    """Memory from ``x`` on: bytes by kind in the order of STACK, and the most that is needed."""
+    """Memory from ``x`` on: bytes by kind in the order of STACK, and the bytes needed while the line runs."""
 
     x: int
     bytes: tuple[int, ...]
@@ -49,10 +49,10 @@ class Column(NamedTuple):
 
 
 def draw_memory(record: Record, end: float) -> Lane:
-    """Areas of each kind on top of each other, and a line for what is needed while a line runs."""
+    """Stacked areas, one for each kind, and a curve of the memory that is needed while a line runs."""
     top = peak(record)
     assert top is not None
-    full = 1.12 * top.bytes  # room for what is written at the peak
+    full = 1.12 * top.bytes  # headroom for the label of the peak
     columns = _thinned(list(_columns(record.phases, end)))
     areas = []
     for k in reversed(range(len(STACK))):
@@ -79,7 +79,7 @@ def draw_memory(record: Record, end: float) -> Lane:
 
 
 def round_size(least: float) -> float:
-    """The smallest power of two times 1 or 2 or ... bytes that is not less: lines of a grid."""
+    """The smallest power of two that is at least ``least`` bytes: the spacing of the grid."""
     step = 1.0
     while step < least:
         step *= 2
@@ -93,7 +93,7 @@ def _columns(phases: Sequence[Phase], end: float) -> Iterator[Column]:
 
 
 def _thinned(columns: list[Column]) -> list[Column]:
-    """At most two for each of COLUMNS equal parts of the axis: the highest, and the last."""
+    """At most two columns for each of COLUMNS equal parts of the axis: the highest and the last."""
     kept: list[Column] = []
     for _, group in groupby(columns, key=lambda c: c.x * COLUMNS // WIDTH):
         part = list(group)
@@ -103,7 +103,7 @@ def _thinned(columns: list[Column]) -> list[Column]:
 
 
 def _steps(points: Sequence[tuple[int, float]], *, closed: bool = True) -> str:
-    """A path that goes from one height to the next at each point, and stays to the right end."""
+    """A step function through the points, which keeps its last height up to the right end."""
     path, height = [f"M{points[0][0]},{points[0][1]:.0f}"], f"{points[0][1]:.0f}"
     for x, y in points[1:]:
         if f"{y:.0f}" != height:

@@ -1,4 +1,4 @@
-"""What the page's script reads: tables that refer to each other by place, each string escaped for HTML."""
+"""The data of the page's script: tables that refer to each other by index, with strings escaped for HTML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtrace.inspector.record import Phase, Record, Stage, modules_by_name
 
 
 def page_data(record: Record) -> str:
-    """JSON that may stand in a script element."""
+    """JSON that is safe inside a script element."""
     tables = _Tables()
     stages = [_stage(k, record.stages, tables) for k in range(len(record.stages))]
     data = {
@@ -28,7 +28,7 @@ def page_data(record: Record) -> str:
 
 
 class _Tables:
-    """Lines, and what they are made of, each once."""
+    """Lines and their parts, without duplicates."""
 
     def __init__(self) -> None:
         self.lines = Table[Line]()
@@ -38,7 +38,7 @@ class _Tables:
         self.sources = Table[Source]()
 
     def place(self, line: Line) -> int:
-        """Where a line is; the parts of a fusion are added too."""
+        """The index of a line. The parts of a fusion are added too."""
         for part in line.parts:
             self.place(part)
         return self.lines.place(line)
@@ -69,7 +69,7 @@ class _Tables:
 
 
 def _stage(k: int, stages: tuple[Stage, ...], tables: _Tables) -> dict[str, Any]:
-    """``rows`` are 4 * line + mark."""
+    """A stage; an element of ``rows`` is 4 * line + mark."""
     stage = stages[k]
     before = stages[k - 1].lines if k else ()
     rows = [
@@ -79,8 +79,8 @@ def _stage(k: int, stages: tuple[Stage, ...], tables: _Tables) -> dict[str, Any]
 
 
 def _phase(phase: Phase, stages: tuple[Stage, ...]) -> dict[str, Any]:
-    """``starts`` are nanoseconds, each less the one before; ``memory`` has rows of line and bytes by kind, where they
-    change."""
+    """A phase. ``starts`` are nanoseconds since the previous line. ``memory`` has a row, of the line and the bytes by
+    kind, for each line that changes them."""
     starts = [round(seconds * 1e9) for seconds in phase.timeline.starts]
     memory: list[list[int]] = []
     for row in phase.memory:

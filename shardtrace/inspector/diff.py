@@ -1,5 +1,4 @@
-"""What changed between two lists of lines: patience diff, which also tells what moved. A scheduled trace is a trace
-whose lines have moved."""
+"""Patience diff of two lists of lines. It also detects moved lines, because scheduling only moves lines."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ class Mark(IntEnum):
 
 
 class Row(NamedTuple):
-    """``place`` is that in the new list; for a removed line, that in the old one."""
+    """``place`` is an index of the new list; for a removed line, of the old list."""
 
     mark: Mark
     place: int
 
 
 def diff(old: Sequence[T], new: Sequence[T]) -> list[Row]:
-    """The rows of ``new`` in order, with those of ``old`` that are gone where they were. O(n log n)."""
+    """The lines of ``new`` in order, and between them the removed lines of ``old`` at their places. O(n log n)."""
     kept = _longest_common(old, new)
     shared = Counter(old) & Counter(new)
     gone = _surplus(old, shared, set(kept.values()))
@@ -45,12 +44,12 @@ def diff(old: Sequence[T], new: Sequence[T]) -> list[Row]:
 
 
 def _longest_common(old: Sequence[T], new: Sequence[T]) -> dict[int, int]:
-    """Places in ``new`` -> places in ``old`` of the longest run of lines, in both orders, that each list has once."""
+    """Index in ``new`` -> index in ``old``: the longest common subsequence of the lines that are unique in both."""
     in_old, in_new = Counter(old), Counter(new)
     place = {line: k for k, line in enumerate(old)}
     pairs = [(i, place[line]) for i, line in enumerate(new) if in_new[line] == in_old[line] == 1]
-    ends: list[int] = []  # the smallest last place of an increasing run of each length
-    last: list[int] = []  # the pair that is
+    ends: list[int] = []  # the smallest last index of an increasing sequence of each length
+    last: list[int] = []  # the pair at this index
     before: dict[int, int] = {}
     for p, (_, k) in enumerate(pairs):
         length = bisect_left(ends, k)
@@ -67,7 +66,7 @@ def _longest_common(old: Sequence[T], new: Sequence[T]) -> dict[int, int]:
 
 
 def _extended(found: dict[int, int], old: Sequence[T], new: Sequence[T]) -> dict[int, int]:
-    """With the lines after each that are equal too, such as those that a list has twice."""
+    """Extends each match to the equal lines that follow it, such as lines that a list has twice."""
     used = set(found.values())
     for i, k in [(-1, -1), *sorted(found.items())]:
         while (i := i + 1) < len(new) and (k := k + 1) < len(old) and new[i] == old[k]:
@@ -79,7 +78,7 @@ def _extended(found: dict[int, int], old: Sequence[T], new: Sequence[T]) -> dict
 
 
 def _surplus(lines: Sequence[T], shared: Counter[T], kept: set[int]) -> set[int]:
-    """Places, none of them kept, of lines that the other list has not, or not so often."""
+    """Indices of lines that the other list lacks, or has fewer times; kept lines are excluded."""
     seen = Counter(lines[k] for k in kept)
     found = set()
     for k, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""The timeline as HTML and SVG: lanes on one axis, that of time."""
+"""The timeline as HTML and SVG: lanes on a common time axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtrace.inspector.units import duration, size
 
 
 class Bar(NamedTuple):
-    """From ``start`` to ``stop`` seconds. ``phase`` and ``line`` are where it is in the traces."""
+    """A bar from ``start`` to ``stop`` seconds. ``phase`` and ``line`` are its place in the traces."""
 
     start: float
     stop: float
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
 
 
 def draw_timeline(record: Record) -> str:
-    """Lanes for compute, for each link and for gathered buckets, and the memory under them; empty if nothing runs."""
+    """Lanes for compute, each link, gathered buckets and memory; empty if nothing runs."""
     end = record.phases[-1].timeline.end if record.phases else 0.0
     if not end:
         return ""
@@ -54,8 +54,8 @@ def _links(record: Record) -> list[str]:
 
 
 def legend(record: Record) -> str:
-    """Of the lanes, then of the memory."""
-    travel = "under way, from issue to wait" if record.measured_steps else "travel"
+    """The legend of the lanes, then that of the memory."""
+    travel = "in flight, from issue to wait" if record.measured_steps else "on the wire"
     lanes = (
         ("compute", "compute"),
         ("idle", "exposed: compute waits for communication"),
@@ -73,14 +73,14 @@ def legend(record: Record) -> str:
 
 
 def block_of(module: Name | None) -> str:
-    """The repeated block of a module ("h.3" of "h.3.attn.qkv"), else the module itself."""
+    """The repeated block that contains a module ("h.3" for "h.3.attn.qkv"), else the module itself."""
     parts = (module or "").split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: at + 1])
 
 
 def _compute(record: Record) -> Iterator[Bar]:
-    """Compute by block, and where it is idle."""
+    """Compute by block, and its idle times."""
     for phase in record.phases:
         starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
         busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
@@ -92,12 +92,12 @@ def _compute(record: Record) -> Iterator[Bar]:
             first, *rest = [i for i, _ in run]
             for i in [first, *rest] if name is None else []:
                 title = f"exposed: {duration(idle[i].exposed)} for {idle[i].kind} of {idle[i].bucket}"
-                yield Bar(starts[i], starts[i + 1], "", "idle", title, phase.name, i)
+                yield Bar(starts[i], starts[i + 1], "", css="idle", title=title, phase=phase.name, line=i)
             if name is not None:
                 stop = starts[(rest or [first])[-1] + 1]
                 label = name or record.setup.model
                 title = f"{label}: {duration(stop - starts[first])}"
-                yield Bar(starts[first], stop, label, "compute", title, phase.name, first)
+                yield Bar(starts[first], stop, label, css="compute", title=title, phase=phase.name, line=first)
 
 
 def _collectives(record: Record, link: int) -> Iterator[Bar]:
@@ -107,17 +107,18 @@ def _collectives(record: Record, link: int) -> Iterator[Bar]:
                 exposed = f", {duration(s.exposed)} of it exposed" if s.exposed else ""
                 within = "within" if record.measured_steps else "in"
                 title = f"{s.kind} of {s.bucket}: {size(s.bytes)} {within} {duration(s.stop - s.start)}{exposed}"
-                yield Bar(s.start, s.stop, s.bucket, "gather" if s.gathers else "reduce", title, phase.name, s.issue)
+                css = "gather" if s.gathers else "reduce"
+                yield Bar(s.start, s.stop, s.bucket, css=css, title=title, phase=phase.name, line=s.issue)
 
 
 def _held(record: Record) -> Iterator[Bar]:
-    """How long each bucket is unsharded: from the issue of its gather to the line that frees its last value."""
+    """The time for which each bucket is unsharded: from the issue of its gather until its last value is freed."""
     freed = [_freed(phase) for phase in record.phases]
     for k, phase in enumerate(record.phases):
-        last: dict[int, float] = {}  # by the line that waits
+        last: dict[int, float] = {}  # by line of the wait
         for b in phase.buffers:
             if b.kind == "unsharded":
-                # a value that is saved for the next phase is freed there
+                # a value saved for backward is freed there
                 stop = max(times[b.name] for times in freed[k:] if b.name in times)
                 last[b.born] = max(last.get(b.born, 0.0), stop)
         starts = phase.timeline.starts
@@ -126,11 +127,11 @@ def _held(record: Record) -> Iterator[Bar]:
                 stop = last.get(s.wait, starts[s.wait + 1])
                 title = f"{s.bucket}: issued, waited for after {duration(starts[s.wait + 1] - starts[s.issue])}, "
                 title += f"freed after {duration(stop - starts[s.issue])}"
-                yield Bar(starts[s.issue], stop, "", "gather", title, phase.name, s.wait)
+                yield Bar(starts[s.issue], stop, "", css="gather", title=title, phase=phase.name, line=s.wait)
 
 
 def _freed(phase: Phase) -> dict[str, float]:
-    """When the memory of each value is freed, at the latest when the phase ends."""
+    """The time at which each value's memory is freed, at the latest the end of the phase."""
     clock = phase.timeline
     return {b.name: clock.end if b.freed is None else clock.starts[b.freed + 1] for b in phase.buffers}
 
@@ -170,7 +171,7 @@ def _phases(record: Record, end: float) -> Lane:
 
 
 def _axis(record: Record, end: float) -> Lane:
-    """Some eight round times; the script draws more where it zooms in."""
+    """About eight round times; the script draws more after zooming in."""
     return Lane(f"{record.times} time", "axis", "".join(_ticks(end)))
 
 
@@ -181,7 +182,7 @@ def _ticks(end: float) -> Iterator[str]:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... times a power of ten that is not less."""
+    """The smallest of 1, 2 and 5 times a power of ten that is at least ``least``."""
     power = 10.0 ** len(str(int(least))) if least >= 1 else 1.0
     while power / 10 >= least:
         power /= 10

@@ -1,4 +1,4 @@
-"""Python code as HTML with syntax colours. A template is coloured once for all lines that share it."""
+"""Python code as HTML with syntax colours. A template is coloured once for all of its lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
 
 LEXER = PythonLexer(stripnl=False, ensurenl=False)
 CLASSES = {Comment: "c", Keyword: "k", Number: "m", String: "s"}
-QUALIFIER = re.compile(r"(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*\()")  # torch.nn.functional of torch.nn.functional.linear(
+QUALIFIER = re.compile(r"(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*\()")  # "torch.nn." in "torch.nn.Linear("
 
 
 def highlight(template: Template) -> tuple[str, ...]:
-    """The pieces of a template as HTML; each is complete by itself, so that names may stand between them."""
+    """The pieces of a template as HTML. Each piece closes its own tags, so that names fit between them."""
     code = template.fill("x" * (len(template.pieces) - 1))
     classes = [""] * len(code)
     for start, css, length in _spans(code):
@@ -35,7 +35,7 @@ def _spans(code: str) -> Iterator[tuple[int, str, int]]:
         if css:
             yield start, css, len(text)
         elif token in Name and code[start + len(text) : start + len(text) + 1] == "(":
-            yield start, "f", len(text)  # what is called
+            yield start, "f", len(text)  # a function that is called
     for match in QUALIFIER.finditer(code):
         yield match.start(), "q", len(match[0])
 

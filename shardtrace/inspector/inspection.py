@@ -1,4 +1,4 @@
-"""``inspect``: what a compiled step does, to be looked at."""
+"""``inspect``: a compiled step as tables, text and a page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.modules import layout
+from shardtrace.inspector.modules import map_modules
 from shardtrace.inspector.profiling import Profile
-from shardtrace.inspector.record import Record, Rows, Stage, record
+from shardtrace.inspector.record import Record, Rows, Stage, build_record
 from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
 from shardtrace.inspector.units import count
 from shardtrace.model.state import state_of, states_in
@@ -23,12 +23,13 @@ from torch.distributed import init_device_mesh
 
 
 class CollectiveRow(NamedTuple):
-    """One collective of a step. ``bytes`` are those of the unsharded bucket, with padding; ``issue`` and ``wait`` lines
-    of the executed trace of its phase; ``start`` and ``stop`` seconds since the step began, and ``exposed`` the seconds
-    for which compute waits for it.
+    """One collective of a step.
 
-    ``times`` says what these are: "predicted" by the cost model, or "measured". A measured ``start`` is that of its
-    issue, ``stop`` the end of its wait: it arrived in between.
+    ``bytes`` is the size of the unsharded bucket, with padding. ``issue`` and ``wait`` are lines of the executed trace.
+    ``start`` and ``stop`` are seconds since the step began, and ``exposed`` the seconds that compute waits for it.
+
+    ``times`` is "predicted" (by the cost model) or "measured". A measured collective lasts from its issue to the end of
+    its wait, because the time of its arrival is not known.
     """
 
     phase: str
@@ -48,9 +49,9 @@ class CollectiveRow(NamedTuple):
 
 
 class MemoryRow(NamedTuple):
-    """The memory of tensors at one line of an executed trace, in bytes; ``time`` is when the line starts, in seconds.
+    """The memory of tensors at one line of an executed trace, in bytes. ``time`` is the line's start in seconds.
 
-    ``during`` is needed while the line runs; ``total`` is alive after it, of which ``inputs`` are shards and the batch.
+    ``during`` is needed while the line runs, ``total`` is alive after it. ``inputs`` are the shards and the batch.
     """
 
     phase: str
@@ -68,8 +69,8 @@ class MemoryRow(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step in five numbers: ``seconds`` (predicted or measured), ``exposed`` ones of them in which compute waits for
-    the network, ``peak`` bytes of tensors, bytes ``sent`` by each rank, and the number of ``collectives``."""
+    """A step in five numbers: its ``seconds`` (predicted or measured), the ``exposed`` seconds in which compute waits
+    for communication, the ``peak`` bytes of tensors, the bytes ``sent`` by each rank, the number of ``collectives``."""
 
     seconds: float
     exposed: float
@@ -79,39 +80,52 @@ class Totals(NamedTuple):
 
 
 class Inspection:
-    """What :func:`inspect` returns. ``print`` shows the summary, a notebook the whole page."""
+    """The result of :func:`inspect`. ``print`` shows the summary, a notebook the whole page."""
 
     def __init__(self, data: Record) -> None:
         self.record = data
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Each pass of forward, then of backward, then of the prologue, which checks what a call is given: ``name``,
-        ``phase``, ``seconds``, ``lines``, ``changes``."""
+        """The passes of forward, backward and prologue (which checks a call's arguments), in this order. Each has
+        ``name``, ``phase``, ``seconds``, ``lines`` and ``changes``."""
         return self.record.stages
 
     @property
     def times(self) -> str:
-        """What its times are: "predicted", or "measured" if it was made with a profile."""
+        """The kind of its times: "measured" if ``inspect`` was given a profile, else "predicted"."""
         return self.record.times
 
     @cached_property
     def collectives(self) -> Rows[CollectiveRow]:
-        """The collectives of a step in the order in which they are issued: a list of named tuples, with
-        ``to_pandas()``."""
+        """The collectives of a step in order of issue: a list of named tuples, with ``to_pandas()``."""
         rows = Rows[CollectiveRow]()
         for phase in self.record.phases:
             spans = {span.issue: span for span in phase.timeline.spans if span.kind != "offload"}
             for c, issue in zip(phase.collectives, sorted(spans), strict=True):
                 s = spans[issue]
-                when = (s.issue, s.wait, s.start, s.stop, s.exposed, self.times)
-                what = (c.phase, c.kind, c.bucket, c.dtype, c.bytes, c.parameters)
-                rows.append(CollectiveRow(*what, *when, phase.why[s.issue], phase.why[s.wait]))
+                row = CollectiveRow(
+                    phase=c.phase,
+                    kind=c.kind,
+                    bucket=c.bucket,
+                    dtype=c.dtype,
+                    bytes=c.bytes,
+                    parameters=c.parameters,
+                    issue=s.issue,
+                    wait=s.wait,
+                    start=s.start,
+                    stop=s.stop,
+                    exposed=s.exposed,
+                    times=self.times,
+                    why_issued=phase.why[s.issue],
+                    why_waited=phase.why[s.wait],
+                )
+                rows.append(row)
         return rows
 
     @property
     def totals(self) -> Totals:
-        """The step in five numbers, to compare one with another. All are 0 if nothing was compiled."""
+        """The step in five numbers, for comparisons. All are 0 if nothing was compiled."""
         top, number = peak(self.record), sum(len(phase.collectives) for phase in self.record.phases)
         most = top.bytes if top is not None else 0
         return Totals(seconds(self.record), exposed(self.record), most, sent_bytes(self.record), number)
@@ -126,7 +140,7 @@ class Inspection:
         )
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes the page to a file that needs no network and no other file, and returns its path."""
+        """Writes the page to one self-contained file, which needs no network, and returns its path."""
         return _write(path, page.render(self.record))
 
     def to_chrome_trace(self, path: str | Path) -> Path:
@@ -163,46 +177,46 @@ def inspect(
     jit_options: Mapping[str, Any] | None = None,
     **fsdp_options: Any,
 ) -> Inspection:
-    """Shows what a step does: its passes, the timeline and the memory, and what each line is for.
+    """Inspects a step: its passes, its timeline and memory, and the purpose of each line.
 
-    ``inspect(cmodel)`` looks at what ``thunder.jit`` has compiled. ``inspect(model, example_inputs, world_size=64)``
-    compiles a copy of ``model`` for one of so many ranks that do not exist, and runs nothing: it needs no GPU, no
-    other process, and memory for one rank's shards.
+    ``inspect(cmodel)`` shows what ``thunder.jit`` has compiled. ``inspect(model, example_inputs, world_size=64)``
+    compiles a copy of ``model`` for one of 64 fake ranks and runs nothing. It needs no GPU, no other process, and only
+    the memory of one rank's shards.
 
     Args:
-        model: what ``thunder.jit`` returned, or a module (also one on the meta device) for fake ranks.
-        example_inputs: what the module is called with: a tuple of arguments, a mapping of keyword arguments, or the
-            only argument. Their values do not matter.
-        world_size: the number of fake ranks.
-        mesh_shape: of the fake ranks, for a hybrid strategy: (replicas, shards). ``world_size`` may then be left out.
-        rank: the one that is shown; all of them run the same lines.
-        compilation: of a jitted model that was compiled several times (for several shapes), which to show, from 0 in
-            the order of compilation; default: that of the last call.
-        profile: of a jitted model, what :func:`profile` measured: its times are shown instead of predicted ones.
-        jit_options: for ``thunder.jit``, with fake ranks.
-        fsdp_options: for :func:`shardtrace.fsdp`, with fake ranks: ``sharding_strategy``, ``prefetch``, ... Without
-            ``cost_model``, times are those of its pessimistic figures, the same on every machine.
+        model: the result of ``thunder.jit``; or, for fake ranks, a module, which may be on the meta device.
+        example_inputs: the module's inputs: a tuple of arguments, a mapping of keyword arguments, or a single
+            argument. Their values do not matter.
+        world_size: number of fake ranks.
+        mesh_shape: (replicas, shards) of the fake ranks, for a hybrid strategy. ``world_size`` is then optional.
+        rank: the fake rank to show. All ranks run the same lines.
+        compilation: which compilation of a jitted model to show, if there are several (one for each input shape):
+            its number in order of compilation, from 0. Default: the one of the last call.
+        profile: a profile of the jitted model by :func:`profile`. Its times replace the predicted ones.
+        jit_options: options of ``thunder.jit``, for fake ranks.
+        fsdp_options: options of :func:`shardtrace.fsdp`, for fake ranks: ``sharding_strategy``, ``prefetch``, ...
+            Without ``cost_model``, times rest on its pessimistic defaults, which are the same on every machine.
 
     Raises:
-        TypeError: if ``model`` is neither, or if an argument does not go with it.
+        TypeError: if ``model`` is neither, or if an argument does not apply to it.
         IndexError: if there is no such compilation.
-        ValueError: if what is to be shown did not run in the profile; if there is no such rank; if ``mesh_shape`` is
-            not that of ``world_size`` ranks.
-        RuntimeError: for fake ranks, if this process is in a process group already.
+        ValueError: if this compilation did not run in the profile; if there is no such rank; if ``mesh_shape`` does
+            not have ``world_size`` ranks.
+        RuntimeError: for fake ranks, if this process already is in a process group.
     """
     if thunder.compile_data(model) is not None:
         if example_inputs is not None or world_size is not None or mesh_shape or jit_options or fsdp_options:
             raise TypeError(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
-                "or pass the module itself, not sharded, to compile it for fake ranks"
+                "or pass the unsharded module to compile it for fake ranks"
             )
         return Inspection(_record(thunder.compile_data(model).fn, _traces(model, compilation), profile))
     if profile is not None:
-        raise TypeError("a profile is of a jitted model: pass that, as in inspect(cmodel, profile=p)")
+        raise TypeError("a profile is of a jitted model: pass this model, as in inspect(cmodel, profile=p)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect takes what thunder.jit returned, or a module, not {type(model).__name__}")
     if states_in(model):
-        raise TypeError(f"this {type(model).__name__} is sharded: pass what thunder.jit made of it, after a call")
+        raise TypeError(f"this {type(model).__name__} is sharded: pass what thunder.jit returned for it, after a call")
     if mesh_shape is not None:
         world_size = count_ranks(mesh_shape, world_size)
     if example_inputs is None or world_size is None:
@@ -219,7 +233,7 @@ def inspect(
 
 
 class Traces(NamedTuple):
-    """Of one compilation, in the order of the passes, and what to tell about the choice of it."""
+    """The traces of one compilation in the order of the passes, and notes about which compilation it is."""
 
     forward: Sequence[TraceCtx]
     backward: Sequence[TraceCtx]
@@ -228,7 +242,7 @@ class Traces(NamedTuple):
 
 
 def inspect_traces(function: Any, traces: Traces) -> Inspection:
-    """Of the function or module that ``thunder.jit`` was given."""
+    """Inspects the traces of ``function``, the function or module that was passed to ``thunder.jit``."""
     return Inspection(_record(function, traces, None))
 
 
@@ -240,17 +254,17 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     states = states_in(module) if module is not None else []
     plan = next((plan for state in states for plan in state.plans.values()), None)
     if not forward:
-        notes.append("It was not called yet, so there is no trace: call it once, then inspect it again.")
+        notes.append("It was not called yet. There is no trace: call it once, then inspect it again.")
     times = profile.times(forward) if profile is not None else None
     if times is not None:
         steps = count(times.steps, "step")
-        notes.append(f"Times are medians over {steps} on this rank; why a line stands where it stands was predicted.")
-    shown = record(
+        notes.append(f"Times are medians over {steps} on this rank. Reasons for a line's position rest on predictions.")
+    shown = build_record(
         forward,
         traces.backward,
         traces.prologue,
         model=name,
-        layout=layout(module),
+        module_map=map_modules(module),
         forms=forms,
         plan=plan,
         notes=notes,
@@ -258,7 +272,7 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     )
     if forward and not shown.setup.strategy:
         no_collectives = (
-            "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or over one rank."
+            "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or on one rank."
         )
         shown = shown._replace(notes=(*shown.notes, no_collectives))
     return shown
@@ -289,4 +303,4 @@ def _of_entry(entry: Any, *notes: str) -> Traces:
 
 
 def _choice(at: int, of: int) -> str:
-    return f"This is compilation {at} of {of} (counted from 0): inspect(cmodel, compilation=...) shows another."
+    return f"This is compilation {at} of {of} (counted from 0): inspect(cmodel, compilation=...) shows the others."

@@ -1,6 +1,6 @@
-"""Lines of traces as plain data. Repeated blocks print the same lines of other values: such lines share a template.
+"""Lines of traces as plain data. Lines that differ only in names, as in repeated blocks, share a template.
 
-``t3 = torch.add(t1, t2)`` is the template ``("", " = torch.add(", ", ", ")")`` of the names t3, t1 and t2.
+``t3 = torch.add(t1, t2)`` is the template ``("", " = torch.add(", ", ", ")")`` with the names t3, t1 and t2.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Table(Generic[T]):
-    """Values, each once, in the order in which they came; others refer to them by their place."""
+    """Distinct values in order of first appearance. Other tables refer to a value by its place."""
 
     def __init__(self, values: Iterable[T] = ()) -> None:
         self._places: dict[T, int] = {value: i for i, value in enumerate(values)}
 
     def place(self, value: T) -> int:
-        """Where ``value`` is; it is added if it is new."""
+        """The index of ``value``, which is added if it is new."""
         return self._places.setdefault(value, len(self._places))
 
     def __iter__(self) -> Any:
@@ -36,30 +36,30 @@ class Table(Generic[T]):
 
 
 class Type(NamedTuple):
-    """Of a value: as Thunder prints it (device, dtype, shape), and its size in bytes."""
+    """The type of a value as Thunder prints it (device, dtype, shape), and its size in bytes."""
 
     text: str
     bytes: int
 
 
 class Template(NamedTuple):
-    """The code between the names of a line; of the names the first ``outputs`` are those of its results."""
+    """The code between the names of a line. The first ``outputs`` names are the line's results."""
 
     pieces: tuple[str, ...]
     outputs: int
-    types: tuple[Type | None, ...]  # of the results; None for what is not a tensor
+    types: tuple[Type | None, ...]  # of the results; None if a result is not a tensor
 
     def fill(self, values: Iterable[str]) -> str:
-        """The code, with ``values`` for its names."""
+        """The code with ``values`` as its names."""
         first, *rest = self.pieces
         return first + "".join(value + piece for value, piece in zip(values, rest, strict=True))
 
 
 class Source(NamedTuple):
-    """Where a line comes from in the user's program; ``text`` is what is written there.
+    """The origin of a line in the user's program. ``text`` is the source line.
 
-    ``file`` is below the folder that Python imports it from ("torch/nn/modules/linear.py"), so that what is shown and
-    stored says nothing of the machine.
+    ``file`` is relative to the folder that Python imports it from ("torch/nn/modules/linear.py"), so that pages and
+    files do not reveal the machine's paths.
     """
 
     file: str
@@ -68,7 +68,7 @@ class Source(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a trace. ``parts`` are the lines that a fusion consists of."""
+    """A line of a trace. ``parts`` are the lines of a fusion."""
 
     template: Template
     names: tuple[str, ...]
@@ -84,13 +84,13 @@ class Line(NamedTuple):
         return self.names[: self.template.outputs]
 
 
-NAME = re.compile(r"[A-Za-z_]\w*(?!=|\w)")  # not the keyword of an argument
+NAME = re.compile(r"[A-Za-z_]\w*(?!=|\w)")  # but not an argument's keyword
 ANNOTATION = re.compile(r'(?<=\w): "[^"\n]*"(?= = )')  # of a prologue's values
 TYPE_COMMENT = re.compile(r'(?:  # \w+|(?<=^)(# \w+)): "[^"\n]*" *$', re.MULTILINE)
 
 
 def read_line(bsym: BoundSymbol) -> Line:
-    """A line as Thunder prints it, but on one line, without its header and without the comments that tell types."""
+    """A bound symbol as Thunder prints it, joined to one line, without its header and without type comments."""
     code = _code(bsym)
     known = names(bsym.args) | names(bsym.kwargs) | {o.name for o in bsym.flat_proxy_outs}
     known |= {a.name for a in bsym.args if isinstance(a, Bucket)}
@@ -105,7 +105,7 @@ def read_line(bsym: BoundSymbol) -> Line:
 def _code(bsym: BoundSymbol) -> str:
     header = bsym.header.splitlines() if isinstance(bsym.header, str) else bsym.header
     first, *more = "\n".join(bsym.python(indent=0, print_depth=1)[len(header) :]).splitlines() or [""]
-    parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # comments below it tell types too
+    parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # more type comments
     return TYPE_COMMENT.sub(r"\1", ANNOTATION.sub("", " ".join(part.removesuffix("\\").strip() for part in parts)))
 
 
@@ -136,6 +136,6 @@ def _source(bsym: BoundSymbol) -> Source | None:
 
 
 def _importable(file: str) -> str:
-    """A path below the nearest folder of ``sys.path``; as it is, if it is below none."""
+    """A path relative to the innermost folder of ``sys.path`` that contains it; unchanged if none does."""
     folders = (os.path.join(folder or os.getcwd(), "") for folder in sys.path)
     return file.removeprefix(max((folder for folder in folders if file.startswith(folder)), key=len, default=""))

@@ -1,4 +1,4 @@
-"""The model as a tree: what the lines of each module cost. Repeated blocks are folded into one branch."""
+"""The model as a tree, with the cost of each module's lines. Repeated blocks are folded into one branch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrace.inspector.units import duration, size
 
 
 class Cost(NamedTuple):
-    """Of a module and all that is inside: bytes of its parameters, of its shards, seconds, and lines by phase."""
+    """The cost of a module with everything inside it: bytes of parameters and of shards, seconds by phase, lines."""
 
     parameters: int
     shards: int
@@ -23,7 +23,7 @@ class Cost(NamedTuple):
 
 
 def module_costs(record: Record) -> dict[Name, Cost]:
-    """By the modules' names; "" is the model."""
+    """The costs by module name; "" is the model."""
     sums: dict[str, Counter[Name]] = {field: Counter() for field in Cost._fields}
 
     def add(field: str, module: Name, amount: float) -> None:
@@ -44,7 +44,7 @@ def module_costs(record: Record) -> dict[Name, Cost]:
 
 
 def first_lines(record: Record) -> dict[Name, str]:
-    """Where each module begins, as "phase:line"."""
+    """The first line of each module, as "phase:line"."""
     found: dict[Name, str] = {}
     for phase in record.phases:
         for i, module in enumerate(phase.modules):
@@ -54,17 +54,17 @@ def first_lines(record: Record) -> dict[Name, str]:
 
 
 def label(names: Sequence[Name], root: str) -> str:
-    """What a branch is called: its module's own name, of several the first and the last."""
+    """The title of a branch: the module's own name, or the first and the last of several."""
     last = names[0].rpartition(".")[2] or root
     return last if len(names) == 1 else f"{last} … {names[-1].rpartition('.')[2]}"
 
 
 def draw_modules(record: Record) -> str:
-    """Nested details elements: they open and close without a script."""
+    """Nested details elements, which open and close without a script."""
     costs, at = module_costs(record), first_lines(record)
     total = costs.get("")
     if total is None:
-        return "<p>Nothing is known of its modules.</p>"
+        return "<p>Its modules are not known.</p>"
     whole = max(total.forward + total.backward, 1e-12)
 
     def branch(b: Branch, names: Sequence[Name], opened: int) -> str:

@@ -1,10 +1,13 @@
 """Which module of the model each line of a trace belongs to.
 
-Thunder's traced lines know where in the source they come from, not for which module they were traced. But a line that
-reads a parameter belongs to the module that owns it. A line that comes from the forward of some class belongs to the
-module of that class that is nearest to the last such line, or to the next. Lines of other traces belong to where the
-traced line does that they come from (passes.analysis.origins); of those that do not tell, as of a model that was not
-sharded, the same is asked, and then where their arguments were computed.
+Thunder records the source position of each traced line, but not the module that was running. Three rules recover it:
+
+1. A line that reads a parameter belongs to the module that owns the parameter.
+2. A line from the source of a class belongs to the instance nearest to the last, or next, line that rule 1 places.
+3. A line of a later trace belongs to the module of the traced line that it comes from (passes.analysis.origins).
+
+Lines without an origin, such as those of a model that is not sharded, fall back on rules 1 and 2, and then on the
+modules that computed their arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Name = str  # a module's qualified name; "" is the model itself
 
 
 class Scope(NamedTuple):
-    """A function of a class: where it is written, and the modules that are instances of the class."""
+    """A function of a class: its place in the source, and the modules that are instances of the class."""
 
     file: str
     first: int
@@ -35,19 +38,22 @@ class Scope(NamedTuple):
     instances: frozenset[Name]
 
 
-class Layout(NamedTuple):
-    """What a model says about lines: ``owners`` of parameters by the names of trace inputs, scopes by file, and the
-    place of each module in the order of ``named_modules``."""
+class ModuleMap(NamedTuple):
+    """A model as the search for modules needs it.
+
+    ``owners`` maps the name of a trace input to the module that owns the parameter, ``scopes`` a file to its functions,
+    ``order`` a module to its position in ``named_modules``.
+    """
 
     owners: Mapping[str, Name]
     scopes: Mapping[str, list[Scope]]
     order: Mapping[Name, int]
 
 
-def layout(model: nn.Module | None) -> Layout:
-    """The layout of a model; an empty one where there is none to ask."""
+def map_modules(model: nn.Module | None) -> ModuleMap:
+    """The map of a model; an empty one for None."""
     if model is None:
-        return Layout({}, {}, {})
+        return ModuleMap({}, {}, {})
     owners = {
         "t_" + name.replace(".", "_"): name.rpartition(".")[0]
         for name, _ in model.named_parameters(remove_duplicate=False)
@@ -61,7 +67,7 @@ def layout(model: nn.Module | None) -> Layout:
         for code in _functions(cls):
             scope = Scope(code.co_filename, code.co_firstlineno, _last_line(code), frozenset(members))
             scopes.setdefault(os.path.abspath(scope.file), []).append(scope)
-    return Layout(owners, scopes, {name: i for i, (name, _) in enumerate(model.named_modules())})
+    return ModuleMap(owners, scopes, {name: i for i, (name, _) in enumerate(model.named_modules())})
 
 
 def _functions(cls: type) -> Iterator[CodeType]:
@@ -75,18 +81,22 @@ def _last_line(code: CodeType) -> int:
     return max(line or 0 for *_, line in code.co_lines())
 
 
-def origins(traced: list[BoundSymbol], model: Layout) -> dict[str, Name]:
-    """The modules of traced lines, by the name of their first result."""
+def modules_of_traced(traced: list[BoundSymbol], model: ModuleMap) -> dict[str, Name]:
+    """The modules of traced lines, by the name of a line's first result. This name is the mark that passes hand on.
+
+    Lines without results, such as ``shape``, carry no mark.
+    """
     modules = zip(traced, assign_modules(traced, model, {}, {}), strict=True)
-    return {bsym.flat_proxy_outs[0].name: module for bsym, module in modules if module is not None}
+    return {b.flat_proxy_outs[0].name: module for b, module in modules if module is not None and b.flat_proxy_outs}
 
 
 def assign_modules(
-    lines: list[BoundSymbol], model: Layout, known: Mapping[str, Name], origins: Mapping[str, Name]
+    lines: list[BoundSymbol], model: ModuleMap, known: Mapping[str, Name], traced: Mapping[str, Name]
 ) -> list[Name | None]:
-    """For each line the module that it belongs to; None for collectives, ``del`` and the like, and where nothing tells.
+    """The module of each line; None for collectives, ``del`` and the like, and for a line that no rule places.
 
-    ``known`` are the modules of values that other traces computed, by name; ``origins`` those of traced lines.
+    ``known`` has the modules of values that other traces computed, by name; ``traced`` is the result of
+    :func:`modules_of_traced`.
     """
     owned = _owners(lines, model)
     sure = _carry(owned)
@@ -95,14 +105,14 @@ def assign_modules(
     modules = dict(known)
     reached: dict[Scope, Reached] = {}
     for bsym, owner, before, after in zip(lines, owned, sure, upcoming, strict=True):
-        module = _by_origin(bsym, origins)
+        module = _by_origin(bsym, traced)
         if module is None:
             module = owner
         if module is None and _computes(bsym):
             module = _by_source(bsym, model, before, after, reached)
-            for source in (known, modules):  # what forward saved tells more than where gradients come from
+            for source in (known, modules):  # values saved by forward say more than incoming gradients
                 if module is None:
-                    module = _deepest(source.get(a.name) for a in reversed(bsym.flat_proxy_args))  # the newest first
+                    module = _deepest(source.get(a.name) for a in reversed(bsym.flat_proxy_args))  # newest first
         found.append(module)
         if module is not None:
             modules.update((o.name, module) for o in bsym.flat_proxy_outs)
@@ -113,15 +123,15 @@ def _computes(bsym: BoundSymbol) -> bool:
     return not (is_collective(bsym) or is_offload(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
 
 
-def _by_origin(bsym: BoundSymbol, origins: Mapping[str, Name]) -> Name | None:
-    """The module of the traced line that a line comes from, or the one around those of a fusion's parts."""
+def _by_origin(bsym: BoundSymbol, traced: Mapping[str, Name]) -> Name | None:
+    """The module of the traced line that a line comes from; for a fusion, the module around those of all its parts."""
     marks = (origin_of(part) for part in (bsym.subsymbols if bsym.sym.is_fusion else [bsym]))
-    found = [origins[mark] for mark in marks if mark is not None and mark in origins]
+    found = [traced[mark] for mark in marks if mark is not None and mark in traced]
     return _around(found) if found else None
 
 
-def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
-    """For each line that reads parameters, the module that owns them, or the one around all that do (of a fusion)."""
+def _owners(lines: list[BoundSymbol], model: ModuleMap) -> list[Name | None]:
+    """For each line that reads parameters, the innermost module that contains all their owners."""
     owner = dict(model.owners)
     found: list[Name | None] = []
     for bsym in lines:
@@ -138,7 +148,7 @@ def _owners(lines: list[BoundSymbol], model: Layout) -> list[Name | None]:
 
 
 def _carry(owned: list[Name | None]) -> list[Name | None]:
-    """Each line's own module, or else the last before it."""
+    """Each line's own module, or the last one before it."""
     carried: list[Name | None] = []
     for module in owned:
         carried.append(module if module is not None or not carried else carried[-1])
@@ -146,7 +156,7 @@ def _carry(owned: list[Name | None]) -> list[Name | None]:
 
 
 class Reached(NamedTuple):
-    """How far the calls of a function have come: a line of the source, the module, and the last that was sure then."""
+    """The last traced line of a function: its source line, its module, and the last module then known for sure."""
 
     line: int
     module: Name
@@ -154,10 +164,13 @@ class Reached(NamedTuple):
 
 
 def _by_source(
-    bsym: BoundSymbol, model: Layout, before: Name | None, after: Name | None, reached: dict[Scope, Reached]
+    bsym: BoundSymbol, model: ModuleMap, before: Name | None, after: Name | None, reached: dict[Scope, Reached]
 ) -> Name | None:
-    """One of the modules whose code the line comes from: one around the module of the last line that is sure, else of
-    the next, else beside them. Where the source goes back, its function is called anew: then the next comes first."""
+    """An instance of the class whose source the line comes from: one around the module of the last line that is sure,
+    else around that of the next, else beside them.
+
+    If the source position goes backwards, the function has been called again: then the next module is tried first.
+    """
     line = bsym.source_positions.lineno if bsym.source_positions is not None else None
     if not bsym.source_filename or line is None:
         return None
@@ -182,7 +195,7 @@ def _nearest(instances: frozenset[Name], near: Sequence[Name], order: Mapping[Na
 
 
 def _beside(near: Name, instances: frozenset[Name], order: Mapping[Name, int]) -> Name:
-    """Of those with most around them that is around ``near`` too, the next in order, else the last."""
+    """The instances that share the most ancestors with ``near``: of these the next in order, else the last."""
     for outer in ancestors(near):
         inside = [m for m in instances if m.startswith(f"{outer}.") or not outer]
         if inside:
@@ -191,7 +204,7 @@ def _beside(near: Name, instances: frozenset[Name], order: Mapping[Name, int]) -
 
 
 def ancestors(name: Name) -> Iterator[Name]:
-    """A module's name and those of the modules around it, innermost first, the model ("") last."""
+    """The names of a module and of the modules around it: innermost first, the model ("") last."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -199,7 +212,7 @@ def ancestors(name: Name) -> Iterator[Name]:
 
 
 def _around(names: Sequence[Name]) -> Name:
-    """The innermost module that is each of them or around it."""
+    """The innermost module that is, or contains, each of them."""
     first, *others = ([*ancestors(name)] for name in names)
     return next(a for a in first if all(a in other for other in others))
 
@@ -216,14 +229,14 @@ def _depth(name: Name) -> int:
 
 
 class Branch(NamedTuple):
-    """A module, or several siblings of one form ("h.0 … h.11"), with the branches inside the first of them."""
+    """A module, or a run of equal siblings ("h.0 … h.11"), with the branches inside the first of them."""
 
     names: tuple[Name, ...]
     children: tuple[Branch, ...]
 
 
 def fold(names: Iterable[Name], form: Callable[[Name], object]) -> Branch:
-    """The tree of modules; siblings in a row whose ``form`` and children are equal become one branch."""
+    """The tree of modules. Consecutive siblings whose ``form`` and children are equal become one branch."""
     inside: dict[Name, list[Name]] = {}
     for name in dict.fromkeys(a for n in names for a in reversed(list(ancestors(n)))):
         if name:

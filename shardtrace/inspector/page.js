@@ -1,5 +1,5 @@
-// The page works on what Python wrote: `data` refers to lines, names, types and modules by place (data.py), and each
-// string in it is HTML already. Nothing here escapes, and nothing else is put into the page.
+// `data` (written by data.py) refers to lines, names, types and modules by index. Its strings are escaped HTML, and the
+// page inserts no other text. Nothing is escaped here.
 (() => {
   "use strict";
   const $ = (selector, from = document) => from.querySelector(selector);
@@ -41,21 +41,21 @@
     return known === undefined ? undefined : data.modules[known];
   };
 
-  // ---- phases: executed traces, on one clock ----
+  // ---- phases: executed traces on one clock ----
   for (const phase of data.phases) {
     let now = 0;
     phase.time = phase.starts.map((step) => (now += step) / 1e9);
   }
   const phaseOf = (stage) => data.phases.find((phase) => phase.stage === stage);
   const end = data.phases.length ? data.phases.at(-1).time.at(-1) : 0;
-  function last(list, fits) { // the last place whose value fits; the list is sorted
+  function last(list, fits) { // the last index of a sorted list whose value fits
     let a = 0, b = list.length;
     while (a < b) { const m = (a + b) >> 1; if (fits(list[m])) a = m + 1; else b = m; }
     return a - 1;
   }
   const memoryAt = (phase, at) => phase.memory[last(phase.memory, (row) => row[0] <= at)];
 
-  // ---- a stage: its rows, and who makes and uses each name ----
+  // ---- a stage: its rows, and the producer and consumers of each name ----
   const stages = data.stages.map((stage) => ({ ...stage }));
   function open(stage) {
     if (stage.all) return stage;
@@ -84,7 +84,7 @@
     return { producers: sorted(producers), consumers: sorted(consumers), freed: sorted(freed) };
   }
 
-  // ---- the list of lines: only what can be seen is in the document ----
+  // ---- the list of lines: only visible lines are in the document ----
   const view = $("#view"), rows = $("#rows");
   const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, hovered: -1, hits: new Set(), order: [] };
   const current = () => stages[state.stage];
@@ -97,7 +97,7 @@
     rows.style.height = `${state.entries.length * ROW}px`;
     draw();
   }
-  function withoutInputs(listing) { // a hundred parameters first would hide what happens
+  function withoutInputs(listing) { // a hundred parameters would hide the first lines of compute
     const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
     if (inputs < 6 || listing[0].shown) return listing;
     return [{ fold: listing[0], what: "inputs", count: inputs }, ...listing.slice(inputs)];
@@ -109,7 +109,7 @@
       while (b < all.length && all[b].mark === KEPT) b++;
       const before = a ? CONTEXT : 0, after = b < all.length ? CONTEXT : 0;
       if (b - a > before + after + 1 && !all[a].shown) {
-        entries.push(...all.slice(a, a + before), { fold: all[a], what: "lines as before", count: b - a - before - after }, ...all.slice(b - after, b));
+        entries.push(...all.slice(a, a + before), { fold: all[a], what: "unchanged lines", count: b - a - before - after }, ...all.slice(b - after, b));
       } else entries.push(...all.slice(a, b));
       if (b < all.length) entries.push(all[b++]);
       a = b;
@@ -143,9 +143,9 @@
     return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${html(entry.line)}${why}</div>`;
   }
 
-  // ---- what is known of a line ----
+  // ---- the details of a line ----
   const details = $("#details");
-  const HINT = `<p class="hint">Point at a line, or click it: here is what it is made from and what uses it, its size, its module, the source that it comes from, and why it stands where it stands.</p>`;
+  const HINT = `<p class="hint">Point at a line, or click it, to see its producers and consumers, its size, its module, its source, and the reason for its position.</p>`;
   function link(stage, at, css) {
     return `<button class="link ${css}" data-go="${at}"><small>${at}</small>${html(stage.listing[at].line)}</button>`;
   }
@@ -168,9 +168,9 @@
     if (source) facts.push(["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]);
     if (phase) {
       const seconds = phase.time[at + 1] - phase.time[at];
-      facts.push(["time", `${duration(seconds)}, from ${duration(phase.time[at])} on, ${data.times}`]);
+      facts.push(["time", `${duration(seconds)}, starts at ${duration(phase.time[at])}, ${data.times}`]);
       const row = memoryAt(phase, at);
-      if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after it`]);
+      if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after the line`]);
       if (near.freed.length) facts.push(["freed", `at line ${near.freed.join(", ")}`]);
     }
     const why = phase?.why[at] ? `<p class="why">${phase.why[at]}</p>` : "";
@@ -200,7 +200,7 @@
     arrange();
     choose(at >= 0 ? at : state.chosen, at >= 0);
   }
-  function nearest(e, box) { // scrolls the box alone, not the page
+  function nearest(e, box) { // scrolls only the box, not the page
     const inside = e.getBoundingClientRect(), around = box.getBoundingClientRect();
     box.scrollTop += Math.min(0, inside.top - around.top) + Math.max(0, inside.bottom - around.bottom);
   }
@@ -237,7 +237,7 @@
     for (const p of $$(".panel")) p.classList.toggle("open", p.id === name);
     if (name === "passes") draw();
   }
-  function neighbour(by) { // the next stage of the list that is not folded away
+  function neighbour(by) { // the next visible stage of the list
     const shown = $$(".stage").filter((e) => e.offsetParent).map((e) => Number(e.dataset.stage));
     const k = shown.indexOf(state.stage);
     if (shown[k + by] !== undefined) show(shown[k + by]);
@@ -271,7 +271,7 @@
     cursor.hidden = seconds < 0 || !end;
     cursor.style.left = `${(100 * seconds) / end}%`;
   }
-  function setZoom(to, at = 0.5) { // `at`: the part of what is seen that stays where it is
+  function setZoom(to, at = 0.5) { // `at`: the point of the visible part that stays in place, from 0 to 1
     const before = (scroller.scrollLeft + at * scroller.clientWidth) / track.clientWidth;
     zoom = Math.max(1, Math.min(400, to));
     track.style.width = `${100 * zoom}%`;
@@ -281,7 +281,7 @@
   function drawTicks() {
     const least = end / zoom / 8, power = 10 ** Math.floor(Math.log10(least));
     const tick = power * [1, 2, 5, 10].find((f) => f * power >= least);
-    const from = zoom > 40 ? (end * scroller.scrollLeft) / track.clientWidth : 0; // far in: only what is near
+    const from = zoom > 40 ? (end * scroller.scrollLeft) / track.clientWidth : 0; // far in: only the ticks nearby
     let ticks = "";
     for (let k = Math.max(0, Math.floor(from / tick) - 20); k * tick < end && k * tick < from + 60 * 8 * tick; k++)
       ticks += `<span style="left:${(100 * k * tick) / end}%">${duration(k * tick)}</span>`;
@@ -308,7 +308,7 @@
   }
   if (track) {
     document.body.append(tip);
-    for (const title of $$("rect > title", track)) { // as our own hint, which is there at once
+    for (const title of $$("rect > title", track)) { // shown as our own hint, without delay
       title.parentNode.dataset.title = title.innerHTML;
       title.remove();
     }

@@ -1,4 +1,4 @@
-"""The inspector as one HTML page that needs nothing else. It can be read without its script, too."""
+"""The inspector as one self-contained HTML page, which is readable without its script too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def render(record: Record) -> str:
 
 
 def embed(record: Record) -> str:
-    """For a notebook: the page in a frame of its own, and the numbers alone where frames are not shown (GitHub)."""
+    """The page in a frame, for a notebook. Viewers without frames (GitHub) show only the numbers."""
     frame = "border:1px solid #8884;border-radius:8px;width:100%;height:860px"
     return (
         f"<style>.shardtrace-plain{{display:none}}</style>"
@@ -130,7 +130,7 @@ def _stage_list(record: Record, phase: str) -> str:
     stages = [(k, stage) for k, stage in enumerate(record.stages) if stage.phase == phase]
     if not stages:
         return ""
-    if phase == "prologue":  # what checks the arguments of a call: seldom of interest
+    if phase == "prologue":  # the checks of a call's arguments are rarely of interest
         inside = "".join(_stage_entry(k, s) for k, s in stages)
         return f"<details><summary><h3>{phase}</h3></summary>{inside}</details>"
     shown = "".join(_stage_entry(k, s) for k, s in stages if not s.is_unchanged)
@@ -165,15 +165,15 @@ def _panel(name: str, body: str) -> str:
 # ---- help ----
 
 KEYS = (
-    ("↑ ↓", "in the list: another pass; in the code: another line"),
-    ("[ ]", "the pass before, the pass after"),
+    ("↑ ↓", "in the list: previous or next pass; in the code: previous or next line"),
+    ("[ ]", "previous or next pass"),
     ("d", "code or diff"),
-    ("/", "search; Enter and Shift+Enter go through what is found"),
-    ("p c", "from a line to the first that it is made from, or that uses it"),
+    ("/", "search; Enter and Shift+Enter: next and previous match"),
+    ("p c", "go to the line's first producer or consumer"),
     ("+ - 0", "zoom the timeline, or show the whole step"),
-    ("← →", "in the timeline: from one line to the next"),
+    ("← →", "in the timeline: previous or next line"),
     ("1 2 3", "passes, modules, numbers"),
-    ("Esc", "let go of the selected line"),
+    ("Esc", "clear the selection"),
 )
 
 

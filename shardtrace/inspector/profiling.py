@@ -1,4 +1,4 @@
-"""``profile``: how long each line of a compiled step takes on this rank."""
+"""``profile``: the time that each line of a compiled step takes on this rank."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 class LineTimes(NamedTuple):
-    """Median ``seconds`` of each line over so many ``steps``: of the executed forward, then of the backward if there
-    is one."""
+    """Median ``seconds`` of each line over ``steps`` steps: of the executed forward, then of backward if any."""
 
     steps: int
     seconds: tuple[tuple[float, ...], ...]
 
 
 class Profile:
-    """What :func:`profile` yields, for ``inspect(cmodel, profile=...)``."""
+    """The result of :func:`profile`, for ``inspect(cmodel, profile=...)``."""
 
     def __init__(self) -> None:
         self._timed: list[_Timed] = []
 
     @property
     def steps(self) -> int:
-        """Calls whose lines were timed."""
+        """Number of calls that were timed."""
         return sum(len(timed.forward.runs) for timed in self._timed)
 
     def times(self, traces: Sequence[TraceCtx]) -> LineTimes:
-        """Of the compilation that has these forward traces.
+        """The times of the compilation with these forward traces.
 
         Raises:
-            ValueError: if it did not run in the context, or if it has a backward that did not.
+            ValueError: if it, or its backward, did not run inside the context.
         """
         timed = next((t for t in self._timed if t.traces is traces), None)
         if timed is None or not timed.forward.runs:
-            raise ValueError("what is to be shown did not run inside profile(): call it there as it is called here")
+            raise ValueError("this compilation did not run inside profile(): call the model there with the same shapes")
         if timed.backward is not None and not timed.backward.runs:
             raise ValueError("its backward did not run inside profile(): call .backward() there too")
         watches = [watch for watch in (timed.forward, timed.backward) if watch is not None]
@@ -57,27 +56,27 @@ def profile(cmodel: Any) -> Iterator[Profile]:
     """Times each line of the steps that run inside, on this rank; ``inspect`` then shows these times.
 
         with shardtrace.profile(cmodel) as p:
-            for x, y in batches: ...  # ordinary steps, some ten of them
+            for x, y in batches: ...  # about ten ordinary steps
         shardtrace.inspect(cmodel, profile=p)
 
-    What was compiled runs as it is, with the clock read between its lines: on the CPU the processor's, on CUDA that of
-    events on the current stream. Nothing is compiled again, and results are the same. All ranks may profile, or one
-    alone. A line that waits for a collective takes as long as the collective keeps compute idle, and as long as it
-    takes to put what arrived in its place. What runs between forward and backward, and after them, is not timed.
+    The compiled traces run unchanged, with a clock read between their lines: the processor's clock on the CPU, events
+    on the current stream on CUDA. Nothing is compiled again, and the results are the same. Any number of ranks may
+    profile. The time of a line that waits for a collective is the time that compute is idle, plus the time to unpack
+    the received data. Code between forward and backward, and after them, is not timed.
 
     Args:
-        cmodel: what ``thunder.jit`` returned, called before: what is compiled inside is not timed.
+        cmodel: the result of ``thunder.jit``, called before. Calls that compile inside the context are not timed.
 
     Raises:
-        TypeError: if ``cmodel`` was not made by ``thunder.jit``.
-        RuntimeError: if it has compiled nothing yet.
+        TypeError: if ``cmodel`` is not a result of ``thunder.jit``.
+        RuntimeError: if it has not compiled anything yet.
     """
     stats = thunder.compile_stats(cmodel)
     if stats is None:
         raise TypeError(f"profile takes what thunder.jit returned, not {type(cmodel).__name__}")
     entries = list(stats.interpreter_cache)
     if not entries:
-        raise RuntimeError("nothing is compiled yet (or jit was told to keep nothing): call it once before profile()")
+        raise RuntimeError("nothing is compiled yet (or thunder.jit caches nothing): call it once before profile()")
     result = Profile()
     for k, entry in enumerate(entries):
         timed = _Timed(entry.computation_traces, *_stopwatches(entry))
@@ -90,7 +89,7 @@ def profile(cmodel: Any) -> Iterator[Profile]:
 
 
 class _Timed(NamedTuple):
-    """A compilation, known by its list of forward traces."""
+    """A compilation, identified by its list of forward traces."""
 
     traces: Sequence[TraceCtx]
     forward: _Stopwatch
@@ -98,14 +97,14 @@ class _Timed(NamedTuple):
 
 
 def _stopwatches(entry: Any) -> tuple[_Stopwatch, _Stopwatch | None]:
-    forward = _Stopwatch(transform_to_torch_types(entry.computation_traces[-1]))  # as thunder.jit makes it callable
+    forward = _Stopwatch(transform_to_torch_types(entry.computation_traces[-1]))  # as in thunder.jit
     return forward, _Stopwatch(entry.backward_traces[-1]) if entry.backward_fn is not None else None
 
 
 class _Stopwatch:
-    """The function of a trace, called in its place; ``runs`` has a mark before each line of each run, and at its end.
+    """Replaces the function of a trace. ``runs`` has, for each run, a mark before each line and one at the end.
 
-    A mark is seconds of the processor's clock, or an event on the current CUDA stream.
+    A mark is a time of the processor's clock in seconds, or an event on the current CUDA stream.
     """
 
     def __init__(self, trace: TraceCtx) -> None:
@@ -131,7 +130,7 @@ class _Stopwatch:
             self._marks.append(time.perf_counter())
 
     def medians(self) -> tuple[float, ...]:
-        """Seconds of each line."""
+        """The median seconds of each line."""
         if self._on_cuda:
             torch.cuda.synchronize()
         seconds = [[self._between(a, b) for a, b in pairwise(marks)] for marks in self.runs]

@@ -1,4 +1,4 @@
-"""Everything that is shown of a compiled step, as plain data: no trace, no module and no process group is kept."""
+"""Everything that the inspector shows of a compiled step, as plain data without traces, modules or process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
-from shardtrace.inspector.modules import Branch, Layout, Name, assign_modules, fold, origins
+from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
 from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Rows(list[T]):
-    """A list of named tuples, one for each row of a table."""
+    """A list of named tuples: the rows of a table."""
 
     def to_pandas(self) -> Any:
         """The table as a ``pandas.DataFrame``. Raises ImportError if pandas is not installed."""
@@ -35,9 +35,9 @@ class Rows(list[T]):
 
 
 class Stage(NamedTuple):
-    """A trace after one pass. ``seconds`` that the pass took are None where nobody measured them.
+    """A trace after one pass. ``seconds`` is the time that the pass took, or None if it was not measured.
 
-    ``rows`` is the difference to the stage before it in the same phase; without one, all lines are new.
+    ``rows`` is the difference from the previous stage of the phase. All lines of the first stage are new.
     """
 
     phase: str  # "forward", "backward" or "prologue"
@@ -62,15 +62,15 @@ class Stage(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """An executed trace: for each of its lines, when it runs and what memory is alive, where it belongs and why it
-    stands there ("" where nobody said)."""
+    """An executed trace: when each line runs, the memory that is alive, its module, and the reason for its position (""
+    if no pass gave one)."""
 
     name: str  # "forward" or "backward"
     lines: tuple[Line, ...]
     timeline: Timeline
     memory: tuple[LineMemory, ...]
     buffers: tuple[Buffer, ...]
-    collectives: tuple[Collective, ...]  # in the order of issue
+    collectives: tuple[Collective, ...]  # in order of issue
     modules: tuple[Name | None, ...]
     buckets: tuple[str, ...]  # labels; "" for a line of compute
     why: tuple[str, ...]
@@ -81,10 +81,11 @@ class Phase(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A sharded parameter: bytes of the whole on the wire, with padding, and of this rank's shard at rest, which may be
-    in host memory.
+    """A sharded parameter.
 
-    Its gradient has ``reduced_bytes`` on the wire, of which ``outer_bytes`` are reduced again over replicas.
+    ``bytes`` is the size of the whole parameter on the wire, with padding; ``shard_bytes`` that of this rank's shard at
+    rest, on the device or in host memory. Its gradient has ``reduced_bytes`` on the wire. Hybrid strategies reduce
+    ``outer_bytes`` of them again over the replicas.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Parameter(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What was compiled, and how. A model that shardtrace did not shard has no strategy ("")."""
+    """The model and the options that it was compiled with. ``strategy`` is "" if shardtrace did not shard the model."""
 
     model: str
     strategy: str
@@ -111,44 +112,46 @@ class Setup(NamedTuple):
     prefetch: int
     max_inflight_bytes: int | None
     cost: CostModel
-    host_bytes: int = 0  # of shards at rest in host memory
+    host_bytes: int = 0  # shards at rest in host memory
 
 
 class Record(NamedTuple):
-    """What was compiled, what became of it, and when it runs: as ``predicted_seconds`` are, unless ``measured_steps``
-    tells that times are medians over so many."""
+    """A compiled step: its setup, its passes, and its executed traces on one clock.
+
+    All times are predicted, or, if ``measured_steps`` is not 0, medians over that many steps.
+    """
 
     setup: Setup
     stages: tuple[Stage, ...]
     phases: tuple[Phase, ...]  # forward, then backward if there is one
     parameters: tuple[Parameter, ...]
     modules: Branch
-    notes: tuple[str, ...]  # what the reader should know about what is missing
+    notes: tuple[str, ...]  # remarks about missing or chosen data
     predicted_seconds: float
     measured_steps: int
 
     @property
     def times(self) -> str:
-        """What its times are."""
+        """The kind of its times: "predicted" or "measured"."""
         return "measured" if self.measured_steps else "predicted"
 
 
-def record(
+def build_record(
     forward: Sequence[TraceCtx],
     backward: Sequence[TraceCtx],
     prologue: Sequence[TraceCtx] = (),
     *,
     model: str,
-    layout: Layout,
+    module_map: ModuleMap,
     forms: Mapping[Name, str],
     plan: Plan | None = None,
     notes: Sequence[str] = (),
     times: LineTimes | None = None,
 ) -> Record:
-    """Of one compilation: the stages of its forward, backward and prologue, in order; any may be empty.
+    """Collects the record of one compilation from the stages of its forward, backward and prologue; any may be empty.
 
-    ``forms`` are the classes of the model's modules by name; ``plan`` is that of the model, for where no trace tells;
-    ``times`` are shown instead of predicted ones.
+    ``forms`` has the class of each module by name. ``plan`` is the fallback if the traces have no collectives.
+    ``times`` replace the predicted times.
     """
     stages = _stages("forward", forward) + _stages("backward", backward) + _stages("prologue", prologue)
     ends = (next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward))
@@ -158,8 +161,8 @@ def record(
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
-    traced = origins(forward[0].bound_symbols, layout) if last else {}
-    phases = _phases(last, stages, clocks, layout, traced) if last else ()
+    traced = modules_of_traced(forward[0].bound_symbols, module_map) if last else {}
+    phases = _phases(last, stages, clocks, module_map, traced) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
     shapes: dict[Name, list[Any]] = {}
@@ -169,7 +172,16 @@ def record(
     kept = sum(p.shard_bytes for p in parameters if p.on_host)
     setup, seconds = _setup(model, plan, cost, parameters, kept), expected[-1].end if expected else 0.0
     steps = times.steps if times is not None else 0
-    return Record(setup, stages, phases, parameters, tree, tuple(notes), seconds, steps)
+    return Record(
+        setup=setup,
+        stages=stages,
+        phases=phases,
+        parameters=parameters,
+        modules=tree,
+        notes=tuple(notes),
+        predicted_seconds=seconds,
+        measured_steps=steps,
+    )
 
 
 # ---- stages ----
@@ -179,8 +191,8 @@ TOOK = re.compile(r" \(took ([\d.]+) milliseconds\)")
 
 
 def _stages(phase: str, traces: Sequence[TraceCtx]) -> tuple[Stage, ...]:
-    """Each trace that is not the very same object as the one before it."""
-    seen: dict[int, Line] = {}  # bound symbols are often shared by traces, and all of them are alive
+    """The stages of a phase, without traces that are the same object as the previous one."""
+    seen: dict[int, Line] = {}  # by id: traces share bound symbols, and all of them stay alive here
     stages: list[Stage] = []
     for k, trace in enumerate(traces):
         if k and trace is traces[k - 1]:
@@ -199,7 +211,7 @@ def _read(bsym: BoundSymbol, seen: dict[int, Line]) -> Line:
 
 
 def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
-    """The name of the pass that made a trace, and the seconds that it took."""
+    """The name of the pass that made a trace, and the seconds it took."""
     if trace.get_provenance() is None:
         return "traced", None
     text = str(trace.get_provenance()).removeprefix("# Constructed by ")
@@ -214,15 +226,15 @@ def _phases(
     last: Sequence[TraceCtx],
     stages: Sequence[Stage],
     clocks: Sequence[Timeline],
-    layout: Layout,
+    module_map: ModuleMap,
     traced: Mapping[str, Name],
 ) -> tuple[Phase, ...]:
     step = step_liveness(last[0], last[1] if len(last) > 1 else None)
     memories = [memory for memory in step if memory is not None]
-    printed = {stage.phase: stage.lines for stage in stages}  # of the last stage of each phase
+    printed = {stage.phase: stage.lines for stage in stages}  # the last stage of each phase wins
     phases: list[Phase] = []
     for name, trace, memory, clock in zip(("forward", "backward"), last, memories, clocks, strict=False):
-        modules = assign_modules(trace.bound_symbols, layout, modules_by_name(phases), traced)
+        modules = assign_modules(trace.bound_symbols, module_map, modules_by_name(phases), traced)
         phases.append(_phase(name, printed[name], trace, memory, clock, modules))
     return tuple(phases)
 
@@ -232,20 +244,20 @@ def _phase(
 ) -> Phase:
     lines = trace.bound_symbols
     return Phase(
-        name,
-        printed,
-        clock,
-        tuple(memory.lines),
-        tuple(memory.buffers),
-        tuple(collectives(trace)),
-        tuple(modules),
-        tuple(bucket_of(b).label if is_collective(b) or is_offload(b) else "" for b in lines),
-        tuple(b.header if isinstance(b.header, str) else " ".join(b.header) for b in lines),
+        name=name,
+        lines=printed,
+        timeline=clock,
+        memory=tuple(memory.lines),
+        buffers=tuple(memory.buffers),
+        collectives=tuple(collectives(trace)),
+        modules=tuple(modules),
+        buckets=tuple(bucket_of(b).label if is_collective(b) or is_offload(b) else "" for b in lines),
+        why=tuple(b.header if isinstance(b.header, str) else " ".join(b.header) for b in lines),
     )
 
 
 def modules_by_name(phases: Sequence[Phase]) -> dict[str, Name]:
-    """The modules of all values that ``phases`` compute, by the names of the values."""
+    """The modules of all values that ``phases`` compute, by name of the value."""
     lines = ((line, module) for p in phases for line, module in zip(p.lines, p.modules, strict=True))
     return {name: module for line, module in lines if module is not None for name in line.results}
 
@@ -254,7 +266,7 @@ def modules_by_name(phases: Sequence[Phase]) -> dict[str, Name]:
 
 
 def _gathered(trace: TraceCtx) -> list[Bucket]:
-    """The buckets of a trace's collectives, in the order of issue."""
+    """The buckets of a trace's collectives, in order of issue."""
     return [bucket_of(b) for b in trace.bound_symbols if is_issue(b)]
 
 
@@ -265,17 +277,17 @@ def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
             p, plan, rest = m.parameter, bucket.plan, bucket.rest_dtype
             reduced = plan.reduced_dtype(rest).bytes
             new = Parameter(
-                p.name,
-                p.layer,
-                bucket.label,
-                p.full_shape,
-                p.full_numel * plan.unsharded_dtype(rest).bytes,
-                m.numel * rest.bytes,
-                m.trainable,
-                plan.strategy,
-                p.full_numel * reduced,
-                m.numel * reduced if plan.outer is not None else 0,
-                plan.host is not None,
+                name=p.name,
+                module=p.layer,
+                bucket=bucket.label,
+                shape=p.full_shape,
+                bytes=p.full_numel * plan.unsharded_dtype(rest).bytes,
+                shard_bytes=m.numel * rest.bytes,
+                trainable=m.trainable,
+                strategy=plan.strategy,
+                reduced_bytes=p.full_numel * reduced,
+                outer_bytes=m.numel * reduced if plan.outer is not None else 0,
+                on_host=plan.host is not None,
             )
             found.setdefault(p.name, new)
     return tuple(found.values())
@@ -294,13 +306,29 @@ STRATEGIES = {
 
 def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[Parameter], kept: int) -> Setup:
     if plan is None:
-        return Setup(model, "", 1, 0, "", 0, None, cost)
+        return Setup(
+            model=model,
+            strategy="",
+            world_size=1,
+            rank=0,
+            bucketing="",
+            prefetch=0,
+            max_inflight_bytes=None,
+            cost=cost,
+        )
     strategies = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
-    bucketing = f"{plan.bucketing:g} MB" if isinstance(plan.bucketing, int | float) else plan.bucketing
-    strategy = " and ".join(STRATEGIES.get(name, name) for name in strategies)
-    everyone = plan.runtime.group(Axis.ALL)
-    ranks, rank = (everyone.size(), everyone.rank()) if everyone is not None else (plan.world_size, plan.rank)
-    return Setup(plan.model, strategy, ranks, rank, bucketing, plan.prefetch, plan.max_inflight_bytes, plan.cost, kept)
+    group = plan.runtime.group(Axis.ALL)
+    return Setup(
+        model=plan.model,
+        strategy=" and ".join(STRATEGIES.get(name, name) for name in strategies),
+        world_size=group.size() if group is not None else plan.world_size,
+        rank=group.rank() if group is not None else plan.rank,
+        bucketing=f"{plan.bucketing:g} MB" if isinstance(plan.bucketing, int | float) else plan.bucketing,
+        prefetch=plan.prefetch,
+        max_inflight_bytes=plan.max_inflight_bytes,
+        cost=plan.cost,
+        host_bytes=kept,
+    )
 
 
 def _device(traces: Sequence[TraceCtx]) -> str:

@@ -1,4 +1,4 @@
-"""Running a training script as one of ranks that do not exist, until it has compiled a step."""
+"""Runs a training script as a fake rank until it has compiled a step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from thunder.core.transform_common import Transform
 
 
 class NothingCompiledError(Exception):
-    """The script ended and had compiled no sharded model."""
+    """The script ended without compiling a sharded model."""
 
 
 class _Compiled(BaseException):
-    """Ends the script; not an Exception, which it may catch."""
+    """Ends the script. It is not an Exception, because the script may catch those."""
 
 
 class _Watch(Transform):
-    """Sees the traces of each jitted function that calls a sharded module, after all passes."""
+    """Collects the traces of each jitted function that calls a sharded module, after all passes."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Traces]] = []
@@ -45,15 +45,15 @@ class _Watch(Transform):
 
 
 def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: int = 0) -> Inspection:
-    """What a script compiles for its first training step: the first call of a sharded model that has a backward.
+    """Inspects the first training step of a script: its first call of a sharded model that has a backward.
 
-    There the script ends, before the step runs. If it has no such call, it runs to its end, and its first call is
-    shown. It finds torchrun's environment, and a process group whose other ranks do not exist: to make one has no
-    effect, and collectives of its own do nothing.
+    The script ends at this call, before the step runs. Without such a call it runs to its end, and its first call is
+    shown. It sees torchrun's environment and a process group of fake ranks. ``init_process_group`` has no effect, and
+    the script's own collectives do nothing.
 
     Raises:
-        NothingCompiledError: if it ended without a call of a sharded model.
-        BaseException: what the script raises.
+        NothingCompiledError: if the script ends without calling a sharded model.
+        BaseException: any exception of the script.
     """
     watch = _Watch()
     token = watching.set((watch,))
@@ -62,14 +62,14 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as stop:
         if not watch.seen:
-            what = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
-            raise NothingCompiledError(what) from stop
+            left = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
+            raise NothingCompiledError(left) from stop
     finally:
         watching.reset(token)
     if not watch.seen:
         raise NothingCompiledError(
-            f"{path} called no sharded model: let it shard one with shardtrace.fsdp, jit it and call it, or name a "
-            f"function that returns a module and what it is called with, {path}:function"
+            f"{path} called no sharded model: let it shard a model with shardtrace.fsdp, jit it and call it, or name a "
+            f"function that returns a module and its inputs, as in {path}:function"
         )
     found = [(function, traces) for function, traces in watch.seen if traces.backward]
     return inspect_traces(*(found or watch.seen)[0])
@@ -77,21 +77,21 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
 
 @contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """As torchrun would start it, alone on its machine."""
+    """The environment of a rank that torchrun starts, the only one on its machine."""
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
     environment = {name: str(number) for name, number in numbers.items()}
     environment |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "shardtrace"}
     with (
         mock.patch.dict(os.environ, environment),
         fake_ranks(world_size, rank),
-        mock.patch.object(dist, "init_process_group"),  # it is there already
+        mock.patch.object(dist, "init_process_group"),  # it exists already
     ):
         yield
 
 
 @contextmanager
 def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """As ``python path arguments`` would start it."""
+    """``sys.argv`` and ``sys.path`` as in ``python path arguments``."""
     with (
         mock.patch.object(sys, "argv", [str(path), *arguments]),
         mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]),

@@ -1,4 +1,4 @@
-"""The numbers of a step beside those that theory gives."""
+"""The numbers of a step, beside the predictions of theory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shardtrace.inspector.units import count, size
 
 
 class Traffic(NamedTuple):
-    """One kind of collective in one phase: how many and how many bytes (of unsharded buckets) there are.
+    """One kind of collective in one phase: their number, and their bytes of unsharded buckets.
 
-    ``formula`` is what ``expected`` bytes are; with fewer, some parameters are not needed there.
+    ``formula`` gives the ``expected`` bytes. Fewer bytes mean that a phase does not need some of the parameters.
     """
 
     phase: str
@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Where a step needs most memory: a line of a phase, with the bytes that are needed while it runs."""
+    """The line at which a step needs the most memory, and the bytes that are needed while it runs."""
 
     phase: str
     line: int
@@ -37,7 +37,7 @@ class Peak(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A piece of memory that forward keeps for backward."""
+    """A buffer that forward saves for backward."""
 
     name: str
     bytes: int
@@ -61,7 +61,7 @@ def describe(record: Record) -> str:
 
 
 class _Rule(NamedTuple):
-    """What a strategy sends: a kind of collective in a phase, what theory calls its bytes, those of a parameter."""
+    """The traffic of a strategy: a kind of collective in a phase, and its bytes as a formula and for a parameter."""
 
     phase: str
     kind: str
@@ -105,11 +105,12 @@ _RULES = {
 
 
 def traffic(record: Record) -> list[Traffic]:
-    """Bytes that the collectives of a step move, against the closed formulas of ZeRO.
+    """The bytes that the collectives of a step move, beside the closed formulas of ZeRO.
 
-    With P bytes of parameters and G bytes of gradients of those that are trained, on N ranks that share a copy: ZeRO
-    gathers P in forward, and ZeRO-3 again in backward, where G are reduced, in hybrids G/N once more over replicas; DDP
-    all-reduces G. Where parts of a model have other strategies, bytes of a kind add up.
+    P is the bytes of all parameters, G the bytes of the gradients of trained parameters, N the number of ranks that
+    share a copy. ZeRO gathers P in forward and reduces G in backward. ZeRO-3 gathers P again in backward, hybrids
+    reduce G/N once more over the replicas, and DDP all-reduces G. If parts of a model have different strategies, their
+    bytes add up.
     """
     phases = {p.name for p in record.phases}
     expected: dict[tuple[str, str], int] = {}
@@ -132,7 +133,7 @@ def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str)
 
 
 def peak(record: Record) -> Peak | None:
-    """The line at which most memory is needed; None if nothing was compiled."""
+    """The line at which the most memory is needed; None if nothing was compiled."""
     if not record.phases:
         return None
     phase: Phase = max(record.phases, key=lambda p: p.peak.during)
@@ -141,7 +142,7 @@ def peak(record: Record) -> Peak | None:
 
 
 def largest_saved(record: Record, most: int = 8) -> list[Saved]:
-    """The largest pieces of memory that forward keeps for backward, shards and inputs not counted."""
+    """The largest buffers that forward saves for backward, without shards and inputs."""
     if not record.phases:
         return []
     forward = record.phases[0]
@@ -159,15 +160,16 @@ def largest_saved(record: Record, most: int = 8) -> list[Saved]:
 
 
 def seconds(record: Record) -> float:
-    """How long the step takes: its forward and its backward."""
+    """The seconds of the step: forward and backward."""
     return record.phases[-1].timeline.end if record.phases else 0.0
 
 
 def exposed(record: Record) -> float:
-    """For how long of it compute waits for communication."""
+    """The seconds of the step in which compute waits for communication."""
     return sum(p.timeline.exposed for p in record.phases)
 
 
 def sent_bytes(record: Record) -> int:
-    """What each rank sends in a step, and receives: (N - 1) / N of each unsharded bucket, for an all_reduce twice."""
+    """The bytes that each rank sends, and receives, in a step: (N - 1) / N of each unsharded bucket, and twice that for
+    an all_reduce."""
     return sum(span.sent for p in record.phases for span in p.timeline.spans)

@@ -1,4 +1,4 @@
-"""The numbers of a step as HTML tables, which can be read without style and script."""
+"""The numbers of a step as HTML tables, readable without style and script."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardtrace.inspector.units import duration, size
 
 
 def draw_tables(record: Record) -> str:
-    """All of them."""
+    """All tables of the page."""
     return "".join((_traffic(record), _buckets(record), _saved(record), _setup(record)))
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """A table of cells that are HTML already; the columns after the first are numbers if they begin with "#"."""
+    """A table of HTML cells. A column whose title begins with "#" is aligned as numbers."""
     columns = [(name.removeprefix("#"), ' class="n"' if name.startswith("#") else "") for name in head]
     top = "".join(f"<th{css}>{name}</th>" for name, css in columns)
     body = "".join(
@@ -43,7 +43,7 @@ def _traffic(record: Record) -> str:
         return ""
     note = (
         "Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. "
-        "P: all parameters, G: those that are trained."
+        "P: all parameters; G: the gradients of trained parameters."
     )
     return table("Collectives of a step", ("phase", "kind", "#number", "#bytes", "#formula", ""), rows, note)
 
@@ -55,7 +55,7 @@ def _buckets(record: Record) -> str:
         for k, n in enumerate((1, p.bytes, p.shard_bytes)):
             held[p.bucket][k] += n
     rows = [(escape(name), f"{n}", size(whole), size(shard)) for name, (n, whole, shard) in held.items()]
-    return table("Buckets", ("bucket", "#parameters", "#gathered", "#shards of a rank"), rows) if rows else ""
+    return table("Buckets", ("bucket", "#parameters", "#unsharded", "#shards of a rank"), rows) if rows else ""
 
 
 def _saved(record: Record) -> str:
@@ -69,12 +69,12 @@ def _saved(record: Record) -> str:
 def _setup(record: Record) -> str:
     link, device = record.setup.cost.link, record.setup.cost.device
     rows = [
-        ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} for each collective"),
+        ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} per collective"),
         ("matrix products", f"{device.flops / 1e12:g} TFLOP/s, {device.half_flops / 1e12:g} in 16 bits"),
         ("memory", f"{device.bandwidth / 1e9:g} GB/s"),
         ("each line", duration(device.overhead)),
     ]
     if record.setup.host_bytes:
         rows.append(("to and from host memory", f"{device.host_bandwidth / 1e9:g} GB/s"))
-    note = "What predicted times rest on; <code>python -m shardtrace.calibrate</code> measures them."
+    note = "Predicted times rest on these rates; <code>python -m shardtrace.calibrate</code> measures them."
     return table("Cost model", ("", ""), rows, note)

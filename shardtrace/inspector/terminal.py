@@ -13,13 +13,13 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
 def render(record: Record) -> str:
-    """The summary of a step, a few dozen lines."""
+    """The summary of a step in a few dozen lines."""
     parts = [f"{record.setup.model}: {describe(record)}", *record.notes]
     top = peak(record)
     if top is not None:
         total, idle = seconds(record), exposed(record)
         share = f" ({100 * idle / total:.0f} % of the step)" if total else ""
-        expected = f"; {duration(record.predicted_seconds)} were predicted" if record.measured_steps else ""
+        expected = f"; predicted: {duration(record.predicted_seconds)}" if record.measured_steps else ""
         parts += [
             "",
             f"step, {record.times:9}       {duration(total)}, of which {duration(idle)}{share} wait for communication"
@@ -48,7 +48,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their columns aligned, the first to the left and the others to the right."""
+    """Rows with aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -129,7 +129,7 @@ def _links(phase: Phase, *, gathers: bool) -> Spans:
 
 
 def _lane(phases: Sequence[Phase], end: float, spans: Callable[[Phase], Spans]) -> str:
-    """For each character, how much of its time the spans fill."""
+    """The part of each character's time that the spans fill."""
     filled = [0.0] * WIDTH
     for phase in phases:
         for start, stop in spans(phase):

@@ -1,5 +1,5 @@
-"""When each line of a step runs: as the cost model predicts it (one clock of the compute, one of each group's link), or
-as it was measured."""
+"""When each line of a step runs: predicted by the cost model (one clock for compute, one for each group's link), or
+measured."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from passes.plan import CostModel, HostMemory
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-HOST = "host"  # the name of the link that carries copies to it
+HOST = "host"  # the name of the link that carries copies to the host
 
 
 class Span(NamedTuple):
-    """A collective, or a copy to the host, on its link, in seconds since the step began. ``issue`` and ``wait`` are
-    lines of its trace.
+    """A collective, or a copy to the host, on its link. Times are seconds since the step began; ``issue`` and ``wait``
+    are lines of its trace.
 
-    For ``exposed`` seconds before ``wait`` returns compute has nothing else to do. A measured one lasts from its issue
-    to the end of its wait: when it arrived in between, nothing tells.
+    Compute is idle for ``exposed`` seconds before ``wait`` returns. A measured span lasts from its issue to the end of
+    its wait, because the time of its arrival is not known.
     """
 
     kind: str  # "all_gather", "reduce_scatter", "offload", ...
@@ -34,13 +34,13 @@ class Span(NamedTuple):
     issue: int
     wait: int
     exposed: float
-    bytes: int  # of the unsharded bucket; of a copy, what it moves
-    sent: int  # of them by each rank, which receives as many
+    bytes: int  # of the unsharded bucket; for a copy, the bytes that it moves
+    sent: int  # bytes that each rank sends, and receives
 
 
 class Timeline(NamedTuple):
-    """``starts[i]`` is when line i begins, in seconds; one more is the end. ``spans`` are the collectives, ``links``
-    the names of the groups that had any so far in the step."""
+    """``starts[i]`` is the time in seconds at which line i begins; the last element is the end. ``spans`` are the
+    collectives, ``links`` the names of the groups that had collectives so far in the step."""
 
     starts: list[float]
     spans: list[Span]
@@ -52,12 +52,12 @@ class Timeline(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds for which compute waits."""
+        """The seconds in which compute waits."""
         return sum(span.exposed for span in self.spans)
 
 
 def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
-    """Runs the executed traces of a step by the clock. Collectives of a group follow each other on its link."""
+    """Simulates the executed traces of a step. The collectives of a group run one after another on its link."""
     links, clocks = _Links(), list[Timeline]()
     for trace in traces:
         clocks.append(_predict(trace, cost, clocks[-1].end if clocks else 0.0, links))
@@ -65,7 +65,7 @@ def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
 
 
 def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]]) -> list[Timeline]:
-    """The same of lines that took so many ``seconds`` each, one after another."""
+    """The timelines of traces whose lines took ``seconds`` each."""
     links, clocks = _Links(), list[Timeline]()
     for trace, taken in zip(traces, seconds, strict=True):
         clocks.append(_lay_out(trace, taken, clocks[-1].end if clocks else 0.0, links))
@@ -75,16 +75,16 @@ def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]]) -> 
 def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> Timeline:
     now, starts, spans = begin, list[float](), list[Span]()
     is_free: dict[object, float] = {}
-    under_way: dict[str, Span] = {}
+    in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
         if issues_future(bsym):
             link = _link(bsym)
             start = max(now, is_free.get(link, 0.0))
             is_free[link] = stop = start + link_seconds(bsym)
-            under_way[bsym.output.name] = links.span(bsym, i, start, stop)
+            in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
         elif waits_for_future(bsym):
-            span = under_way.pop(bsym.args[0].name)
+            span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop)
         else:
@@ -94,24 +94,24 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
 
 def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Links) -> Timeline:
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
-    under_way: dict[str, Span] = {}
+    in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         if issues_future(bsym):
-            under_way[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
+            in_flight[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
         elif waits_for_future(bsym):
-            span = under_way.pop(bsym.args[0].name)
+            span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 
 def _link(start: BoundSymbol) -> object:
-    """What carries it: the process group, or the bus to the host."""
+    """The link of a collective or copy: the process group, or the bus to the host."""
     plan = bucket_of(start).plan
     return plan.host if is_offload(start) else plan.group
 
 
 class _Links:
-    """The groups of a step's collectives, and the bus to the host, numbered in the order in which they come."""
+    """The groups of a step's collectives and the bus to the host, numbered in order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -122,7 +122,19 @@ class _Links:
         size, sent = bucket.bytes, bucket.trips * bucket.bytes * (ranks - 1) // ranks
         if is_offload(issue):
             size, sent = bucket.numel * bucket.rest_dtype.bytes, 0
-        return Span(issue.sym.name, is_gather(issue), bucket.label, link, start, stop, line, line, 0.0, size, sent)
+        return Span(
+            kind=issue.sym.name,
+            gathers=is_gather(issue),
+            bucket=bucket.label,
+            link=link,
+            start=start,
+            stop=stop,
+            issue=line,
+            wait=line,
+            exposed=0.0,
+            bytes=size,
+            sent=sent,
+        )
 
     @property
     def names(self) -> list[str]:
@@ -146,7 +158,7 @@ T = TypeVar("T", bound=Interval)
 
 
 def stacked(intervals: Iterable[T]) -> list[list[T]]:
-    """In as few rows as it takes that none overlap."""
+    """The fewest rows in which no two intervals overlap."""
     rows: list[list[T]] = []
     for interval in sorted(intervals, key=lambda interval: interval.start):
         row = next((row for row in rows if row[-1].stop <= interval.start), None)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 
 def size(nbytes: float) -> str:
@@ -13,7 +13,7 @@ def size(nbytes: float) -> str:
 def duration(seconds: float) -> str:
     """0.00153 -> '1.53 ms'."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * scale:  # which three digits would round up
+        if seconds >= 0.9995 * scale:  # three digits round up to it
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.2g} µs" if seconds else "0 s"
 

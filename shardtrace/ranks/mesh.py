@@ -93,11 +93,14 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
     return resolved
 
 
-def backend_for(group: dist.ProcessGroup, devices: set[str]) -> str:
-    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if more than one.
+def backend_for(group: dist.ProcessGroup | None, devices: set[str]) -> str:
+    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if there are several,
+    "none" if there is no other rank.
 
-    For a fake group, what a real one would use by default: what is compiled for it is what would run.
+    For a fake group it is the default backend of a real one, so that its traces are those of a real run.
     """
+    if group is None or group.size() == 1:
+        return "none"
     if dist.get_backend(group) == "fake":
         return "nccl" if devices == {"cuda"} else "gloo"
     by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

@@ -131,7 +131,7 @@ def test_example_is_a_target(capsys, tmp_path):
         ("missing.py:model", "there is no file missing.py"),
         ("missing_module:model", "there is no module missing_module: is missing_module a file?"),
         ("factory_for_cli.py:other", "there is no function other in factory_for_cli.py"),
-        ("factory_for_cli.py:nothing", "must return a module and what it is called with"),
+        ("factory_for_cli.py:nothing", "must return a module and its inputs"),
         ("factory_for_cli.py:broken", "--traceback shows where"),
         ("empty.py", "empty.py called no sharded model"),
         ("usage.py", "usage.py left by sys.exit('--rows 16 is too few') before it called a sharded model"),

@@ -87,7 +87,7 @@ def test_numbers(html):
     assert_expected_inline(
         fragment(html, "<h3>Collectives of a step</h3>", "</figure>"),
         """\
-<p>Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. P: all parameters, G: those that are trained.</p>
+<p>Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. P: all parameters; G: the gradients of trained parameters.</p>
 <table>
 <thead>
 <tr>

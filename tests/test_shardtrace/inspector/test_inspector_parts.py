@@ -85,6 +85,30 @@ def test_modules_are_found_by_parameters_and_by_source():
     assert [m.split(".")[1] for m in products] == sorted((m.split(".")[1] for m in products), reverse=True)
 
 
+class ShapeReader(nn.Module):
+    """Reads the size of a result, as a loss over flattened logits does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, x):
+        logits = self.head(x)
+        return logits.view(-1, logits.size(-1))
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), torch.ones(4, 6)), (ShapeReader, torch.ones(2, 3, 6))],
+)
+def test_lines_without_results_are_shown(build, inputs):
+    """Such as ``shape`` and ``dim`` of an intermediate value, which Thunder traces as lines of their own."""
+    shown = shardtrace.inspect(build(), inputs, world_size=2)
+    assert any("_ = " in line.code or "_) = " in line.code for line in shown.stages[0].lines)
+    assert shown.collectives
+    assert shown._repr_html_()
+
+
 def test_equal_blocks_have_equal_lines(three_blocks):
     """Also the first lines of a block, which read no parameter, and the last of its backward."""
     for phase in three_blocks.record.phases:
