@@ -110,7 +110,7 @@ def traffic(record: Record) -> list[Traffic]:
     P is the bytes of all parameters, G the bytes of the gradients of trained parameters, N the number of ranks that
     share a copy. ZeRO gathers P in forward and reduces G in backward. ZeRO-3 gathers P again in backward, hybrids
     reduce G/N once more over the replicas, and DDP all-reduces G. If parts of a model have different strategies, their
-    bytes add up.
+    bytes add up. With fp16 each model shares a flag of 4 bytes.
     """
     phases = {p.name for p in record.phases}
     expected: dict[tuple[str, str], int] = {}
@@ -121,10 +121,12 @@ def traffic(record: Record) -> list[Traffic]:
                 at = rule.phase, rule.kind
                 expected[at] = expected.get(at, 0) + rule.bytes(p)
                 formulas.setdefault(at, []).append(rule.formula)
-    return [
+    rows = [
         _traffic(record, phase, kind, size, " + ".join(sorted(set(formulas[phase, kind]))))
         for (phase, kind), size in sorted(expected.items(), key=lambda item: item[0][0] != "forward")
     ]
+    flags = _traffic(record, "backward", "share_overflow", 0, "4 for each model")
+    return [*rows, flags._replace(expected=4 * flags.number)] if flags.number else rows
 
 
 def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str) -> Traffic:
