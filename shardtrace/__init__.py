@@ -7,10 +7,10 @@
     optimizer = torch.optim.AdamW(cmodel.parameters())
     cmodel(x, y).backward(); optimizer.step()
 
-Import it before ``thunder``: on torch 2.13 that makes Thunder importable (:mod:`passes.compat`).
+Import it before ``thunder``: it makes Thunder importable on torch 2.13 (:mod:`passes.compat`).
 """
 
-import passes  # noqa: F401  first, as it makes Thunder importable
+import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
 from shardtrace.api import ddp, fsdp
 from shardtrace.checkpoint import (

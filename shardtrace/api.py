@@ -59,74 +59,79 @@ def fsdp(
     timeout: float = 300.0,
     **spelling: Any,
 ) -> M:
-    """Shards the parameters of ``model`` over the ranks of ``mesh``, in place, and returns it.
+    """Shards the parameters of ``model`` over the N ranks of ``mesh``, in place, and returns the model.
 
-    Afterwards, unless the strategy is another, each rank holds ``ceil(rows / N)`` rows of dim 0 of each parameter,
-    padded with zeros, as the same ``nn.Parameter`` objects as before: an optimizer may be built before or after, and
-    names in ``state_dict()`` stay. ``thunder.jit(model)`` then runs the model with its full parameters, gathered and
-    freed by lines of the trace. The gradient that reaches a shard is the mean over ranks.
+    By default each rank then holds ``ceil(rows / N)`` rows of dim 0 of each parameter, padded with zeros. The
+    ``nn.Parameter`` objects and the names in ``state_dict()`` stay the same, so that an optimizer may be built before
+    or after. ``thunder.jit(model)`` runs the model with full parameters, which lines of the trace gather and free. The
+    gradient of a shard is the mean over ranks.
 
-    Tied weights stay one parameter and are gathered once. Frozen parameters are sharded and not reduced. A 0-dim
-    parameter becomes a shard of shape ``(1,)`` whose value is on rank 0; a parameter without elements, and every
-    parameter in a world of one, is left as it is. Buffers are left whole on every rank. Modules inside that are
+    Tied weights stay one parameter and are gathered once. Frozen parameters are sharded; no gradient is reduced for
+    them. A 0-dim parameter becomes a shard of shape ``(1,)`` whose value is on rank 0. Parameters without elements stay
+    as they are, and so does every parameter in a world of one. Buffers stay whole on every rank. Submodules that are
     sharded already keep their own sharding.
 
     Args:
-        model: a module, or what ``thunder.jit`` made of one; for the latter a new jitted module is returned.
-        sharding_strategy: :class:`ShardingStrategy` or its name: "zero3" / "full_shard" frees gathered parameters
-            after forward and gathers them again for backward, "zero2" / "shard_grad_op" keeps them, "ddp" /
-            "no_shard" replicates all, "hybrid_zero3", "hybrid_zero2", "zero1", "owner"; or a mapping of patterns of
-            parameter names to strategies, ``{"embed.*": "ddp", "*": "zero3"}``, of which the first that matches counts.
-        bucketing_strategy: what one collective carries: "none" (one parameter), "layer" (a module's own parameters),
-            "block" (a repeated block), "model", a size in MB of unsharded parameters, the class of a block (or several
-            classes), or one of torch's auto_wrap policies, of which each module that it would wrap is a bucket.
-        mesh: a 1-D DeviceMesh or a ProcessGroup, for a hybrid strategy a 2-D DeviceMesh (replicate, shard); default:
+        model: a module, or the result of ``thunder.jit(module)``. For the latter, a new jitted module is returned.
+        sharding_strategy: a :class:`ShardingStrategy` or its name. "zero3" / "full_shard" frees gathered parameters
+            after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
+            "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
+            "owner". A mapping of name patterns to strategies, such as ``{"embed.*": "ddp", "*": "zero3"}``, mixes
+            them: the first pattern that matches a parameter's name counts.
+        bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
+            parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
+            block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap).
+        mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy, a 2-D DeviceMesh (replicate, shard). Default:
             the default group, made from torchrun's environment if there is none (nccl for CUDA, else gloo).
-        mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32", which stand for one with that
-            ``param_dtype``. Shards keep their dtype; they are cast before they are gathered, gradients are averaged
-            in ``reduce_dtype`` (default: ``param_dtype``) and arrive in the shard's. Buffers keep theirs.
-        device: where shards and buffers go; default: where the model is, for a meta-device model CUDA or the CPU.
-            With ``offload_policy`` where the model computes; default: the mesh's type of device, else CUDA or the CPU.
-        broadcast_from: the global rank whose parameters and buffers all ranks take over; default: each its own, where
-            a strategy replicates parameters the group's first rank.
-        param_init_fn: for meta-device models, called with each module that owns meta parameters or buffers once they
-            have memory; default: the module's ``reset_parameters``. At most one module is whole at a time.
-        ignored_params: parameters that are left as they are on each rank, also parameters outside ``model`` that are
-            trained with it in one jitted function. Their gradients are not reduced. Any other trainable parameter that
-            a step uses without its being sharded is an error.
-        evenness: of "owner": 1 gives each tensor to the rank that has least, 0 keeps those of a module together.
-        prefetch: buckets whose gather is issued ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
-            unless the model uses more than one at once. Default: 1; where parameters are kept until backward has used
-            them, so that those gathered ahead take no more memory in the end, 3.
-        max_inflight_bytes: bytes of unsharded buckets whose gather or reduction is under way at once (one bucket alone
-            may be larger); default: as many as ``prefetch + 1`` of the largest bucket.
-        activation_checkpointing: blocks of which only the inputs are saved for backward, which computes them again:
-            their class (or several), a predicate on ``(module)`` or ``(name, module)``, or n for every n-th repeated
-            block (True: each). A ZeRO-3 bucket is still gathered once in backward, before its block is computed. Random
-            numbers are not drawn again: of a dropout the mask is saved, one byte for each element.
-        offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and so the optimizer's state in host
-            memory, which is page-locked (``pin_memory``; torch takes powers of two) to be copied beside compute: shards
-            when they are gathered, gradients when they are reduced. What a strategy replicates stays on the device. A
-            world of one gathers, too: with "zero3" no more than ``prefetch + 1`` buckets are on the device. With a
-            GradScaler, call ``scaler.scale(torch.zeros(()))`` once before training: it keeps the scale in host memory,
-            where torch otherwise reads a copy that has not arrived. On the CPU the policy changes nothing.
-        cost_model: how long collectives and compute take, which decides where collectives are issued and waited for;
-            equal on all ranks. Default: what ``python -m shardtrace.calibrate`` measured on the machine of the
-            group's first rank, else those of a slow link and a fast device.
-        accumulation_dtype: in which :func:`shardtrace.no_sync` adds up gradients of lower precision; None: their own.
-        check_steps: True: before each step, compare with the other ranks whether all are about to run the same
-            collectives. Default: before a step that is not what followed the step before it the last time, such as
-            evaluation after training, or a forward after a backward that was skipped; or True, if the environment has
-            SHARDTRACE_CHECK_STEPS=1. False: when a step is compiled, alone.
+        mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
+            Shards keep their dtype and are cast before they are gathered. Gradients are averaged in ``reduce_dtype``
+            (default: ``param_dtype``) and arrive in the shard's dtype. Buffers keep their dtype.
+        device: the device of shards and buffers. Default: the model's device; for a meta-device model, CUDA or else the
+            CPU. With ``offload_policy``, the device that computes. Default: the mesh's device type, else CUDA or the
+            CPU.
+        broadcast_from: the global rank whose parameters and buffers all ranks take over. Default: the group's first
+            rank if a strategy replicates parameters; otherwise each rank keeps its own values.
+        param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
+            have memory. Default: the module's ``reset_parameters``. At most one module is whole at a time.
+        ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
+            ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
+            that is not sharded.
+        evenness: for "owner": 1 gives each tensor to the rank with the fewest bytes, 0 keeps the tensors of a module
+            together.
+        prefetch: how many buckets may be gathered ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
+            unless the model uses several at once. Default: 1; 3 if parameters are kept until backward has used them,
+            because gathering ahead then takes no more memory in the end.
+        max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
+            bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
+        activation_checkpointing: blocks that save only their inputs and are recomputed in backward: their class (or
+            several), a predicate on ``(module)`` or ``(name, module)``, n for every n-th repeated block, or True for
+            every block. A ZeRO-3 bucket is still gathered only once in backward, before its block is recomputed. Random
+            numbers are not drawn again: a dropout saves its mask, one byte per element.
+        offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and thus the optimizer state in host
+            memory. Shards are copied to the device when they are gathered, gradients to the host when they are reduced.
+            The memory is page-locked (``pin_memory``; torch allocates powers of two), so that copies overlap with
+            compute. Replicated parameters stay on the device. A world of one also gathers: with "zero3" at most
+            ``prefetch + 1`` buckets are on the device. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once
+            before training. It then keeps the scale in host memory; otherwise torch reads a copy that has not arrived.
+            On the CPU the policy changes nothing.
+        cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
+            Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
+            of the group's first rank, else those of a slow link and a fast device.
+        accumulation_dtype: the dtype in which :func:`shardtrace.no_sync` adds up gradients of lower precision. None:
+            their own dtype.
+        check_steps: check that all ranks are about to send the same collectives: before every step (True), only when a
+            step is compiled (False), or only before an unusual step (default): the step before it was followed by
+            another one the last time. Examples are an evaluation after training, and a forward after a skipped
+            backward. SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
-        spelling: what callers of other libraries write: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
+        spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
     Raises:
-        ValueError, RuntimeError: what is wrong and with which parameter or module; then nothing has been sharded.
+        ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         RankMismatchError: on every rank, if the model differs between ranks.
 
-    Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054); the layout is that of PyTorch FSDP2.
+    Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The layout is that of PyTorch FSDP2.
     """
     module = jitted_module(model) if isinstance(model, ThunderModule) else model
     if not isinstance(module, nn.Module):
@@ -168,7 +173,7 @@ def fsdp(
     )
     entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in empty_entries if e.stand_in.numel()]
     if group.size() == 1 and options.precision is None and host is None:
-        entries = []  # nothing to do: the model is what it was
+        entries = []  # nothing to do: the model is unchanged
     tell_others_of_failure(group)
     leave_in_peace()
     refuse_wrong_optimizers()
@@ -186,7 +191,7 @@ def ddp(model: M, **options: Any) -> M:
 
 
 def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> list[Place]:
-    """All that are not ignored, nor sharded by a call for a module inside."""
+    """All parameters that are neither ignored nor sharded by an earlier call for a submodule."""
     exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
     blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
     return places(module, exclude, blocks)
@@ -196,7 +201,7 @@ def _device_of_compute(
     device: torch.device | str | None, mesh: Mesh | None, found: Sequence[Place], options: Options
 ) -> torch.device:
     current = found[0].parameter.device if found else None
-    if device is None and options.offload is not None:  # where the model is may be where it is to stay
+    if device is None and options.offload is not None:  # the model may be on the host already
         device, current = mesh.device_type if isinstance(mesh, DeviceMesh) else None, None
     return resolve_device(device, current)
 
@@ -210,7 +215,7 @@ def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStr
 
 
 def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:
-    """The entry of a parameter that is still whole."""
+    """The entry of a parameter that has not been sharded yet."""
     precision = None if any(keeps_dtype(module) for module, _ in place.owners) else options.precision
     return Entry(
         name=place.name,
@@ -229,7 +234,7 @@ def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.d
 
 
 def _jit_again(jitted: ThunderModule) -> ThunderModule:
-    """A new jitted module with the same options: what the old one has compiled is of whole parameters."""
+    """A new jitted module with the same options. The old one has compiled traces of whole parameters."""
     data = thunder.compile_data(jitted)
     return thunder.jit(
         jitted_module(jitted),

@@ -17,11 +17,11 @@ from shardtrace.ranks.mesh import backend_for, is_alone
 import torch
 import torch.distributed as dist
 
-VERSION = 1  # of the files
+VERSION = 1  # of the file format
 
 
 def of_first_rank(group: dist.ProcessGroup, device: torch.device, model: CostModel | None) -> CostModel:
-    """The model of the first rank of ``group``; other ranks may pass None. Call it on all ranks."""
+    """The cost model of the first rank of ``group``. Other ranks may pass None. Call it on all ranks."""
     box = [None if model is None else asdict(model)]
     on = device if backend_for(group, {device.type}) == "nccl" else None  # nccl sends only tensors on a GPU
     dist.broadcast_object_list(box, group=group, group_src=0, device=on)
@@ -88,10 +88,10 @@ def write_cost_model(model: CostModel, device: torch.device, group: dist.Process
 def load_cost_model(device: torch.device, group: dist.ProcessGroup) -> CostModel:
     """The cached calibration of this machine, or the best substitute. Call it on all ranks of ``group`` at once.
 
-    All ranks get the model that the group's first rank finds. It looks, in this order, for a calibration of this
-    device, backend and world size; for one of the nearest other world size; for one of the device without a link, to
-    which it adds the default link. Otherwise it takes the defaults. A fake group always gets the defaults, so that its
-    traces are the same on every machine. A file that cannot be used is ignored with a warning that names it.
+    All ranks get the model that the group's first rank finds. It looks for a calibration of this device, backend and
+    world size; then for one of the nearest world size; then for one of the device without a link, to which it adds the
+    default link. If there is none, it takes the defaults. A fake group always gets the defaults, so that its traces are
+    the same on every machine. A file that cannot be used is ignored with a warning that names it.
     """
     if dist.get_backend(group) == "fake":
         return default_cost_model(device.type, "fake")

@@ -1,4 +1,4 @@
-"""Where parameters live: qualified names, the layers that own them, the repeated blocks that hold them."""
+"""Choosing blocks: the modules that become buckets, and those whose activations are recomputed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Qualified names of the repeated blocks: the entries of the containers that hold them.
 
-    A ModuleList holds blocks. A Sequential does if two of its entries with parameters are of one class, a ModuleDict if
-    two that are made of modules are.
-    An entry that is a stage of several blocks, themselves made of modules, is not one: its blocks are.
+    A ModuleList holds blocks. A Sequential holds blocks if two of its entries with parameters have the same class. A
+    ModuleDict holds blocks if two such entries also have submodules. An entry that is itself a container of blocks with
+    submodules (a stage) is not a block, but its entries are.
     """
     blocks: list[str] = []
     for name, module in model.named_modules():
@@ -46,15 +46,15 @@ Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 
 def is_wrap(value: Any) -> TypeGuard[Wrap]:
-    """True for what :func:`chosen_blocks` takes."""
+    """True if :func:`chosen_blocks` accepts ``value``."""
     classes = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
     modules = all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
     return bool(classes) and (modules or (callable(value) and not isinstance(value, type)))
 
 
 def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
-    """Qualified names of the modules that ``wrap`` makes blocks: those of a class or of several, or those that one of
-    torch's auto_wrap policies would wrap.
+    """Qualified names of the modules that ``wrap`` makes blocks: the instances of a class or of several, or the modules
+    that one of torch's auto_wrap policies would wrap.
 
     Raises ValueError if there is none.
     """
@@ -74,7 +74,7 @@ def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
 
 
 def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, blocks: list[str]) -> int:
-    """Asks a policy as torch's FSDP does: children first, each module with what they have left of it.
+    """Asks a policy as torch's FSDP does: children first, then the module with the elements that they left over.
 
     Returns the elements of the module's parameters that are in a block.
     """
@@ -92,10 +92,10 @@ def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, bloc
 
 
 def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
-    """The modules whose activations are computed again, by their qualified names.
+    """The modules whose activations are recomputed, by their qualified names.
 
-    ``chosen``: None or False (none), True (each repeated block), an int n (every n-th one), a class or several, or a
-    predicate on ``(module)`` or ``(name, module)``. Raises ValueError if it is something else or chooses nothing.
+    ``chosen`` is None or False (no module), True (each repeated block), an int n (every n-th one), a class or several,
+    or a predicate on ``(module)`` or ``(name, module)``. Raises ValueError for anything else, or if it chooses nothing.
     """
     if chosen is None or chosen is False:
         return {}

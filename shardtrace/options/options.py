@@ -18,15 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is to be sharded, whichever model and ranks.
+    """The checked arguments of ``fsdp`` that do not depend on a model or on ranks.
 
-    Equal on all ranks, which compare its ``repr``: choices of modules are not in it, because a rank prints functions by
-    their addresses. Ranks compare the modules that were chosen.
+    Must be equal on all ranks, which compare its ``repr``. Choices of modules are not in the ``repr``, because
+    functions print their addresses. Ranks compare the chosen modules instead.
     """
 
     rules: Rules
     bucketing: str | float
-    wrap: Wrap | None = field(repr=False)  # what makes a module a bucket, in place of "block"
+    wrap: Wrap | None = field(repr=False)  # chooses the modules that are buckets, in place of "block"
     precision: MixedPrecisionPolicy | None
     evenness: float
     prefetch: int | None
@@ -53,8 +53,10 @@ def parse_options(
     activation_checkpointing: Checkpointed,
     spelling: Mapping[str, Any],
 ) -> Options:
-    """The arguments of the same names of :func:`shardtrace.fsdp`. Raises ValueError or TypeError that names the wrong
-    one and says what it may be."""
+    """Checks the arguments of :func:`shardtrace.fsdp` with these names.
+
+    Raises ValueError or TypeError that names the wrong argument and the values that it accepts.
+    """
     sharding_strategy, bucketing_strategy, mp_policy = canonical(
         sharding_strategy, bucketing_strategy, mp_policy, dict(spelling)
     )

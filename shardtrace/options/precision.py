@@ -1,4 +1,4 @@
-"""Mixed precision: what ``mp_policy`` may be."""
+"""Mixed precision: the values of ``mp_policy``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DTYPES = {
 
 
 def parse_precision(value: Any) -> MixedPrecisionPolicy | None:
-    """PyTorch's policy, or the name of the dtype in which parameters are gathered and used and gradients reduced.
+    """Accepts PyTorch's policy, or the name of the dtype in which parameters are gathered and gradients reduced.
 
-    Raises ValueError that lists the names, or that says which dtype of a policy is none of floating point.
+    Raises ValueError that lists the names, or that names a policy's dtype that is not floating point.
     """
     if value is None:
         return None

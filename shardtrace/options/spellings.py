@@ -1,4 +1,4 @@
-"""Arguments as other libraries spell them, for people who come from there."""
+"""Names that other libraries use for the arguments of ``fsdp``, for their users."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "block", "mp_po
 def canonical(
     sharding_strategy: Any, bucketing_strategy: Any, mp_policy: Any, spelling: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
-    """The three arguments, each from itself or from what else was written for it.
+    """The three arguments, each from its own name or from another library's.
 
     Raises:
-        TypeError: for a name that nobody uses.
+        TypeError: for an unknown name.
         ValueError: if two spellings of one argument are given.
     """
     values = {
@@ -32,7 +32,7 @@ def canonical(
     if unknown := sorted(spelling.keys() - _OURS.keys()):
         raise TypeError(f"fsdp() got an unexpected keyword argument {unknown[0]!r}")
     spelling = {name: value for name, value in spelling.items() if value is not None}
-    if spelling.get("auto_wrap") is True:  # what it means is the default, or said by the class or policy beside it
+    if spelling.get("auto_wrap") is True:  # it means the default, or the class or policy beside it
         del spelling["auto_wrap"]
     for name, value in spelling.items():
         ours = _OURS[name]

@@ -1,4 +1,4 @@
-"""The strategies and their spellings."""
+"""The strategies and their names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from passes.plan import Placement
 
 
 class ShardingStrategy(Enum):
-    """How parameters, gradients and optimizer state are laid out, in the terms of ZeRO (Rajbhandari et al., 2020).
+    """The layout of parameters, gradients and optimizer state, in the terms of ZeRO (Rajbhandari et al., 2020).
 
     DDP (PyTorch's NO_SHARD): whole on every rank; gradients are all-reduced.
     ZERO1, ZERO2 (PyTorch's SHARD_GRAD_OP): sharded at rest; gathered once in forward and kept until backward has used
-    them. They differ where gradients are accumulated over several steps: whole in ZERO1, in shards in ZERO2.
+    them. Both compile to the same traces: :func:`shardtrace.no_sync` decides whether accumulated gradients are whole or
+    sharded.
     ZERO3 (PyTorch's FULL_SHARD): sharded at rest; freed after use in forward and gathered again in backward.
-    HYBRID_ZERO2, HYBRID_ZERO3 (PyTorch's HYBRID_SHARD): the same over the inner dimension of a mesh; the shards are
-    replicated over the outer one, where their gradients are all-reduced.
-    OWNER: each tensor is whole on one rank, which broadcasts it for use, again in backward, and gets its gradient.
+    HYBRID_ZERO2, HYBRID_ZERO3 (PyTorch's HYBRID_SHARD): the same over the inner dimension of a mesh. The outer
+    dimension replicates the shards and all-reduces their gradients.
+    OWNER: each tensor is whole on one rank, which broadcasts it in forward and again in backward, and receives its
+    gradient.
     """
 
     DDP = "ddp"
@@ -36,12 +38,12 @@ class ShardingStrategy(Enum):
 
     @property
     def replicates(self) -> bool:
-        """Several ranks have the same values at rest."""
+        """True if several ranks hold the same values at rest."""
         return self.is_hybrid or self is ShardingStrategy.DDP
 
     @property
     def regathers(self) -> bool:
-        """Parameters are freed after forward and gathered again in backward."""
+        """True if parameters are freed after forward and gathered again in backward."""
         return self in (ShardingStrategy.ZERO3, ShardingStrategy.HYBRID_ZERO3, ShardingStrategy.OWNER)
 
     @property
@@ -66,9 +68,9 @@ BUCKETING_STRATEGIES = ("none", "layer", "block", "model")
 
 
 def parse_sharding_strategy(value: Any) -> ShardingStrategy:
-    """Accepts our members, names in any case, and the members of Thunder's and PyTorch's enums of the same meaning.
+    """Accepts members, their names in any case, and the equivalent members of Thunder's and PyTorch's enums.
 
-    Raises ValueError that lists what exists.
+    Raises ValueError that lists the names.
     """
     if isinstance(value, ShardingStrategy):
         return value
@@ -81,7 +83,7 @@ def parse_sharding_strategy(value: Any) -> ShardingStrategy:
 
 
 def parse_rules(value: Any) -> Rules:
-    """One strategy for all parameters, or a mapping of patterns of their names to strategies."""
+    """Accepts one strategy for all parameters, or a mapping of name patterns to strategies."""
     if not isinstance(value, Mapping):
         return (("*", parse_sharding_strategy(value)),)
     if not value or not all(isinstance(pattern, str) for pattern in value):
@@ -90,9 +92,9 @@ def parse_rules(value: Any) -> Rules:
 
 
 def assign(rules: Rules, names: Iterable[str]) -> dict[str, ShardingStrategy]:
-    """For each parameter's name the strategy of the first pattern that matches it.
+    """The strategy of the first pattern that matches, by parameter name.
 
-    Raises ValueError that names the patterns that match nothing, or a parameter that none matches.
+    Raises ValueError that names the patterns that match nothing, or a parameter that no pattern matches.
     """
     found: dict[str, ShardingStrategy] = {}
     unused = [pattern for pattern, _ in rules]

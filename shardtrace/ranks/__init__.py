@@ -1,1 +1,1 @@
-"""Process groups: finding them, comparing ranks, and what happens when one fails."""
+"""Process groups: finding them, comparing their ranks, and reporting the failure of a rank."""

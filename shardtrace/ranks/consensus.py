@@ -1,4 +1,4 @@
-"""Comparing ranks before a collective could hang: through the store, not through the process group."""
+"""Comparing ranks before a collective can hang: through the store, not through the process group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardtrace.ranks.mesh import is_alone
 
 import torch.distributed as dist
 
-EQUAL, DIFFERENT, LATE = "equal", "different", "late"  # what ranks know at first sight
-GRACE = 10.0  # seconds for what all who have come do at once
+EQUAL, DIFFERENT, LATE = "equal", "different", "late"  # results of the comparison by digest
+GRACE = 10.0  # seconds for the store operations of the ranks that are there
 
 
 class RankMismatchError(RuntimeError):
-    """The ranks of a group differ where they must be equal. Raised on every rank with the same message."""
+    """The ranks of a group differ in something that must be equal. Every rank raises it with the same message."""
 
 
 def compare(
@@ -34,16 +34,16 @@ def compare(
 ) -> None:
     """Raises :class:`RankMismatchError` on every rank unless ``lines`` is the same on all ranks of ``group``.
 
-    Each rank writes its lines to the default store; the first rank of the group compares lengths, then lines, and
-    writes the verdict that all read. A rank that passes an ``error`` makes all ranks raise with it.
+    Each rank writes its lines to the default store. The first rank of the group compares their number, then the lines,
+    and writes the verdict that all ranks read. If a rank passes an ``error``, all ranks raise with it.
 
     Args:
-        what: the name of what is compared, for the message ("the model's parameters").
-        hint: what may help, for the message of a difference.
-        timeout: seconds to wait for the other ranks. Ranks that do not come are named in the error.
-        likely: the lines are likely to be equal, and compared by a digest first, which costs each rank a few messages
-            to the store, however many ranks and lines there are.
-        here: where this rank comes from, for the message of ranks that do not come.
+        what: the subject of the comparison, for the message ("the model's parameters").
+        hint: a remedy, for the message about a difference.
+        timeout: seconds to wait for the other ranks. The error names those that do not come.
+        likely: the lines are likely to be equal. They are compared by a digest first, which costs each rank a few
+            messages to the store, however many ranks and lines there are.
+        here: the place from which this rank comes, for the message about ranks that do not come.
     """
     if is_alone(group):
         if error:
@@ -66,7 +66,7 @@ def compare(
 
 
 def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
-    """Makes the other ranks raise ``error`` where they come to compare ``what``, without waiting for them."""
+    """Makes the other ranks raise ``error`` when they come to compare ``what``, without waiting for them."""
     if is_alone(group):
         return
     store, turn = _next_turn(group)
@@ -77,16 +77,17 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
 
 
 def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
-    """The store, and the number of the comparison: the n-th of each rank meets the n-th of the others."""
+    """The store, and the number of this comparison. The n-th comparison of one rank meets the n-th of the others."""
     store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
     return store, store.add(f"turn/{dist.get_rank(group)}", 1)
 
 
 def _first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> str:
-    """EQUAL on every rank if all have these lines. LATE: somebody did not come, and the full comparison is to say who.
+    """Compares digests. EQUAL: all ranks have these lines. LATE: a rank did not come; the full comparison finds out
+    which one.
 
-    Waits only with some lines. The last rank to come counts who has the same, and drops the keys of the turn before,
-    which all have left. The first who gives up waiting ends it for all: the result is written once.
+    Waits only if there are lines. The last rank to come counts equal digests and deletes the keys of the previous turn,
+    which all ranks have left. The first rank that gives up ends the wait for all: the result is written once.
     """
     digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest() if lines is not None else ""
     result = f"{turn}/equal"
@@ -127,8 +128,8 @@ def _did_not_come(ranks: list[int], what: str, timeout: float, here: str) -> str
 def _verdict(
     store: dist.Store, turn: int, ranks: list[int], patience: float, did_not_come: Callable[[list[int]], str]
 ) -> str:
-    """What is wrong, or nothing. ``ranks`` are the global ranks of the group, for the message; they have ``patience``
-    seconds to come."""
+    """The message about the first problem, or an empty string. ``ranks`` are the global ranks of the group, for the
+    message. They have ``patience`` seconds to come."""
     keys = [f"{turn}/{r}" for r in range(len(ranks))]
     absent: list[int] = []
     deadline = time.monotonic() + patience

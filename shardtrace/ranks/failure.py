@@ -1,4 +1,4 @@
-"""A rank that fails tells the others why, so that they end with its error and not with that of a broken connection."""
+"""Reporting the error of a failed rank to the others, so that they end with it and not with a broken connection."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardtrace.ranks.mesh import is_alone
 
 import torch.distributed as dist
 
-KEY = "shardtrace/failed"  # in the default store, in which a restart finds no old keys: rendezvous.py, Note [Restarts]
-LOOK_UP = 1.0  # seconds between looks at it
+KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
+LOOK_UP = 1.0  # seconds between look-ups of this key
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has ended in the middle of a step. The message is its error, if it could still tell."""
+    """Another rank has ended in the middle of a step. The message contains its error, if it could still report one."""
 
 
 class _TellOthers:
-    """``sys.excepthook``, which first lets the other ranks know of the exception that ends this one."""
+    """A ``sys.excepthook`` that first tells the other ranks which exception ends this one."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -38,7 +38,7 @@ class _TellOthers:
 
 
 def tell_others_of_failure(group: dist.ProcessGroup) -> None:
-    """From now on an exception that ends this process is made known to the other ranks."""
+    """Installs a hook that tells the other ranks of an exception that ends this process."""
     if is_alone(group):
         return
     if not isinstance(sys.excepthook, _TellOthers):
@@ -47,9 +47,9 @@ def tell_others_of_failure(group: dist.ProcessGroup) -> None:
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
-    """True when ``key`` is in the store, False if it is not within ``timeout`` seconds.
+    """Waits for ``key`` in the store. False if it has not come within ``timeout`` seconds.
 
-    Raises RankFailedError as soon as a rank has told that it failed: what it was to write will not come.
+    Raises RankFailedError as soon as a rank has reported that it failed, because that rank may never write the key.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -57,7 +57,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
         try:
             store.wait([key], timedelta(seconds=min(max(left, 0.01), LOOK_UP)))
             return True
-        except RuntimeError:  # which of its subclasses a time-out raises differs between stores
+        except RuntimeError:  # stores differ in the subclass that a timeout raises
             reason = _word()
             if reason:
                 raise RankFailedError(f"another rank failed: {reason}") from None
@@ -66,7 +66,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def raise_if_rank_failed(error: Exception, bucket: str) -> None:
-    """Raises :class:`RankFailedError` if ``error``, of a collective of ``bucket``, is that of a broken connection."""
+    """Raises :class:`RankFailedError` if ``error``, from a collective of ``bucket``, means a broken connection."""
     if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
         return
     reason = _word() or "it left no word, so it may have been killed: see its output"
@@ -76,9 +76,9 @@ def raise_if_rank_failed(error: Exception, bucket: str) -> None:
 
 
 def _word() -> str:
-    """What a rank that failed has told; it does so before its connections break."""
+    """The message of a failed rank, which it writes before its connections break."""
     try:
         store = dist.distributed_c10d._get_default_store()
         return store.get(KEY).decode() if store.check([KEY]) else ""
-    except (RuntimeError, ValueError):  # no store any more, or no process group
+    except (RuntimeError, ValueError):  # the store is gone, or there is no process group
         return ""

@@ -15,7 +15,7 @@ Mesh = DeviceMesh | dist.ProcessGroup
 
 
 class Groups(NamedTuple):
-    """The process groups of a model: all of its ranks; those that share one copy of its shards; those that hold the
+    """The process groups of a model: all of its ranks, those that share one copy of its shards, and those that hold the
     same shard (None unless a strategy is hybrid)."""
 
     everyone: dist.ProcessGroup
@@ -24,9 +24,9 @@ class Groups(NamedTuple):
 
 
 def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> Groups:
-    """The groups of a mesh: with a hybrid strategy a DeviceMesh of two dimensions, (replicate, shard).
+    """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard).
 
-    Raises ValueError for a mesh of another number of dimensions; else as :func:`resolve_group`.
+    Raises ValueError if a hybrid strategy gets another mesh, otherwise the errors of :func:`resolve_group`.
     """
     if not hybrid:
         group = resolve_group(mesh, device)
@@ -49,7 +49,7 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> 
 def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
     """The group of a 1-D DeviceMesh, a ProcessGroup itself, or the default group.
 
-    If there is no default group it is made from torchrun's environment: nccl where ``device`` is CUDA, else gloo.
+    If there is no default group, it is made from torchrun's environment: nccl if ``device`` is CUDA, else gloo.
     Raises ValueError for a mesh that is not 1-D, RuntimeError if there is neither a group nor such an environment.
     """
     if isinstance(mesh, DeviceMesh):
@@ -82,7 +82,7 @@ def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
 
 
 def resolve_device(device: torch.device | str | None, current: torch.device | None) -> torch.device:
-    """Where the shards are to be: ``device``, else where the model is, else (meta) CUDA by LOCAL_RANK or the CPU."""
+    """``device``, else ``current`` unless it is meta, else the CUDA device of LOCAL_RANK or the CPU."""
     if device is None:
         if current is not None and current.type != "meta":
             return current
@@ -94,10 +94,10 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
 
 
 def backend_for(group: dist.ProcessGroup | None, devices: set[str]) -> str:
-    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"); "mixed" if there are several,
+    """The backend that ``group`` uses for tensors on ``devices`` (types, such as "cpu"). "mixed" if there are several,
     "none" if there is no other rank.
 
-    For a fake group it is the default backend of a real one, so that its traces are those of a real run.
+    A fake group reports the default backend of a real one, so that its traces are those of a real run.
     """
     if group is None or group.size() == 1:
         return "none"
@@ -109,18 +109,18 @@ def backend_for(group: dist.ProcessGroup | None, devices: set[str]) -> str:
 
 
 class Transport(NamedTuple):
-    """How the collectives of a plan travel: its fields of these names."""
+    """The fields of a plan with these names: how its collectives travel."""
 
     direct: bool
     averages: bool
 
 
 def transport(group: dist.ProcessGroup, devices: set[str]) -> Transport:
-    """What suits the backend that ``group`` uses for tensors on ``devices`` (types)."""
+    """The transport for the backend that ``group`` uses for tensors on ``devices`` (types)."""
     backend = backend_for(group, devices)
     return Transport(direct=backend == "gloo" and devices == {"cpu"}, averages=backend == "nccl")
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:
-    """True if there is no other rank to talk to; those of a fake group do not exist."""
+    """True if there is no other rank to talk to. The other ranks of a fake group do not exist."""
     return group.size() == 1 or dist.get_backend(group) == "fake"

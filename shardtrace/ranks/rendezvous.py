@@ -1,14 +1,14 @@
 """The default process group, made so that torchrun can restart the ranks.
 
-Note [Restarts]: torchrun's agent lends its store to the ranks, and from torch 2.5 on it is the same store after a
-restart (https://github.com/pytorch/pytorch/issues/135712). Keys of the ranks that died are still there: gloo then
-connects to their addresses ("Connection refused"), and counters go on where they stood. The number of restarts cannot
-tell the attempts apart, as each node counts its own. So the ranks first agree on a name that no attempt had before,
-and everything after that happens under it.
+Note [Restarts]: torchrun's agent lends its store to the ranks. Since torch 2.5 it is the same store after a restart
+(https://github.com/pytorch/pytorch/issues/135712), and it still has the keys of the ranks that died. Gloo then connects
+to their addresses ("Connection refused"), and counters do not start at zero. The number of restarts cannot tell the
+attempts apart, because each node counts its own. Therefore the ranks first agree on a name that no attempt had before,
+and use it as the prefix of all their keys.
 
-Note [Exit]: when a collective of gloo is done, the thread that did it drops its tensors, for which it needs the GIL. If
-the interpreter is being finalized by then, Python ends the thread in the middle of a destructor that must not be left,
-and the process aborts ("terminate called without an active exception"): its work was done, and torchrun starts it anew.
+Note [Exit]: when a collective of gloo is done, the thread that ran it releases its tensors and needs the GIL for that.
+If the interpreter is being finalized by then, Python ends the thread in the middle of a destructor. The process aborts
+("terminate called without an active exception") although its work was done, and torchrun restarts it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 import torch.distributed as dist
 
 POLL = 0.01  # seconds
-NAP = 0.05  # seconds at exit, in which threads of gloo have the GIL: Note [Exit]
+NAP = 0.05  # seconds at exit in which gloo's threads can take the GIL: Note [Exit]
 
 
 def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 300.0, **options: Any) -> None:
-    """Makes the default process group from torchrun's environment, if there is none: nccl for a CUDA ``device``, else
+    """Makes the default process group from torchrun's environment if there is none: nccl for a CUDA ``device``, else
     gloo.
 
-    Unlike ``torch.distributed.init_process_group`` it works after a restart of the ranks (``--max-restarts``), too.
+    Unlike ``torch.distributed.init_process_group``, it also works after a restart of the ranks (``--max-restarts``).
 
     Args:
         timeout: seconds to wait for the other ranks to start.
-        options: of ``torch.distributed.init_process_group``.
+        options: further arguments of ``torch.distributed.init_process_group``.
 
     Raises:
-        RuntimeError: ranks did not come in time; names them.
+        RuntimeError: names the ranks that did not start in time.
     """
     if dist.is_initialized():
         return
@@ -49,8 +49,8 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
 
 
 def leave_in_peace() -> None:
-    """From now on this process lets gloo's threads come to an end before the interpreter does: Note [Exit]."""
-    atexit.unregister(_nap)  # so that there is one
+    """Makes the interpreter wait for gloo's threads to finish before it exits: Note [Exit]."""
+    atexit.unregister(_nap)  # so that it is registered once
     atexit.register(_nap)
 
 
@@ -59,11 +59,11 @@ def _nap() -> None:
 
 
 def attempt_name(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
-    """A name that the ``world_size`` ranks that are alive now share, and that none before had.
+    """A name that no attempt had before, the same on the ``world_size`` ranks that are alive now.
 
-    Each rank says hello with a number of its own. The first rank answers with the hellos that it sees; a rank believes
-    an answer only if its own hello is in it, and says so. Until all have, the first rank looks again: what it saw may
-    have been said by a rank that is dead.
+    Each rank writes a hello with a number of its own. The first rank answers with the hellos that it reads. A rank
+    accepts an answer only if its own hello is in it, and acknowledges it. Until all ranks have done so, the first rank
+    reads again, because a hello may be from a dead rank.
     """
     store = dist.PrefixStore("shardtrace/attempt", store)
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
