@@ -1,1 +1,1 @@
-"""A sharded model: what it remembers, and how Thunder traces it."""
+"""A sharded model: its state, and its tracing by Thunder."""

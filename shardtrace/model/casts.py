@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def keeps_dtype(module: nn.Module) -> bool:
-    """Whether the parameters of a module are used in the dtype that they have, whatever the policy.
+    """True if the parameters of a module are used in their own dtype, whatever the policy.
 
-    True for batch and instance norms with running statistics: these are buffers, which keep their dtype, and
-    ``torch.nn.functional.batch_norm`` wants the same one for the parameters. The input may have a lower precision.
-    (PyTorch's first FSDP kept batch norms in full precision, too.)
+    This holds for batch and instance norms with running statistics. The statistics are buffers, which keep their dtype,
+    and ``torch.nn.functional.batch_norm`` requires the same dtype for the parameters. The input may have a lower
+    precision. (PyTorch's first FSDP also kept batch norms in full precision.)
     """
     if not isinstance(module, _NormBase) or module.running_mean is None or module.weight is None:
         return False
@@ -24,7 +24,7 @@ def keeps_dtype(module: nn.Module) -> bool:
 
 
 def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | None) -> Callable[..., Any]:
-    """``forward`` with floating-point inputs and outputs cast according to ``precision``; itself if none are cast.
+    """``forward`` with floating-point inputs and outputs cast as ``precision`` says; itself if none are cast.
 
     Thunder traces these casts.
     """

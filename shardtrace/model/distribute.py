@@ -1,4 +1,4 @@
-"""From whole parameters to this rank's shards: where each parameter will live, and the move."""
+"""From whole parameters to this rank's shards: the home of each parameter, and the move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
 def host_memory(policy: CPUOffloadPolicy | None, device: torch.device) -> HostMemory | None:
-    """Where parameters live that are computed with on ``device``; None: there."""
+    """The host memory for parameters that are used on ``device``. None if they stay on the device."""
     return None if policy is None or device.type == "cpu" else HostMemory(device, pinned=policy.pin_memory)
 
 
@@ -32,8 +32,8 @@ def find_homes(
     evenness: float,
     host: HostMemory | None,
 ) -> dict[str, Home]:
-    """Where each parameter lives between uses. If there is one rank to shard over, that is DDP; with ``host`` one
-    shard."""
+    """The home of each parameter, by its name. With one rank to shard over it is that of DDP, or a single shard if
+    there is a ``host``."""
     owned = [
         Owned(p.name, p.layer, p.parameter.numel() * p.parameter.element_size())
         for p in found
@@ -55,7 +55,7 @@ def find_homes(
 
 
 def stand_in(parameter: nn.Parameter, device: torch.device, precision: MixedPrecisionPolicy | None) -> nn.Parameter:
-    """A meta tensor of the full shape and of the dtype of its use, which Thunder traces as one on ``device``."""
+    """A meta tensor of the full shape, in the dtype of its use. Thunder traces it as a tensor on ``device``."""
     used = precision.param_dtype if precision is not None and parameter.is_floating_point() else None
     meta = torch.empty_like(parameter, device="meta", dtype=used or parameter.dtype)
     result = nn.Parameter(meta, requires_grad=parameter.requires_grad)
@@ -73,8 +73,8 @@ def distribute(
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
 ) -> None:
-    """Gives each parameter its shard and each buffer its device, in place. Goes module by module and parameter by
-    parameter: a whole parameter is freed as soon as its shard is made."""
+    """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
+    time: a whole parameter is freed as soon as its shard is made."""
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
     sharded: set[int] = set()
@@ -91,13 +91,13 @@ def distribute(
             return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
         return parameter.detach().to(device)
 
-    meta_modules = {m for m in model.modules() if has_meta(m)}  # before the first of a tied parameter has memory
+    meta_modules = {m for m in model.modules() if has_meta(m)}  # before tied parameters get memory
     for module in model.modules():
         if module in meta_modules:
             for parameter, values in materialized(module, device, param_init_fn, whole_again):
                 if id(parameter) in names:
                     keep_shard(parameter, values)
-                elif parameter.is_meta:  # not to be sharded
+                elif parameter.is_meta:  # ignored, so not sharded
                     set_data(parameter, values, "that is ignored")
         for own in module._parameters.values():
             if own is not None and id(own) in names and id(own) not in sharded:

@@ -16,8 +16,8 @@ from torch import nn
 def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> None:
     """Move the shards of each bucket into one buffer. The parameters are views of it from then on.
 
-    The buckets are those of a model that uses its parameters in the order in which it holds them. If a trace has other
-    buckets, or if a parameter has been given other memory since, the gather packs the shards.
+    The buckets are those of a model that uses its parameters in the order in which it holds them. The gather packs the
+    shards if a trace has other buckets, or if a parameter has been given other memory since.
     """
     shards = list(shards)
     for shard, parameter in shards:

@@ -31,9 +31,9 @@ class Home:
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
-    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``; a 0-dim tensor counts as shape
-    ``(1,)``. OWNER: all of it, or ``(0, *rest)``. REPLICATE: all of it. A tensor that this rank keeps whole, or that
-    has no elements, is returned as it is.
+    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape
+    ``(1,)``. OWNER: the whole tensor on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor. A tensor that
+    this rank keeps whole, or that has no elements, is returned as it is.
     """
     source, group = full.detach(), home.group
     if source.numel() == 0 or home.placement is Placement.REPLICATE:
@@ -51,7 +51,7 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
 def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
     """The inverse of :func:`shard`: a new tensor on the device that computes.
 
-    A collective of ``home.group``, unless the placement is REPLICATE.
+    Runs a collective of ``home.group``, unless the placement is REPLICATE.
     """
     group = home.group
     shard = shard.detach()
@@ -59,7 +59,7 @@ def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
         shard = torch.empty_like(shard, device=home.host.device).copy_(shard)
     if home.placement is Placement.REPLICATE or math.prod(full_shape) == 0:
         return shard.clone()
-    if group.size() == 1:  # in host memory: now on the device
+    if group.size() == 1:  # it was in host memory, and is now on the device
         return shard.view(full_shape)
     if home.placement is Placement.OWNER:
         mine = shard if home.host is not None else shard.clone()

@@ -1,4 +1,4 @@
-"""Meta-device models: one module at a time gets memory and values, and then keeps only its shards."""
+"""Meta-device models: one module at a time gets memory and values, then keeps only its shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def uninitializable(model: nn.Module, param_init_fn: InitFn | None) -> str | None:
-    """The name of a meta-device module that nothing can initialize, if there is one."""
+    """The name of the first module on the meta device that cannot be initialized, if there is one."""
     if param_init_fn is not None:
         return None
     for name, module in model.named_modules():

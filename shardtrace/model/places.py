@@ -1,4 +1,4 @@
-"""Where parameters live: qualified names, the modules that own them, the repeated blocks that hold them."""
+"""The places of parameters: qualified names, the modules that own them, the blocks that hold them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class Place(NamedTuple):
-    """A parameter, its (first) qualified name, the name of the module that owns it and of the block around that.
+    """A parameter, its (first) qualified name, and the names of the module that owns it and of the block around that.
 
-    ``owners`` are all (module, attribute) that hold it.
+    ``owners`` are all pairs (module, attribute) that hold it.
     """
 
     name: str

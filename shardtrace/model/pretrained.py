@@ -1,4 +1,4 @@
-"""``save_pretrained`` of Hugging Face's libraries, which writes what ``state_dict()`` returns."""
+"""``save_pretrained`` of Hugging Face's libraries, which writes the result of ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_pretrained`` that raises RuntimeError where it would write this rank's shards."""
+    """A ``save_pretrained`` that raises RuntimeError if it would write this rank's shards."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -32,6 +32,6 @@ def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _states(module: nn.Module) -> list[ShardedState]:
-    """Those of the module, of the modules in it, and of the one that it is part of."""
+    """The states of the module, of its submodules, and of the sharded module that it is part of."""
     outer = part_of(module)
     return states_in(module) if outer is None else [*states_in(module), outer]

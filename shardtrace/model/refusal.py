@@ -54,7 +54,7 @@ def refusal(
     param_init_fn: InitFn | None,
     group: dist.ProcessGroup,
 ) -> Exception | None:
-    """Why this rank cannot shard the model; None if it can."""
+    """The reason why this rank cannot shard the model. None if it can."""
     problems = chain(_problems_of_module(model), _problems_of_parameters(found), _clashes(model), _shared(found))
     if problem := next(problems, ""):
         return ValueError(problem)
@@ -96,7 +96,7 @@ def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
 
 
 def _clashes(model: nn.Module) -> Iterator[str]:
-    """Thunder names the parameter ``a.b`` ``t_a_b``, and takes one tensor for two of the same name."""
+    """Different names that Thunder would mix up: it calls parameter ``a.b`` ``t_a_b``, and uses one tensor per name."""
     seen: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, _ in named:

@@ -1,4 +1,4 @@
-"""What a sharded model does while its compiled steps run: implements :class:`passes.plan.Runtime`."""
+"""The runtime of a sharded model, which its compiled steps call: implements :class:`passes.plan.Runtime`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from shardtrace.ranks.mesh import Groups, is_alone
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-# Thunder goes through named_parameters() in the order of a set of strings, which Python hashes anew in each process.
+# Thunder iterates over named_parameters() in the order of a set of strings, whose hashes differ between processes.
 ORDER_HINT = "if its forward iterates over named_parameters(), set PYTHONHASHSEED to the same number on all ranks"
 
-Arrival = tuple[str, str]  # the collectives of a step, and the place from which a rank comes to it
+Arrival = tuple[str, str]  # the collectives of a step, and the place of the rank before it
 
 
 class ModelRuntime:
-    """One model on this rank: its groups, its unreduced gradients, and the comparison of its steps with other ranks'.
+    """One model on this rank: its groups, its unreduced gradients, and the comparison of its steps with other ranks.
 
     Args:
         model_name: for messages.
         groups: its process groups.
-        check_unchanged: raises RuntimeError, as cheaply as possible, if a parameter is not the one that was sharded.
-        check_steps: compare every step (True), those that are not the usual next one (None), or none (False).
+        check_unchanged: raises RuntimeError if a parameter is not the one that was sharded. It runs before every step
+            and must be cheap.
+        check_steps: compare every step (True), only unusual ones (None: see :meth:`compare_step`), or none (False).
         timeout: seconds to wait for the other ranks.
     """
 
@@ -43,14 +44,14 @@ class ModelRuntime:
         self.groups = groups
         self.kept = KeptGradients()
         self.keeps_gradients = False  # inside no_sync
-        self.generation = 0  # how often the model's modules have changed
+        self.generation = 0  # incremented when the model's modules have changed
         self.progress = Progress() if check_steps is not False and not is_alone(groups.everyone) else None
         self._what = f"the collectives of {model_name}"
         self._check_unchanged = check_unchanged
         self._check_steps, self._timeout = check_steps, timeout
         self._agreed: set[tuple[str, ...]] = set()
-        self._last: Arrival | None = None  # the step that was run last
-        self._usual: dict[Arrival | None, Arrival] = {}  # what followed each step the last time
+        self._last: Arrival | None = None  # the step that ran last
+        self._usual: dict[Arrival | None, Arrival] = {}  # the step that followed each one the last time
 
     def group(self, axis: Axis) -> Any:
         by_axis = {
@@ -61,19 +62,20 @@ class ModelRuntime:
         return by_axis[axis]
 
     def gradients(self) -> Gradients | None:
-        """What a step that begins now is to do with gradients; None if it computes none."""
+        """How a step that begins now treats gradients. None if it computes none."""
         if not torch.is_grad_enabled():
             return None
-        if self.keeps_gradients or get_skip_data_parallel_grad_sync():  # which Thunder's own no_sync sets
+        if self.keeps_gradients or get_skip_data_parallel_grad_sync():  # set by Thunder's own no_sync
             return Gradients.KEPT
         return Gradients.ADDED if self.kept.used else Gradients.REDUCED
 
     def step(self) -> Step:
-        """The step that is wanted now, to be compiled."""
+        """The step to compile now."""
         return Step(self.gradients(), generation=self.generation)
 
     def check_step(self, step: Step) -> None:
-        """As cheap as can be: if it fails, tracing says what is wrong, or another step is compiled."""
+        """Raises RuntimeError unless the compiled step fits the model now. Its messages are short, because Thunder then
+        traces again: tracing reports the fault, or another step is compiled."""
         if step.gradients is not self.gradients():
             raise RuntimeError("compiled for another use of gradients")
         if step.generation != self.generation:
@@ -83,18 +85,18 @@ class ModelRuntime:
         self._check_unchanged()
 
     def compare_trace(self, collectives: list[str]) -> None:
-        """What was agreed on before is not compared again: a rank that alone sees a new shape, such as an uneven last
-        batch, does not wait for the others."""
+        """Compares ``collectives`` unless the ranks have agreed on them before. Thus a rank does not wait for the
+        others if only that rank sees a new shape, such as an uneven last batch."""
         known = tuple(collectives)
         if known not in self._agreed:
             self._compare(collectives)
             self._agreed.add(known)
 
     def compare_step(self, step: Step) -> None:
-        """With ``check_steps`` each step is compared. By default a step is compared if it differs from the one that
-        followed the same predecessor the last time, or begins elsewhere, such as after a forward instead of a backward.
-        A rank that changes its course by itself thus sends nothing, and gives up if the others do not come in time. A
-        step that sends nothing is not compared.
+        """Compares each step if ``check_steps`` is True. By default compares a step only if it differs from the one
+        that followed the same predecessor the last time, or if it begins elsewhere, such as after a forward instead of
+        a backward. If only one rank changes its course, it thus sends nothing, and raises if the others do not come in
+        time. A step that sends nothing is not compared.
         """
         if self.progress is None or not step.collectives:
             return

@@ -1,4 +1,4 @@
-"""What a sharded model remembers of its parameters, and where shards and their full-shape stand-ins change places."""
+"""The state of a sharded model: its parameters, and the exchange of shards for full-shape stand-ins during tracing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
-PART_ATTRIBUTE = "_shardtrace_part_of"  # of a module inside that owns shards: the same
+PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule that owns shards: the ShardedState around it
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
@@ -33,8 +33,8 @@ SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 class Entry:
     """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
 
-    ``owners`` are all the places where the model holds it: (module, attribute), more than one if it is tied.
-    ``stand_in`` is a meta tensor of the full shape, in the dtype of its use, which Thunder traces in its place.
+    ``owners`` are all pairs (module, attribute) that hold it: more than one if it is tied. ``stand_in`` is a meta
+    tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Entry:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameter is computed with."""
+        """The device on which the parameter is used."""
         return traced_device(self.stand_in)
 
     @property
     def rest_device(self) -> torch.device:
-        """Where its shard is."""
+        """The device of its shard."""
         return self.device if self.home.host is None else torch.device("cpu")
 
     def check_unchanged(self) -> None:
@@ -81,8 +81,8 @@ class Entry:
 
 
 class ShardedState:
-    """The sharding of one model: its parameters, their plans and their stand-ins. Copies deeply along with the model,
-    with which it shares the process groups."""
+    """The sharding of one model: its parameters, their plans and their stand-ins. A deep copy of the model copies it
+    too. Copies share the process groups."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ShardedState:
         self.options = options
         self.entries = entries
         self.cost = cost
-        self.ignored = ignored  # parameters that may be used without being sharded
+        self.ignored = ignored  # parameters that a step may use although they are not sharded
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
@@ -124,7 +124,7 @@ class ShardedState:
         }
 
     def claim_shards(self) -> None:
-        """Lays the shards of each bucket out side by side in memory, and links each shard to this state."""
+        """Links each shard to this state, and moves the shards of each bucket into one buffer."""
         for e in self.entries:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
@@ -170,7 +170,7 @@ class ShardedState:
 
     @cached_property
     def places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
-        """Each place that holds a parameter: the ``_parameters`` of its module, the attribute, and the entry."""
+        """Each place that holds a parameter: the ``_parameters`` of the module, the attribute, and the entry."""
         return [(module._parameters, attribute, e) for e in self.entries for module, attribute in e.owners]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
@@ -193,7 +193,8 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard, or was frozen before its sum is reduced."""
+        """Raises RuntimeError if a parameter is not this rank's shard or was frozen before its sum was reduced, or if
+        modules have changed."""
         if self.unsharded:
             raise RuntimeError("inside full_params")
         self._check_not_frozen()
@@ -238,8 +239,8 @@ class ShardedState:
             entry.check_unchanged()
 
     def _check_not_frozen(self) -> None:
-        """Raises RuntimeError if this step would not reduce what no_sync has added up because a parameter was frozen
-        since. The sums are kept."""
+        """Raises RuntimeError if a parameter was frozen after no_sync had added up gradients for it, which this step
+        would then not reduce. The sums are kept."""
         kept = self.runtime.kept.by_parameter
         if not kept or self.runtime.gradients() is not Gradients.ADDED:
             return
@@ -251,7 +252,7 @@ class ShardedState:
                 )
 
     def check_part(self, module: nn.Module) -> None:
-        """Raises RuntimeError if a module inside is called by itself, where its parameters are shards."""
+        """Raises RuntimeError if a submodule is called by itself while its parameters are shards."""
         if not (self.unsharded or self.tracing):
             raise RuntimeError(
                 f"a {type(module).__name__} inside the sharded {self.model_name} was called by itself, and holds only "
@@ -261,7 +262,7 @@ class ShardedState:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """While the forward is traced, the modules hold full-shape stand-ins; everywhere else they hold the shards."""
+        """Puts full-shape stand-ins into the modules while the forward is traced, and then the shards back."""
         for parameters, attribute, entry in self.places:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
@@ -279,7 +280,7 @@ def _dtype(dtype: torch.dtype | None) -> Any:
 
 
 class Link:
-    """What a shard knows of the model it is of. Pickled as None: who saves a shard saves a tensor."""
+    """A shard's reference to its model and entry. Pickled as None, so that a saved shard is an ordinary tensor."""
 
     def __init__(self, state: ShardedState, entry: Entry) -> None:
         self.state, self.entry = state, entry
@@ -289,27 +290,27 @@ class Link:
 
 
 def link_of(value: Any) -> Link | None:
-    """The model and the entry of a shard; None for anything else."""
+    """The link of a shard. None for anything else."""
     return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
 def state_of(module: nn.Module) -> ShardedState | None:
-    """The state of a module that was sharded itself."""
+    """The state of a module that was itself passed to ``fsdp``. None for other modules."""
     return module.__dict__.get(ATTRIBUTE)
 
 
 def part_of(module: nn.Module) -> ShardedState | None:
-    """The state of the sharded module around one that owns shards."""
+    """The state of the sharded module around ``module``, if ``module`` is a part of one."""
     return module.__dict__.get(PART_ATTRIBUTE)
 
 
 def states_in(module: nn.Module) -> list[ShardedState]:
-    """The states of all sharded modules in ``module``, itself included."""
+    """The states of all sharded modules in ``module``, including its own."""
     return [state for m in module.modules() if (state := state_of(m)) is not None]
 
 
 def sharded_states(model: nn.Module) -> tuple[nn.Module, list[ShardedState]]:
-    """The module itself, if ``model`` is a jitted one, and the states of the sharded modules in it.
+    """The module (of a jitted model, the original one) and the states of the sharded modules in it.
 
     Raises ValueError if there are none.
     """

@@ -1,11 +1,11 @@
 """The hook into ``thunder.jit``: a sharded module enlists its own passes when Thunder traces its forward.
 
-The class of a sharded module is swapped for a subclass, as are those of the modules inside that own shards. Thunder's
-interpreter finds a lookaside for the ``forward`` of such a class: for the sharded module itself one that enlists the
-passes and puts full-shape stand-ins in place, for the modules inside one that checks that they are there. Checkpointed
-blocks are swapped too: their lookaside marks the lines that they add to the trace. Without Thunder, the plain
-``forward`` says what is wrong. (A hook on each module would do for the check, but Thunder's
-interpreter takes half as long again to trace modules with hooks.)
+The class of a sharded module is swapped for a subclass, and so are the classes of submodules that own shards or are
+checkpointed. Thunder's interpreter finds a lookaside for the ``forward`` of such a class. The lookaside of the sharded
+module enlists the passes and puts full-shape stand-ins in place. The lookaside of a submodule checks that the stand-ins
+are there. It also marks the lines that a checkpointed block adds to the trace. Without Thunder, the plain ``forward``
+raises an error that says what to do. (A hook on each module could also check this, but Thunder's interpreter takes half
+as long again to trace modules with hooks.)
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from thunder.core.transform_common import Transform
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 
-# Transforms that every jitted function with a sharded module gets after its own: how the command line sees what a
-# script compiles.
+# Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
+# traces that a script compiles.
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
-CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are computed again in backward
+CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are recomputed in backward
 
 
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces the forward of a sharded module at full shapes. All arguments are wrapped by Thunder's interpreter."""
+    """Traces the forward of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
     inner, original = original, with_casts(original, state.options.precision)
     if state.tracing:  # called within its own forward
@@ -61,7 +61,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         try:
             result = _interpret_block(original, module, *args, **kwargs)
         except Exception:
-            _refuse_values(state, proxied)  # the likely cause, and the better message
+            _refuse_values(state, proxied)  # the likely cause, with a better message
             raise
         for value in proxied:
             parameter = state.by_stand_in.get(id(value.original_value))
@@ -74,8 +74,9 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
 @contextmanager
 def _hidden_afterwards(state: ShardedState, hidden: dict[int, Any]) -> Iterator[None]:
-    """Afterwards the interpreter does not know the stand-ins that it has read, and a use outside the forward reads the
-    shard, for :func:`_refuse_values` to find. Inside it knows those of an earlier call of the module (``hidden``)."""
+    """Makes the interpreter forget the stand-ins that it has read inside. A use outside the forward then reads the
+    shard, so that :func:`_refuse_values` finds it. Inside, the interpreter knows the stand-ins of an earlier call of
+    the module (``hidden``)."""
     for parameters, attribute, entry in state.places:
         if id(entry.stand_in) in hidden:
             remember_item(parameters, attribute, hidden.pop(id(entry.stand_in)))
@@ -90,8 +91,9 @@ def _hidden_afterwards(state: ShardedState, hidden: dict[int, Any]) -> Iterator[
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
     if any(isinstance(t, CUDAGraphTransform) for t in transforms) and any(p.host for p in state.plans.values()):
         raise RuntimeError(
-            f"a CUDA graph cannot hold {state.model_name}, whose parameters are in host memory, as the program waits "
-            "for their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
+            f"a CUDA graph cannot hold {state.model_name}, whose parameters are in host memory, because the "
+            "program waits for their copies: call fsdp() without offload_policy, or thunder.jit without "
+            "CUDAGraphTransform"
         )
 
 
@@ -101,7 +103,7 @@ def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces a module's forward; marks the lines that it adds if its activations are to be computed again."""
+    """Traces a module's forward. Marks the lines that it adds if its activations are recomputed in backward."""
     if CHECKPOINTED not in unwrap(module).__dict__:
         return interpret(forward, module, *args, **kwargs)
     lines = get_jit_ctx().computation_trace.scopes[-1]
@@ -112,7 +114,7 @@ def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **
 
 
 def _compilation() -> Compilation:
-    """The compilation that is going on; its passes are enlisted in the jitted function, once."""
+    """The current compilation. Its passes are enlisted in the jitted function once."""
     transforms = get_compile_data().transforms
     for transform in transforms:
         if isinstance(transform, ShardParameters):
@@ -133,7 +135,7 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
 
 
 def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:
-    """Each rank would train such a parameter by itself."""
+    """Raises RuntimeError for a trainable parameter that is not sharded: each rank would train it by itself."""
     ignored = set(map(id, state.ignored))
     for value in _sorted(proxied):
         p = value.original_value
@@ -147,12 +149,12 @@ def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:
 
 
 def _sorted(proxied: set[Any]) -> list[Any]:
-    """In an order that is the same on all ranks."""
+    """The values in an order that is the same on all ranks."""
     return sorted(proxied, key=lambda value: str(value.value.name))
 
 
 def _name_of(parameter: nn.Parameter, value: Any) -> str:
-    """Its name in the jitted module; in a jitted function that of its proxy."""
+    """The parameter's name in a jitted module, or the name of its proxy in a jitted function."""
     function = get_compile_data().fn
     named = function.named_parameters() if isinstance(function, nn.Module) else ()
     return next((name for name, p in named if p is parameter), value.value.name)
@@ -160,10 +162,10 @@ def _name_of(parameter: nn.Parameter, value: Any) -> str:
 
 @functools.cache
 def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = None) -> type[nn.Module]:
-    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for one inside it.
+    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
-    Instances copy deeply and refuse to be pickled.
+    Instances can be deep-copied, but not pickled.
     """
     original = cls.forward
     name = f"FSDP{cls.__name__}" if root else cls.__name__
@@ -222,8 +224,8 @@ def attach(
     *,
     no_sync: Callable[..., Any] | None = None,
 ) -> None:
-    """Make ``model`` an instance of its sharded class, and the modules inside that own shards, are checkpointed or save
-    themselves parts of it."""
+    """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
+    checkpointed or have a ``save_pretrained``."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module in checkpointed:
@@ -231,7 +233,7 @@ def attach(
     parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
-        # a forward that was set on the instance goes before the class's; modules sharded by themselves stay their own
+        # a forward on the instance overrides the class's; submodules with their own sharding are no parts
         if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__dict__[PART_ATTRIBUTE] = state
             module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]

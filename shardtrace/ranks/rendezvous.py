@@ -49,7 +49,7 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
 
 
 def leave_in_peace() -> None:
-    """Makes the interpreter wait for gloo's threads to finish before it exits: Note [Exit]."""
+    """Gives gloo's threads time to finish before the interpreter exits: Note [Exit]."""
     atexit.unregister(_nap)  # so that it is registered once
     atexit.register(_nap)
 

@@ -1,4 +1,4 @@
-"""What ``fsdp`` does to a model, and what it says when it cannot. In one process: other ranks are fake."""
+"""The effect of ``fsdp`` on a model, and its errors. In one process: other ranks are fake."""
 
 import copy
 import inspect
@@ -33,7 +33,7 @@ def ranks(fake_ranks):
     fake_ranks(2)
 
 
-# ---- what the model is afterwards ----
+# ---- the model afterwards ----
 
 
 def test_the_class_stays_recognisable(ranks):
@@ -41,7 +41,7 @@ def test_the_class_stays_recognisable(ranks):
     parameters = list(model.parameters())
     assert shardtrace.fsdp(model) is model
     assert isinstance(model, Net)
-    assert type(model).__name__ == "Net"  # which libraries write into files
+    assert type(model).__name__ == "Net"  # libraries write it into files
     assert repr(type(model)).endswith(".FSDPNet'>")
     assert repr(model).startswith("FSDPNet(")
     assert type(model).__doc__ == "A small net."
@@ -237,7 +237,7 @@ def test_groups_and_meshes(fake_ranks):
         shardtrace.fsdp(Net(), mesh=3)
 
 
-# ---- what bad input gets ----
+# ---- bad input ----
 
 
 def refused(message, model, error=ValueError, **options):
@@ -353,7 +353,7 @@ def test_a_part_called_by_itself(ranks):
         shardtrace.fsdp(model.first)
     other = copy.deepcopy(model)
     with shardtrace.full_params(other):
-        other.first(torch.ones(2, 4))  # has a state of its own
+        other.first(torch.ones(2, 4))  # the copy has its own state
         with pytest.raises(RuntimeError, match="was called by itself"):
             model.first(torch.ones(2, 4))
 
@@ -375,7 +375,7 @@ def test_a_parameter_updated_in_place(ranks, view):
 
 
 def test_looking_at_a_parameter_is_no_use(ranks):
-    """Hugging Face models ask their parameters for a dtype: nothing to gather, and no order of first use."""
+    """Hugging Face models ask their parameters for a dtype. This gathers nothing and sets no order of first use."""
 
     class Asks(Net):
         def forward(self, x):
@@ -395,7 +395,7 @@ def test_looking_at_a_parameter_is_no_use(ranks):
 
 def test_graphs_and_gradients_from_before_and_inside_full_params(ranks):
     model = Net()
-    old = model(torch.ones(2, 4)).sum()  # its graph stays alive, and with it gradient accumulators of the whole shapes
+    old = model(torch.ones(2, 4)).sum()  # its graph keeps gradient accumulators of whole shapes alive
     cmodel = thunder.jit(shardtrace.fsdp(model))
     cmodel(torch.ones(2, 4)).sum().backward()
     grad = model.first.weight.grad
@@ -423,7 +423,7 @@ def test_max_inflight_bytes_is_a_number_of_bytes(fake_ranks, value):
 
 
 def test_limits_and_the_cost_model_reach_the_trace(fake_ranks):
-    """A link that hides everything: each gather comes just in time. In flight is one bucket."""
+    """On a link this fast, each gather is issued just in time. One bucket is in flight."""
     fake_ranks(2)
     fast = CostModel(Link(1e12, 0.0), Device(1e3, 1e3, 1e3, 1.0))
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))

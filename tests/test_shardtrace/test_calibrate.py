@@ -1,4 +1,4 @@
-"""Measuring, with sizes that take no time, and the cache."""
+"""Calibration with sizes that take no time, and its cache."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, *, world_size=2, backend="gloo", model=MODEL, **changes):
-    """A file of the cache, as if another run had written it."""
+    """Writes a cache file as another run would."""
     key = replace(cost_model_key(CPU, None), backend=backend, world_size=world_size)
     folder.mkdir(exist_ok=True)
     key.path.write_text(json.dumps({"version": 1, "key": asdict(key), "model": asdict(model), **changes}))
@@ -161,7 +161,7 @@ def test_the_command(monkeypatch, capsys, folder):
 
 
 def on_a_rank(folder):
-    """Runs on each rank, each with a cache of its own, as on machines that share no file system."""
+    """Runs on each rank. Each has its own cache, as on machines that share no file system."""
     rank, group, effort = dist.get_rank(), dist.group.WORLD, module.EFFORTS["cpu"]
     os.environ["SHARDTRACE_CACHE"] = str(Path(folder) / str(rank))
     try:

@@ -1,4 +1,4 @@
-"""Sharded training against one process that trains on the whole batch: losses, parameters, gradients."""
+"""Sharded training compared with one process that trains on the whole batch: losses, parameters, gradients."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "blocks.*": "zero3", "*": "zero
         ("zero2", "none", "adamw"),
         ("zero2", "layer", "adamw"),
         ("zero2", 0.0005, "adamw"),
-        ("zero3", "layer", "sgd"),  # shows gradients that are wrong by a factor
+        ("zero3", "layer", "sgd"),  # sgd shows gradients that are wrong by a factor
         ("zero3", "block", "adamw"),
         ("zero3", 0.0005, "adamw"),
         ("ddp", "none", "adamw"),
@@ -68,7 +68,7 @@ def test_bf16(strategy):
 
 @on_ranks(2)
 def test_losses_of_ddp():
-    """ZeRO-3 losses of the example's tiny GPT are those of DDP. (ZeRO-2: tests/test_examples.py.)"""
+    """ZeRO-3 gives the example's tiny GPT the losses of DDP. (ZeRO-2: tests/test_examples.py.)"""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt2"))
     from model import CONFIGS, GPT
 
@@ -94,7 +94,7 @@ def test_losses_of_ddp():
 
 
 class Mixed(torch.nn.Module):
-    """Parameters in three dtypes, in one block."""
+    """Parameters of three dtypes in one block."""
 
     def __init__(self):
         super().__init__()

@@ -57,7 +57,7 @@ def test_other_norms(fake_ranks, net):
 
 
 def train_in_bf16():
-    """A step is near that of the single process in fp32; the statistics are those of this rank's rows."""
+    """A step is close to that of one process in fp32. The statistics are those of this rank's rows."""
     torch.manual_seed(0)
     single = Net()
     model = copy.deepcopy(single)

@@ -1,4 +1,4 @@
-"""The shards of a bucket lie in one buffer, so that a gather has nothing to pack."""
+"""The shards of a bucket lie in one buffer, so that a gather packs nothing."""
 
 import copy
 
@@ -19,7 +19,7 @@ def flat_row(shards):
 
 
 def buffers(model):
-    """Names of the parameters that share memory."""
+    """Names of the parameters in each shared buffer."""
     by_storage = {}
     for name, p in model.named_parameters():
         by_storage.setdefault(p.untyped_storage().data_ptr(), []).append(name)

@@ -15,7 +15,7 @@ from torch import nn
 
 @given(st.lists(st.integers(0, 9), max_size=3), st.integers(2, 9))
 def test_shards_put_together_are_the_tensor_and_zeros(shape, world_size):
-    full = torch.randn(shape) + 10  # nothing is zero but padding
+    full = torch.randn(shape) + 10  # only the padding is zero
     groups = [SimpleNamespace(rank=lambda r=r: r, size=lambda: world_size) for r in range(world_size)]
     shards = [shard(full, Home(Placement.SHARD, group)) for group in groups]
     if not full.numel():

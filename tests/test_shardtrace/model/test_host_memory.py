@@ -1,4 +1,4 @@
-"""Parameters in host memory. (The lines of the trace: tests/test_passes/comm/test_host_copies.py; a GPU's: tests/gpu.)"""
+"""Parameters in host memory. (Traces: tests/test_passes/comm/test_host_copies.py; on a GPU: tests/gpu.)"""
 
 import copy
 
@@ -83,7 +83,7 @@ def test_replicas_of_one_rank_each():
 
 def train_and_compare(strategy, mesh=None):
     expected_losses, expected = reference(3, "adamw")
-    with slow_host(direct=strategy == "owner"):  # gloo gathers no uneven rows
+    with slow_host(direct=strategy == "owner"):  # gloo does not gather uneven rows
         losses, model = train(strategy, mesh=mesh)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=2e-6)
     for name, value in shardtrace.full_state_dict(model).items():

@@ -37,7 +37,7 @@ def test_replicas_start_equal():
 
 
 class Meta(nn.Module):
-    """Parameters, a buffer and tied weights that reset_parameters can make."""
+    """Parameters, a buffer and tied weights that reset_parameters can initialize."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def test_meta_device(with_init_fn):
     assert model.head.weight is model.embedding.weight
     full = shardtrace.full_state_dict(model)
     for name, value in expected.state_dict().items():
-        if not (with_init_fn and "norm." in name and name not in dict(model.named_parameters())):  # undefined by init
+        if not (with_init_fn and "norm." in name and name not in dict(model.named_parameters())):  # init skips it
             torch.testing.assert_close(full[name], value, rtol=0, atol=0, equal_nan=True)
     # the optimizer that was built on the meta device holds the parameters
     before = model.head.bias.detach().clone()
@@ -85,7 +85,7 @@ def test_meta_device(with_init_fn):
 
 @on_ranks(2)
 def test_fsdp_needs_no_more_memory_than_one_module():
-    """Host memory that fsdp() takes beyond the unsharded model."""
+    """Measures the host memory that fsdp() takes beyond the unsharded model."""
     width, depth = 2048, 12
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     for p in model.parameters():

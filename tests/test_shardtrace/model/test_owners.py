@@ -21,8 +21,8 @@ def load(owned, owners, ranks):
 @given(sizes, st.integers(1, 5))
 def test_bytes_are_even(sizes, ranks):
     owned = parameters(sizes)
-    best = max(sum(p.bytes for p in owned) / ranks, max(p.bytes for p in owned))  # or more
-    # a rank gets something only while it has least, so that its load before is at most the mean
+    best = max(sum(p.bytes for p in owned) / ranks, max(p.bytes for p in owned))  # a lower bound
+    # a rank gets a tensor only while its load is the smallest, so that this load is at most the mean
     assert max(load(owned, assign_owners(owned, ranks, 1.0), ranks)) <= 2 * best
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Saved(nn.Module):
-    """As in transformers: what is not passed is taken from ``state_dict()``."""
+    """Like transformers: without a ``state_dict`` argument it saves ``state_dict()``."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class Saved(nn.Module):
 
 
 class Outer(nn.Module):
-    """As in diffusers: it cannot be passed. Its own parameters are all in modules inside."""
+    """Like diffusers: no ``state_dict`` argument. All of its parameters are in submodules."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""What ``fsdp`` refuses to shard, and what a sharded model refuses to run: nothing trains unreduced in silence."""
+"""Models that ``fsdp`` refuses to shard, and steps that a sharded model refuses to run, so that no parameter silently
+trains unreduced."""
 
 import shardtrace
 from shardtrace.fake import compile_only
@@ -91,7 +92,7 @@ def test_a_part_that_is_not_sharded(fake_ranks):
     head = nn.Linear(8, 8)
     with pytest.raises(RuntimeError, match="is trained beside the sharded Linear"):
         thunder.jit(lambda x: head(body(x)))(X)
-    head.requires_grad_(False)  # each rank has the same, and keeps it
+    head.requires_grad_(False)  # equal on all ranks, and stays so
     thunder.jit(lambda x: head(body(x)))(X).sum().backward()
 
 
@@ -138,7 +139,7 @@ def test_two_parameters_on_one_memory(fake_ranks):
         ValueError, match=r"parameters '0\.weight' and '2\.weight' are two Parameters on the same memory"
     ):
         shardtrace.fsdp(model)
-    flat = torch.randn(128)  # side by side is not on the same
+    flat = torch.randn(128)  # side by side is not the same memory
     model[0].weight, model[2].weight = (nn.Parameter(part.view(8, 8)) for part in flat.split(64))
     shardtrace.fsdp(model)
 
@@ -154,7 +155,7 @@ def test_use_outside_after_the_forward_is_the_same_error_as_before(fake_ranks):
             compile_only(thunder.jit(loss), ((X,), {}))
     twice = thunder.jit(lambda x: model(x).sum() + model(x).mean())
     twice(X).backward()
-    twice(torch.ones(3, 8)).backward()  # with gradients
+    twice(torch.ones(3, 8)).backward()  # compiled again, when there are gradients
     gathers = [row for row in shardtrace.collectives(twice) if row.phase == "forward"]
     assert len(gathers) == 2
 
@@ -162,7 +163,7 @@ def test_use_outside_after_the_forward_is_the_same_error_as_before(fake_ranks):
 def test_thunders_recipes(single_rank):
     from thunder.recipes import BaseRecipe
 
-    model = shardtrace.fsdp(nn.Linear(8, 8), mp_policy="bf16")  # which makes a plan for one rank, too
+    model = shardtrace.fsdp(nn.Linear(8, 8), mp_policy="bf16")  # with mp_policy, one rank also has a plan
     cmodel = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"))
     cmodel(X).sum().backward()
     assert model.weight.grad.shape == (8, 8)

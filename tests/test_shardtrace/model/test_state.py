@@ -12,7 +12,7 @@ from torch import nn
 
 @on_ranks(2)
 def test_an_optimizer_that_was_built_before():
-    """It holds the shards afterwards."""
+    """The optimizer holds the shards afterwards."""
     torch.manual_seed(0)
     single, model = nn.Linear(4, 6), nn.Linear(4, 6)
     model.load_state_dict(single.state_dict())

@@ -1,4 +1,4 @@
-"""``mp_policy``: dtypes at the edge of a model, of its shards and of its gradients."""
+"""``mp_policy``: dtypes of a model's inputs and outputs, shards and gradients."""
 
 import shardtrace
 

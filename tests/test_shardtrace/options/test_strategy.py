@@ -1,4 +1,4 @@
-"""Strategies: how they are spelled, what they send, and what is refused."""
+"""Strategies: their names, the collectives that they send, and bad input."""
 
 import shardtrace
 from shardtrace import ShardingStrategy
@@ -89,7 +89,7 @@ def sent(**options):
             "zero3",
             {
                 ("forward", "all_gather"): (3, PADDED),
-                ("backward", "all_gather"): (2, PADDED - 64 * 7 * 4),  # the input has no gradient: not the first layer
+                ("backward", "all_gather"): (2, PADDED - 64 * 7 * 4),  # not the first layer: its input has no gradient
                 ("backward", "reduce_scatter"): (3, PADDED),
             },
         ),
@@ -153,7 +153,7 @@ def test_policies_of_torch(fake_ranks):
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     fake_ranks(2)
-    by_size = partial(size_based_auto_wrap_policy, min_num_params=1000)  # only the second layer has as many
+    by_size = partial(size_based_auto_wrap_policy, min_num_params=1000)  # only the second layer is that large
     assert sent(bucketing_strategy=by_size, sharding_strategy="ddp")["backward", "all_reduce"][0] == 3
     for policy in (
         ModuleWrapPolicy({nn.Linear}),

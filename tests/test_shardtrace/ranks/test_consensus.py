@@ -1,4 +1,4 @@
-"""Ranks that differ raise the same error, and soon."""
+"""Ranks that differ raise the same error without delay."""
 
 import re
 
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come(ranks_of):
     try:
         ranks.run(all_but_one_shard, absent=1)
     finally:
-        ranks.stop()  # these ranks no longer meet in comparisons
+        ranks.stop()  # these ranks no longer count comparisons alike
 
 
 class Branches(nn.Module):

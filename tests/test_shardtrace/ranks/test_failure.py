@@ -1,4 +1,4 @@
-"""Ranks that run different steps and ranks that fail: the right error on all ranks, and soon."""
+"""Ranks that run different steps and ranks that fail: the right error on all ranks, without delay."""
 
 import copy
 import os
@@ -72,7 +72,7 @@ for run, how, failing in CASES:
 
 
 def compiled_steps(check_steps):
-    """A function that runs a step of a kind. All ranks have compiled all kinds."""
+    """A function that runs a step of a given kind. All ranks have compiled all kinds."""
     model = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps, timeout=20)
     cmodel, x = thunder.jit(model), torch.ones(2, 4)
 
@@ -109,7 +109,7 @@ def test_same_steps_are_run():
 def run_ranks(folder, *cases):
     """The output of the two ranks of each case. The ranks are forks of a process that has imported Thunder.
 
-    They run without torchrun, which would end them by a signal.
+    They run without torchrun, which would kill them with a signal.
     """
     (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -131,7 +131,7 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
 
 
 def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
-    """Its script goes on with the next batch. Its shards would be taken for other ones, and the numbers would be wrong."""
+    """Its script goes on with the next batch. Other ranks would take its shards for those of another bucket."""
     parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
     for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
         error = (
@@ -144,13 +144,14 @@ def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
 
 T, V = "train", "evaluate"
 STEADY = [
-    # steps, and those of them that are compared: a step that differs from the last successor of the step before it
+    # steps, and the numbers of those that are compared: a step is compared if it differs from the last successor of
+    # the step before it
     ([T, T, T, T], [1, 2]),
     ([T, T, T, V, V, V, T, T, T], [1, 2, 3, 4, 5, 6, 7, 8]),
     (4 * [T, V], [1, 2, 3]),
     ([T, T, T, "skipped", T, T], [1, 2, 4, 5]),
     (4 * ["skipped", T], [1, 2, 3]),  # two forwards for each backward
-    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may do by itself
+    ([T, T, T, "nothing", T], [1, 2]),  # such as an evaluation with whole parameters, which one rank may run by itself
 ]
 
 
@@ -162,7 +163,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     monkeypatch.setattr("shardtrace.model.runtime.compare", lambda *args, **options: compared.append(args))
     kinds = {T: ["all_gather of weight"], V: ["broadcast of weight"], "nothing": []}
     runtime = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace.runtime
-    runtime.progress = Progress()  # as with other ranks
+    runtime.progress = Progress()  # as with real ranks
     numbers = []
     for number, kind in enumerate(steps):
         before = len(compared)
@@ -178,7 +179,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
 
 @on_ranks(2)
 def test_a_step_that_all_ranks_leave_alike():
-    """All ranks skip a batch that fails in the middle of forward, and go on as if it had not been there."""
+    """All ranks skip a batch that fails in the middle of forward, and training goes on as without it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     single = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun restarted share a store with those that died."""
+"""Ranks that torchrun restarted share a store with the ranks that died."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def attempt(store, ranks, first):
-    """The names that ranks in threads agree on. Rank ``first`` comes earlier than the others."""
+    """The names that ranks in threads agree on. Rank ``first`` starts before the others."""
 
     def join(rank):
         time.sleep(0 if rank == first else 0.05)
@@ -26,7 +26,7 @@ def attempt(store, ranks, first):
 
 def test_each_attempt_has_a_name_of_its_own_on_all_ranks():
     store, seen = dist.HashStore(), set()
-    for ranks, first in ((2, 0), (2, 1), (3, 2), (3, 0), (1, 0), (2, 1)):  # with keys of those before
+    for ranks, first in ((2, 0), (2, 1), (3, 2), (3, 0), (1, 0), (2, 1)):  # earlier attempts leave keys
         names = attempt(store, ranks, first)
         assert len(names) == 1
         assert not names & seen
@@ -66,7 +66,7 @@ for attempt in range(6):
 
 
 def test_ranks_end_without_an_abort(tmp_path):
-    """Without waiting, four ranks in ten end by a signal here."""
+    """Without ``leave_in_peace``, four in ten of these ranks are killed by a signal."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LEAVE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
