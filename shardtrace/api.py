@@ -120,9 +120,9 @@ def fsdp(
         accumulation_dtype: the dtype in which :func:`shardtrace.no_sync` adds up gradients of lower precision. None:
             their own dtype.
         check_steps: check that all ranks are about to send the same collectives: before every step (True), only when a
-            step is compiled (False), or only before an unusual step (default): the step before it was followed by
-            another one the last time. Examples are an evaluation after training, and a forward after a skipped
-            backward. SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
+            step is compiled (False), or only before a step other than the one that followed the same predecessor last
+            time (default), such as an evaluation after training, or a forward after a skipped backward.
+            SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
