@@ -125,7 +125,7 @@ def _compilation() -> Compilation:
 
 
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
-    for value in _sorted(proxied):
+    for value in _parameters(proxied):
         link = link_of(value.original_value)
         if link is not None and link.state is state:
             raise RuntimeError(
@@ -137,10 +137,10 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
 def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:
     """Raises RuntimeError for a trainable parameter that is not sharded: each rank would train it by itself."""
     ignored = set(map(id, state.ignored))
-    for value in _sorted(proxied):
+    for value in _parameters(proxied):
         p = value.original_value
         known = link_of(p) is not None or id(p) in ignored or getattr(p, "is_meta", False)  # a stand-in
-        if isinstance(p, nn.Parameter) and p.requires_grad and p.numel() and not known and state.group.size() > 1:
+        if p.requires_grad and p.numel() and not known and state.group.size() > 1:
             raise RuntimeError(
                 f"parameter {_name_of(p, value)!r} is trained beside the sharded {state.model_name}, but not sharded "
                 "itself: ranks would drift apart, because its gradient is not reduced. Call fsdp() on the whole model, "
@@ -148,9 +148,10 @@ def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:
             )
 
 
-def _sorted(proxied: set[Any]) -> list[Any]:
-    """The values in an order that is the same on all ranks."""
-    return sorted(proxied, key=lambda value: str(value.value.name))
+def _parameters(proxied: set[Any]) -> list[Any]:
+    """The wrapped parameters, in an order that is the same on all ranks."""
+    found = [value for value in proxied if isinstance(value.original_value, nn.Parameter)]
+    return sorted(found, key=lambda value: str(value.value.name))
 
 
 def _name_of(parameter: nn.Parameter, value: Any) -> str:
