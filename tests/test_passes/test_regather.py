@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Uses(nn.Module):
-    """One weight (4, 4), used in the way of ``how``."""
+    """One weight (4, 4), used by ``how``."""
 
     def __init__(self, how):
         super().__init__()
@@ -103,7 +103,7 @@ def test_under_autocast(fake_ranks):
 
 
 def test_random_functions_of_parameters_are_not_drawn_again(fake_ranks):
-    """DropConnect: the dropped weight is saved, as a second mask would differ."""
+    """DropConnect: the dropped weight is saved, because a second mask would differ."""
     fake_ranks(2)
     cmodel = compile_fake(
         lambda: Uses(lambda m, x: F.linear(x, F.dropout(m.weight, 0.5))), torch.randn(4, 4, requires_grad=True)
