@@ -134,8 +134,8 @@ class PassBeforeAutodiff(Pass):
 class PassAfterLowering(Pass):
     """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
 
-    The result is verified, its limits of memory only if the trace is ``scheduled`` by then. ``name`` defaults to the
-    function's.
+    The result is verified; limits of memory are checked only if the trace is ``scheduled`` by then. ``name`` defaults
+    to the function's.
     """
 
     def __init__(self, run: Run, name: str = "", *, scheduled: bool = False) -> None:
@@ -196,7 +196,7 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(checkpoint_activations),
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
-        # after lowering, because fusions change which values are saved, and this pass repairs it
+        # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
         # after lowering, when backward exists; before the passes that work on reduced gradients
         PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),

@@ -1,4 +1,4 @@
-"""The overflow flag, 0 or NaN: the ranks of a model add it up, so that all know of an overflow on one.
+"""The overflow flag: 0 or NaN, summed over the ranks of a model so that all know of an overflow on one.
 
 Gradients that are not finite are found by their norms. The sum is added to the first element of each gradient, so that
 every optimizer on every rank sees a NaN.

@@ -9,7 +9,7 @@
 ``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members. If ranks own whole
 parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce. If every rank has whole parameters:
 
-    full = replicated(params, bucket)           the same tensors, or copies in the dtype of their use
+    full = replicated(params, bucket)           the same tensors, or copies in their compute dtype
     future = all_reduce(grads, bucket)          gradients, averaged over ranks, in flight
     grads = wait_all_reduce(future, bucket)
 

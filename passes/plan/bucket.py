@@ -21,7 +21,7 @@ class Wire:
 
     Args:
         issue: ``issue(shards, bucket)`` starts to send this rank's shards and returns a future of any type.
-        finish: ``finish(future, bucket)`` waits and returns the unsharded parameters in the dtype that is used.
+        finish: ``finish(future, bucket)`` waits and returns the unsharded parameters in their compute dtype.
         bytes: ``bytes(bucket)`` is the number of bytes that travel for the whole group.
     """
 

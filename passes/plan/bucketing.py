@@ -1,4 +1,4 @@
-"""Groups parameters into buckets. The result depends only on the order in which a trace first uses them."""
+"""Groups parameters into buckets. The result depends only on their plan and on the order of first use in a trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def group_uses(uses: Iterable[Use]) -> list[Group]:
-    """Groups parameters into buckets. Parameters and buckets are in order of first use.
+    """Groups parameters into buckets. Takes and returns them in order of first use.
 
     - "none": each parameter by itself.
     - "layer": the parameters that one module owns.

@@ -56,7 +56,7 @@ class CostModel:
         return cls(Link(**data["link"]), Device(**data["device"]))
 
     def collective_seconds(self, nbytes: int, ranks: int) -> float:
-        """Seconds for one collective that moves ``nbytes`` for the whole group, on an otherwise idle link.
+        """Seconds from issue to arrival of a collective that moves ``nbytes`` for the whole group, on an idle link.
 
         Each of the N ranks sends ``nbytes * (N - 1) / N`` and receives as many, by a ring or directly. No algorithm
         sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").

@@ -1,4 +1,4 @@
-"""How the members of a bucket lie in memory on the wire.
+"""The layout of a bucket's members on the wire.
 
 A bucket is one row for each rank: the rank's parts of the members, flattened, one after the other. Rows of shards have
 equal lengths; rows of whole parameters are as long as the parameters that the rank owns. Tensors are passed and

@@ -52,13 +52,12 @@ class Plan:
         rank: this rank's number among them.
         strategy: its name, for messages.
         placement: the place of parameters at rest.
-        axis: the process group of ``runtime`` that has those ranks.
+        axis: the process group of those ranks in ``runtime``.
         outer: the plan of the shards themselves in another group (hybrid strategies: replicated).
         host: host memory, if parameters are at rest there; None: they are on the device that computes.
         param_dtype: dtype of floating-point parameters from gather to use; None: their dtype at rest.
         reduce_dtype: dtype in which their gradients are averaged; None: the one in which they are computed.
-        sum_dtype: dtype in which gradients of lower precision are added up over steps; None: the one in
-            which they are computed.
+        sum_dtype: dtype in which gradients of lower precision are added up over steps; None: their own dtype.
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
         prefetch: how many buckets may be gathered ahead of use.

@@ -53,7 +53,7 @@ USES = {
 
 
 def saved_unsharded(cmodel):
-    """The values computed from parameters alone that forward saves, leaving out the model's outputs."""
+    """The saved values that forward computes only from parameters, except for the model's outputs."""
     trace = stage(cmodel, "schedule")
     (result, (saved, _)) = trace.bound_symbols[-1].args
     return names(saved) & unsharded_values(trace).keys() - names(result["output"])
