@@ -1,5 +1,5 @@
-"""The compiler of shardtrace: passes over Thunder's traces that shard parameters, insert, schedule and verify
-collectives. Pure: a trace in, a new trace out; no module, optimizer, file or environment is touched.
+"""The compiler of shardtrace: passes over Thunder's traces that shard parameters and that insert, schedule and verify
+collectives. Pure: a trace in, a new trace out. Touches no module, optimizer, file or environment.
 
 ``import passes`` (and so ``import shardtrace``) makes Thunder importable on torch 2.13: see :mod:`passes.compat`.
 """

@@ -1,9 +1,9 @@
 """Pass (gradient accumulation): keeps gradients unreduced for later steps, or adds the kept ones to them.
 
     accumulate(grads, bucket)               replaces their reduction: adds them to the kept ones
-    grads = accumulated(grads, bucket)      precedes their reduction: adds the kept ones, and clears these
+    grads = accumulated(grads, bucket)      precedes their reduction: adds the kept ones and clears them
 
-Works on a lowered backward. Tracing a forward decides which of the two a model wants, if any
+Works on a lowered backward. The tracing of forward decides which of the two a model needs, if any
 (:class:`passes.plan.Gradients`). Thunder keeps a compiled step for each.
 """
 
@@ -23,8 +23,8 @@ from thunder.executors.passes import del_last_used
 
 
 def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> TraceCtx:
-    """Returns a backward that keeps gradients, and returns None for them, or adds the kept ones, as each model's step
-    says. Any other trace is returned unchanged."""
+    """Returns a backward that keeps gradients (and returns None for them) or adds the kept ones, as each model's step
+    says. Returns any other trace unchanged."""
     gradients = {runtime: step.gradients for runtime, step in steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
@@ -32,9 +32,9 @@ def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> T
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
     made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
     first = sum(is_unpack(b) for b in lines)  # a gradient may be an input of backward
-    inserted: dict[int, list[BoundSymbol]] = {}  # by the line that they precede: as soon as the gradients exist
-    kept: set[str] = set()  # futures and gradients that this step does not have
-    reduced: set[str] = set()  # may be reduced a second time, with a hybrid strategy, or copied to the host
+    inserted: dict[int, list[BoundSymbol]] = {}  # by the line that they precede, as soon as the gradients exist
+    kept: set[str] = set()  # futures and gradients that this step no longer has
+    reduced: set[str] = set()  # may be reduced again (hybrid strategies) or copied to the host
     replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
     for bsym in lines:
         if is_gather(bsym):

@@ -1,12 +1,12 @@
-"""Pass: the ranks compare what they have compiled, now, and which step they are about to run, each time.
+"""Pass: compares across ranks the collectives that they have compiled, and inserts a check of each step before it runs.
 
-    check_ranks(ranks_0)        ahead of all that a forward computes
-    note(forward_ends_0)        where it ends
+    check_ranks(ranks_0)        before a forward computes anything
+    note(forward_ends_0)        the last line of a forward
     note(backward_begins_0)     the first line of a backward
-    note(backward_ends_0)       its last line
+    note(backward_ends_0)       the last line of a backward
 
-The notes let the next forward tell that an exception has left this rank in the middle of a step, or that it has skipped
-a backward.
+The notes tell the next forward if an exception has left this rank in the middle of a step, or if the rank has skipped a
+backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thunder.core.trace import TraceCtx, from_trace
 def compare_ranks(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
     """Compares the collectives of the trace with other ranks', for each model, and adds them to its step.
 
-    Returns the trace with these lines for each model whose steps are compared.
+    Returns the trace with the lines above for each model whose steps are compared.
 
     Raises:
         Exception: on every rank of a model, if its ranks have compiled different collectives.
@@ -39,7 +39,7 @@ def compare_ranks(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
 
 
 def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
-    """The collectives of each model, in order, a text for each."""
+    """The collectives of each model as texts, in order."""
     sent: dict[Runtime, list[str]] = {}
     issues = [b for b in trace.bound_symbols if is_issue(b)]
     for bsym, row in zip(issues, collectives(trace), strict=True):
@@ -48,7 +48,7 @@ def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
 
 
 def insert_checks(trace: TraceCtx, steps: Mapping[Runtime, Step]) -> TraceCtx:
-    """The trace with its lines of checks and notes, for each model whose runtime has a ``progress``."""
+    """Returns the trace with checks and notes for each model whose runtime has a ``progress``."""
     compared = [(runtime, step) for runtime, step in steps.items() if runtime.progress is not None]
     if not compared:
         return trace

@@ -34,18 +34,18 @@ Run = Callable[[TraceCtx], TraceCtx]
 
 
 class Compilation:
-    """What the tracing of one call finds out and its passes need; renewed when the next call is traced."""
+    """Facts from the tracing of one call that its passes need. Renewed when the next call is traced."""
 
     def __init__(self) -> None:
         self.enlisted = Enlisted()
-        self.models: dict[str, None] = {}  # the names of the models that are traced, in order
+        self.models: dict[str, None] = {}  # the names of the traced models, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
-        self.swapped: dict[str, Swapped] = {}  # what forward saves, for the backward that follows
-        self.hidden: dict[int, Any] = {}  # what the interpreter is not to know between two calls of a module
+        self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
+        self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
-        """Starts afresh, unless ``tracing`` (Thunder's context of it) is the one that is going on already."""
+        """Starts afresh, unless ``tracing`` (Thunder's context of it) is already under way."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
             self.models, self.hidden = {}, {}
@@ -57,10 +57,10 @@ class Compilation:
 
 
 class Pass(Transform):
-    """One pass as a Transform. ``seconds`` is what its last run took.
+    """One pass as a Transform. ``seconds`` is the duration of its last run.
 
-    :class:`PassBeforeAutodiff` and :class:`PassAfterLowering` make one of a function, ours or a user's:
-    ``thunder.jit(model, transforms=[PassAfterLowering(my_pass)])``. :func:`pipeline` says where it runs.
+    :class:`PassBeforeAutodiff` and :class:`PassAfterLowering` turn a function, ours or a user's, into a pass:
+    ``thunder.jit(model, transforms=[PassAfterLowering(my_pass)])``. :func:`pipeline` gives the order.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,8 +72,8 @@ class Pass(Transform):
 
     @contextmanager
     def running(self, runtimes: Iterable[Runtime]) -> Iterator[None]:
-        """Times what is done inside. An error on this rank becomes one on every rank of the models, instead of a wait
-        for this one."""
+        """Times the work inside. Announces an error on this rank to all ranks of the models, so that they raise it
+        instead of waiting for this rank."""
         start = time.perf_counter()
         try:
             yield
@@ -88,7 +88,7 @@ class Pass(Transform):
 
 
 class ShardParameters(Pass):
-    """The first pass: the only one that changes the prologue and the epilogue too."""
+    """The first pass, and the only one that also changes the prologue and the epilogue."""
 
     def __init__(self, compilation: Compilation) -> None:
         super().__init__("shard_parameters")
@@ -112,13 +112,13 @@ class ShardParameters(Pass):
 class PassBeforeAutodiff(Pass):
     """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
-    ``name`` is the function's, unless another is given.
+    ``name`` defaults to the function's.
     """
 
     def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
         super().__init__(name or run.__name__)
         self.run = run
-        self.compilation = compilation  # for a pass that runs before the trace itself has buckets
+        self.compilation = compilation  # for a pass that runs before the trace has buckets
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -134,8 +134,8 @@ class PassBeforeAutodiff(Pass):
 class PassAfterLowering(Pass):
     """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
 
-    What it returns is verified, except for the limits of memory unless the trace is ``scheduled`` by then. ``name`` is
-    the function's, unless another is given.
+    The result is verified; limits of memory are checked only if the trace is ``scheduled`` by then. ``name`` defaults
+    to the function's.
     """
 
     def __init__(self, run: Run, name: str = "", *, scheduled: bool = False) -> None:
@@ -160,13 +160,13 @@ class PassAfterLowering(Pass):
 
 
 def runtimes_in(trace: TraceCtx) -> tuple[Runtime, ...]:
-    """Those of the models whose buckets a trace synchronizes, gathers or reduces."""
+    """The runtimes of the models whose buckets a trace synchronizes, gathers or reduces."""
     lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
     return tuple(dict.fromkeys(bucket_of(b).plan.runtime for b in lines))
 
 
 class CompareRanks(Pass):
-    """The last of our passes. Its errors are raised on every rank by themselves."""
+    """The last of our passes. Its errors need no announcement, because every rank raises them."""
 
     def __init__(self, compilation: Compilation) -> None:
         super().__init__("compare_ranks")
@@ -181,33 +181,33 @@ class CompareRanks(Pass):
 
 
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
-    """The passes, in the order in which Thunder calls them, and among them the user's ``transforms``."""
+    """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
     return [
-        # parameters are shards from here on; first, as the next pass needs to know which inputs are parameters
+        # first, because the next pass needs to know which inputs are parameters; they are shards from here on
         ShardParameters(compilation),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff(
             lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
         ),
-        # before autodiff, which hands the tags on to what becomes of a line; before others take lines apart
+        # before autodiff, which hands a line's tags on to its successors; before other passes split lines
         PassBeforeAutodiff(keep_random),
-        # before autodiff, as that reads the tags; before regather, which takes lines apart that mix activations with
+        # before autodiff, which reads the tags; before regather, which splits lines that mix activations with
         # parameters: the parts inherit the tags
         PassBeforeAutodiff(checkpoint_activations),
-        # before autodiff, as that reads the tags; after the gathers are there
+        # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
-        # after lowering, as it mends what fusions have done to what is saved
+        # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
-        # after lowering, when backward is there; before what is done with reduced gradients
+        # after lowering, when backward exists; before the passes that work on reduced gradients
         PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
-        # after autodiff and lowering, when it is known what backward returns; before schedule, which puts the waits
-        # for gradients before it
+        # after autodiff and lowering, when the results of backward are known; before schedule, which puts the waits
+        # for gradients ahead of it
         PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *(t for t in transforms if isinstance(t, Pass)),
-        # the last pass: executors and fusions have had their say about the order of lines
+        # last, because executors and fusions change the order of lines
         PassAfterLowering(schedule, scheduled=True),
         CompareRanks(compilation),
-        # Thunder's own Transforms, such as CUDA graphs, work on what will run
+        # Thunder's own Transforms, such as CUDA graphs, work on the trace that will run
         *(t for t in transforms if not isinstance(t, Pass)),
     ]

@@ -1,10 +1,10 @@
-"""Pass over the epilogue: a backward with ``create_graph=True`` raises.
+"""Pass over the epilogue: makes a backward with ``create_graph=True`` raise.
 
     refuse_double_backward((t0,), "GPT")        before an epilogue returns the outputs
 
-Thunder compiles backward, and autograd cannot differentiate what is compiled: without an error a gradient penalty would
-be dropped silently. The compiled backward itself runs without grad mode. Therefore the line puts a hook on the autograd
-node that calls it, which runs in the mode of ``torch.autograd.grad``, before anything is sent.
+Autograd cannot differentiate a compiled backward: without an error a gradient penalty would be dropped silently. The
+compiled backward itself runs without grad mode. Therefore the line puts a hook on the autograd node that calls it. The
+hook runs in the mode of ``torch.autograd.grad``, before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunct
 
 
 def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
-    """The epilogue of ``model`` with that line; the same trace if it returns no tensors."""
+    """Returns the epilogue of ``model`` with that line, or the same trace if it returns no tensors."""
     *lines, last = epilogue.bound_symbols
     outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
     if not outputs:
@@ -34,7 +34,7 @@ def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], model: str) -> None:
-    for node in {output.grad_fn for output in outputs}:  # Thunder's one for all outputs, and those of inputs passed on
+    for node in {output.grad_fn for output in outputs}:  # Thunder's node for all outputs, and those of inputs passed on
         if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
             node.register_prehook(partial(_refuse, model))  # type: ignore[union-attr]
 

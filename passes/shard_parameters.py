@@ -1,8 +1,8 @@
 """Pass 1: parameters enter the trace as shards.
 
-The model was traced at its full shapes. Here the proxies of sharded parameters get their shard's shape, device and
-dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body of
-the computation is left as it was, but for marks that tell what a line comes from (:mod:`passes.analysis.origins`):
+The model was traced with its full shapes. This pass gives the proxies of sharded parameters their shard's shape, device
+and dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body
+of the computation is unchanged, except for marks that tell where a line comes from (:mod:`passes.analysis.origins`).
 :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
@@ -35,7 +35,7 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
     _insert_guards(new_prologue, enlisted)
 
     new_computation = from_trace(computation)
-    # inputs of the computation are proxies of their own, equal to the prologue's outputs by name
+    # the computation's inputs are separate proxies with the names of the prologue's outputs
     inputs = {
         variableify(p): _as_shard(p, new_computation, enlisted) for p in computation.args if variableify(p) in swap
     }
@@ -48,7 +48,7 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
 
 
 def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> TensorProxy:
-    """The same value with its shard's shape: a new proxy that takes over the name in ``trace``."""
+    """Returns the proxy with its shard's shape: a new one that takes over the name in ``trace``."""
     parameter = enlisted.get(proxy)
     assert parameter is not None
     trace.names.discard(proxy.name)
@@ -58,7 +58,7 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
 
 
 def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
-    """A check of a parameter's metadata, against the shard's shape, device and dtype."""
+    """Makes a check of a parameter's metadata expect the shard's shape, device and dtype."""
     if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
         return bsym
     proxy, _, _, _, requires_grad = bsym.args
@@ -67,10 +67,10 @@ def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> Boun
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
-    """One line for each model, ahead of the other checks: which of several compiled steps is the right one shows there.
+    """Inserts a line for each model, ahead of the other checks, that selects among several compiled steps.
 
-    It reads the call's arguments, for no other reason than that Thunder's PrunePrologueChecks takes a line that reads
-    nothing for an error.
+    It reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for an
+    error.
     """
     lines = prologue.bound_symbols
     first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)

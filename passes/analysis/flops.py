@@ -1,4 +1,4 @@
-"""What a line of compute does: the FLOPs of its matrix products and the bytes that it moves.
+"""The work of a line of compute: the FLOPs of its matrix products and the bytes that it moves.
 
 A multiply-add is 2 FLOPs, as in PyTorch's ``torch.utils.flop_counter``.
 """
@@ -21,25 +21,25 @@ from thunder.executors import sdpaex
 
 
 class Work(NamedTuple):
-    """FLOPs by the rate at which they are done: fp32 (and fp64, whose rate is not known), and 16 bits or less."""
+    """FLOPs by the rate at which they are done: fp32 (and fp64, whose rate is unknown), and 16 bits or less."""
 
     full: int
     half: int
 
 
 def flops(bsym: BoundSymbol) -> int:
-    """FLOPs of the matrix products, convolutions and attentions in a line, its subsymbols included."""
+    """FLOPs of the matrix products, convolutions and attentions in a line, including its subsymbols."""
     return sum(work(bsym))
 
 
 def work(bsym: BoundSymbol) -> Work:
-    """:func:`flops`, by the rate at which they are done."""
+    """The :func:`flops` of a line, by the rate at which they are done."""
     function = differentiated(bsym.sym)
     rule = FLOPS.get(identity(bsym.sym) if function is None else function)
     if rule is not None:
         tensors, out = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)[0]
-        # Such a gradient takes the arguments and the output's gradient. It computes the output again and then, as a
-        # rule, two gradients of the same cost.
+        # A function's gradient takes its arguments and the output's gradient. It recomputes the output and then
+        # usually computes two gradients of the same cost.
         count = rule(tensors, out) if function is None else 3 * rule(tensors[:-1], tensors[-1])
         return Work(0, count) if out.dtype.bytes <= 2 else Work(count, 0)
     full = half = 0
@@ -50,7 +50,7 @@ def work(bsym: BoundSymbol) -> Work:
 
 
 def is_library_call(sym: Symbol) -> bool:
-    """True for a symbol that fusions leave to a library: what goes in and what comes out lies in memory."""
+    """True for a symbol that fusions leave to a library. Its inputs and outputs are in memory."""
     return identity(sym) in FLOPS
 
 
@@ -61,10 +61,10 @@ def is_free(bsym: BoundSymbol) -> bool:
 
 
 def bytes_moved(bsym: BoundSymbol) -> int:
-    """Bytes that a line reads and writes in memory: each tensor that goes in or comes out once.
+    """Bytes that a line reads and writes in memory. Each input and output counts once.
 
-    A fusion moves only what crosses its border. A view moves nothing, a cast only what it changes, and a look-up (an
-    embedding, an index) reads no more of its table than it writes.
+    A fusion moves only its inputs and outputs. A view moves nothing, a cast only the tensors that it changes, and a
+    look-up (an embedding, an index) reads no more of its table than it writes.
     """
     found = properties(bsym.sym)
     if found & (Property.FREE | Property.VIEW):
@@ -83,7 +83,7 @@ def bytes_moved(bsym: BoundSymbol) -> int:
 
 
 def _changed(bsym: BoundSymbol) -> list[tuple[TensorProxy, TensorProxy]]:
-    """The arguments of a cast that have another dtype or device, each with its result."""
+    """The arguments of a cast whose dtype or device changes, each with its result."""
     pairs = zip(_tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs), strict=False)
     return [(a, b) for a, b in pairs if (a.dtype, a.device) != (b.dtype, b.device)]
 
@@ -96,12 +96,12 @@ def _summed(bsym: BoundSymbol) -> int:
 
 
 def _sizes(tensors: Iterable[TensorProxy]) -> dict[str, int]:
-    """Bytes of each tensor, by name: one that is passed twice is read once."""
+    """Bytes of each tensor, by name. A tensor that is passed twice is read once."""
     return {t.name: _elements(t) * t.dtype.bytes for t in tensors}
 
 
 def _shape(p: TensorProxy) -> tuple[int, ...]:
-    # with symbolic values a dimension is a proxy, known by the value that it had when the call was traced
+    # with symbolic values a dimension is a proxy that has the value from when the call was traced
     return tuple(d if isinstance(d, int) else int(d.value) for d in shape_of(p))
 
 
@@ -130,7 +130,7 @@ def _product(left: int) -> Rule:
 def _grouped_product(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
     """Products of groups of rows, each with its own matrix, (m, k) x (g, k, n) -> (m, n), and their gradients."""
     a, b = tensors[:2]
-    if len(_shape(a)) == 2:  # each element meets one row of one matrix
+    if len(_shape(a)) == 2:  # each element is multiplied by one row of one matrix
         return 2 * _elements(a) * _shape(b)[-1]
     return _product(0)(tensors, out)
 
@@ -149,7 +149,7 @@ def _attention(query: int, by_key: int, by_value: int) -> Rule:
     """Fused attention: ``by_key`` products with the keys' width and ``by_value`` with the values', for each pair of a
     query and a key.
 
-    ``query`` is its place among the tensor arguments; keys and values follow. Queries are (..., queries, width), keys
+    ``query`` is its index among the tensor arguments; keys and values follow. Queries are (..., queries, width), keys
     (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
     """
 
@@ -163,7 +163,7 @@ def _attention(query: int, by_key: int, by_value: int) -> Rule:
 
 _attention_forward = _attention(query=0, by_key=1, by_value=1)  # Q K^T and P V
 
-# The scores again, and the gradients of Q and K; then those of P and V. The output's gradient comes first.
+# By key: recomputed scores, gradients of Q and K. By value: gradients of P and V. The output's gradient comes first.
 _attention_backward = _attention(query=1, by_key=3, by_value=2)
 
 
@@ -182,7 +182,7 @@ FLOPS: Mapping[Hashable, Rule] = {
     "torch.nn.functional.scaled_dot_product_attention": _attention_forward,
     **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), _attention_forward),
     **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), _attention_backward),
-    # executors that are there only if their library is
+    # executors that exist only if their library is installed
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),
 }

@@ -1,5 +1,5 @@
-"""What is in flight while a trace runs, by the cost model: when the link is free, how many bytes there are, and which
-collectives still lack their inputs."""
+"""Collectives in flight while a trace runs, as the cost model predicts: when the link is free, how many bytes are in
+flight, and which collectives still lack inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Flight(NamedTuple):
 
 
 class Clock:
-    """The time of compute, ``now``, and the time at which each group's link is free: in seconds."""
+    """The time of compute, ``now``, and the time at which each group's link is free, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,17 +38,17 @@ class Clock:
         return Flight(start, done)
 
     def wait(self, flight: Flight) -> float:
-        """Lets compute wait until a collective is done. Returns the seconds for which it is idle."""
+        """Makes compute wait until a collective is done. Returns the seconds for which compute is idle."""
         idle, self.now = max(0.0, flight.done - self.now), max(self.now, flight.done)
         return idle
 
     def is_done(self, flight: Flight, *, margin: float) -> bool:
-        """True if it is done by now, even if it takes ``margin`` times as long."""
+        """True if a collective is done by now, even if it takes ``margin`` times as long."""
         return self.now >= flight.start + margin * (flight.done - flight.start)
 
 
 class Window:
-    """What each plan has in flight, and may have: bytes, and buckets that are gathered ahead of use."""
+    """The bytes in flight and the buckets gathered ahead of use, for each plan, and their limits."""
 
     def __init__(self, limits: Mapping[Plan, int]) -> None:
         self._limits = limits
@@ -66,12 +66,12 @@ class Window:
         return not inflight or inflight + bucket.bytes <= self._limits[bucket.plan]
 
     def no_room(self, bucket: Bucket) -> str:
-        """Why the bucket has no room."""
+        """The reason why the bucket has no room."""
         return f"more than {self._limits[bucket.plan]} bytes would be in flight"
 
     def obstacle(self, bucket: Bucket, leaving: Plan | None) -> str:
-        """Why the bucket may not be gathered now; empty if it may. ``leaving`` is the plan of a bucket that is being
-        waited for, which is no longer ahead of use."""
+        """The reason why the bucket may not be gathered now; empty if it may. ``leaving`` is the plan of a bucket that
+        is being waited for and is no longer ahead of use."""
         plan = bucket.plan
         if self._ahead[plan] - (plan is leaving) >= plan.prefetch:
             return f"more than prefetch={plan.prefetch} would be gathered ahead of use"
@@ -95,7 +95,7 @@ class Pending:
                 self._users.setdefault(name, []).append(b)
 
     def ready(self, name: str) -> list[BoundSymbol]:
-        """Those for which ``name`` was the last input to come."""
+        """The lines for which ``name`` was the last missing input."""
         users = self._users.pop(name, [])
         for b in users:
             self._missing[b.output.name].discard(name)

@@ -1,1 +1,1 @@
-"""How parameters and gradients travel: the collectives' symbols, one file for each transport, copies to the host."""
+"""Transport of parameters and gradients: the collectives' symbols, a file for each transport, copies to the host."""

@@ -1,10 +1,10 @@
-"""A bucket's collectives as messages between each pair of ranks: for gloo, whose own collectives are slower.
+"""A bucket's collectives as messages between each pair of ranks, for gloo, whose own collectives are slower.
 
-Each rank sends its shard of a parameter to every other rank without packing it, and receives the others' shards right
-in the unsharded parameter, without unpacking. No padding is on the wire. Gradients travel the other way: each rank
-receives the others' parts of its shard and adds them up. Both send ``(N - 1) / N`` of a bucket's bytes, the least
+Each rank sends its shard of a parameter to every other rank without packing it, and receives the others' shards
+directly in the unsharded parameter, without unpacking. Padding is not sent. Gradients travel the other way: each rank
+receives the others' parts of its shard and adds them up. Both ways send ``(N - 1) / N`` of a bucket's bytes, the least
 possible. Whole parameters travel from their owner to the other ranks, and their gradients to the owner, in the same
-way. (gloo's reduce_scatter sends all bytes, and its all_gather does not fill the link.)
+way. (gloo's reduce_scatter sends all bytes, and its all_gather does not saturate the link.)
 
 Members whose shards are small travel together, packed into one message to each rank.
 """
@@ -20,7 +20,7 @@ from passes.plan.layout import summed_to
 import torch
 from thunder.core.dtypes import to_torch_dtype
 
-# Two ranks match messages of one tag in the order in which they are sent.
+# Messages of one tag between two ranks are matched in the order in which they are sent.
 TAG = 0x5AD  # unlikely to be used by a script for its own messages in the same group
 
 
@@ -93,8 +93,8 @@ def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tenso
 
 
 def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
-    """Posts one message to and one from each other rank; ``send`` and ``receive`` are by rank. Both sides skip empty
-    messages."""
+    """Posts one message to and one from every other rank. ``send`` and ``receive`` are indexed by rank. Both sides skip
+    empty messages."""
     group = bucket.plan.group
     for rank in range(bucket.plan.world_size):
         if rank == bucket.plan.rank:
@@ -130,7 +130,7 @@ def _mean_shard(grad: torch.Tensor, others: torch.Tensor, member: Member, rank: 
 
 
 def _mean(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Multiplies before it adds: a sum of fp16 gradients may overflow even if their mean does not."""
+    """Multiplies before it adds, because a sum of fp16 gradients may overflow even if their mean does not."""
     share = 1 / (len(others) + 1)
     mean = mine * share
     for other in others:
@@ -139,7 +139,7 @@ def _mean(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(bucket: Bucket, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The members' tensors in the bucket's order, which both kinds follow."""
+    """Merges the large and the small members' tensors into the bucket's order, which each already follows."""
     if not large:
         return tuple(small)
     kinds = {True: iter(large), False: iter(small)}

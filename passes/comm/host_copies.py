@@ -15,6 +15,6 @@ def issue_offload(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Sent:
 
 
 def finish_offload(future: Sent, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Blocks the program: the optimizer runs next, on the host."""
+    """Blocks the program, because the optimizer runs next on the host."""
     future.copied.synchronize()
     return bucket.layout.unpack_row(future.row)

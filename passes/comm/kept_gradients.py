@@ -1,7 +1,7 @@
-"""Gradients that are kept from step to step, whole and unreduced, and the two lines that add to them and take them.
+"""Gradients that are kept from step to step, whole and unreduced, and the two symbols that add to them and take them.
 
 accumulate(grads, bucket)               replaces a reduction: adds gradients to the kept ones
-grads = accumulated(grads, bucket)      precedes a reduction: adds the kept ones to the gradients, and clears these
+grads = accumulated(grads, bucket)      precedes a reduction: adds the kept ones to the gradients and clears them
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from thunder.core.proxies import TensorProxy
 
 
 class KeptGradients:
-    """The gradients of a model that are still to be reduced, whole and by parameter. Lives from step to step."""
+    """The unreduced gradients of a model, whole, by parameter. They live from step to step."""
 
     def __init__(self) -> None:
         self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
-        self.used = False  # gradients were kept at some time
-        self.reducing = False  # gradients were taken since the last ones were kept
+        self.used = False  # gradients have ever been kept
+        self.reducing = False  # gradients have been taken since the last ones were kept
 
     def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
         self.used, self.reducing = True, False

@@ -1,4 +1,4 @@
-"""A bucket's collectives: each is one collective of the backend, on one flat buffer."""
+"""A bucket's collectives, each as one collective of the backend on one flat buffer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
-    """An issued collective; ``input`` must outlive it. ``copied`` is the copy of shards out of host memory to
-    ``staged``."""
+    """An issued collective. ``input`` must outlive it. ``copied`` marks the end of the copy of shards from host memory
+    to ``staged``."""
 
     work: Any
     output: torch.Tensor
@@ -42,7 +42,7 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
         for piece, place in zip(pieces, staged.split([piece.numel() for piece in pieces]), strict=True):
             host.load(piece, place)
         if row is not staged:
-            row.copy_(staged)  # on the device: a copy between devices casts on the host
+            row.copy_(staged)  # casts on the device: a copy between devices would cast on the host
         copied = host.mark()
         future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
         return future._replace(copied=copied, staged=staged)
@@ -58,7 +58,7 @@ def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
 
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits for the backend, which need not block the program. The copy out of host memory is over when this returns,
+    """Waits for the backend, which need not block the program. The copy from host memory is over when this returns,
     so that the shards may be changed."""
     future.work.wait()
     future.copied.synchronize()

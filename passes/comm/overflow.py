@@ -1,7 +1,7 @@
-"""An overflow of one rank made known to all: a flag that the ranks of a model add up, 0 or NaN.
+"""The overflow flag: 0 or NaN, summed over the ranks of a model so that all know of an overflow on one.
 
-Gradients that are not finite are found by their norms. The sum arrives at the first element of each gradient, so that
-every optimizer of every rank sees a NaN.
+Gradients that are not finite are found by their norms. The sum is added to the first element of each gradient, so that
+every optimizer on every rank sees a NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class InFlight(NamedTuple):
-    """The flag on the wire, and the gradients to which the sum is to be added."""
+    """The flag on the wire, and the gradients to which the sum is added."""
 
     work: Any
     flag: torch.Tensor
@@ -23,12 +23,12 @@ class InFlight(NamedTuple):
 
 
 def issue_share_overflow(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
-    """Starts to add up a flag: NaN if one of this rank's gradients has an inf or NaN, else 0."""
+    """Starts to add up the flag: NaN if one of this rank's gradients has an inf or NaN, else 0."""
     host = bucket.plan.host
-    device = grads[0].device if host is None else host.device  # gradients may be on the host, which nccl cannot send
+    device = grads[0].device if host is None else host.device  # gradients on the host are out of nccl's reach
     grads = tuple(g for g in grads if g.numel())
     norms = torch._foreach_norm(grads, float("inf")) if grads else [torch.zeros(())]
-    # 0 * inf and 0 * NaN are NaN. A sum keeps it; a maximum of some backends does not.
+    # 0 * inf and 0 * NaN are NaN. A sum keeps a NaN; the maximum of some backends does not.
     flag = torch.stack([n.to(device) for n in norms]).sum().float().mul(0).reshape(1)
     return InFlight(dist.all_reduce(flag, group=bucket.plan.group, async_op=True), flag, grads)
 

@@ -1,23 +1,23 @@
 """The collectives of a bucket, as symbols of a trace and as the functions that they run.
 
-    full = synchronize(shards, bucket)          what a pass inserts; autodiff and lowering turn it into
-    future = all_gather(shards, bucket)         the shards of all ranks, on their way
+    full = synchronize(shards, bucket)          inserted by a pass; autodiff and lowering turn it into
+    future = all_gather(shards, bucket)         the shards of all ranks, in flight
     full = wait_all_gather(future, bucket)      the unsharded, unpadded parameters
-    future = reduce_scatter(grads, bucket)      gradients, averaged over ranks, on their way to their shards' owners
+    future = reduce_scatter(grads, bucket)      gradients, averaged over ranks, in flight to their shards' owners
     grads = wait_reduce_scatter(future, bucket) this rank's shards of the averaged gradients
 
-``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members. Where ranks own whole
-parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce. Where every rank has them whole:
+``shards``, ``full`` and ``grads`` are tuples of tensors in the order of the bucket's members. If ranks own whole
+parameters, the two pairs are broadcast, wait_broadcast and reduce, wait_reduce. If every rank has whole parameters:
 
-    full = replicated(params, bucket)           the same tensors, or a copy in the dtype of their use
-    future = all_reduce(grads, bucket)          gradients, averaged over ranks
+    full = replicated(params, bucket)           the same tensors, or copies in their compute dtype
+    future = all_reduce(grads, bucket)          gradients, averaged over ranks, in flight
     grads = wait_all_reduce(future, bucket)
 
-Where parameters are at rest in host memory, a gather begins with the copy of the shards to the device, and after the
-reduction of gradients come two lines more:
+If parameters are at rest in host memory, a gather begins with the copy of the shards to the device, and two more lines
+follow the reduction of gradients:
 
-    future = offload(grads, bucket)             this rank's shards of the gradients, on their way to the host
-    grads = wait_offload(future, bucket)        and there
+    future = offload(grads, bucket)             this rank's shards of the gradients, in flight to the host
+    grads = wait_offload(future, bucket)        the same shards, on the host
 
 In fp16 a backward ends with:
 
@@ -47,7 +47,7 @@ from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
 
-# Symbols of an executor are kept by Thunder's lowering as they are, whichever executors the user chose.
+# Thunder's lowering keeps an executor's symbols as they are, whichever executors the user chose.
 executor = OperatorExecutor("shardtrace", version="0.1")
 
 
@@ -55,7 +55,7 @@ Run = Callable[[Any, Bucket], Any]
 
 
 def _blaming(function: Run) -> Run:
-    """``function`` with an error that says so where another rank is the cause of one."""
+    """Wraps ``function`` so that its error says so if another rank is the cause."""
 
     @functools.wraps(function)
     def run(value: Any, bucket: Bucket) -> Any:
@@ -69,7 +69,7 @@ def _blaming(function: Run) -> Run:
 
 
 def _finishes(function: Run) -> Run:
-    """Of a function that waits for a future."""
+    """Wraps a function that waits for a future."""
     finish = _blaming(function)
 
     @functools.wraps(function)
@@ -82,7 +82,7 @@ def _finishes(function: Run) -> Run:
 
 
 def _issues(finish: Run) -> Callable[[Run], Run]:
-    """Of a function that returns a future, for which ``finish`` waits."""
+    """Wraps a function that returns a future, for which ``finish`` waits."""
 
     def decorate(function: Run) -> Run:
         issue = _blaming(function)
@@ -121,7 +121,7 @@ def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) ->
     with host.ahead():
         for shard, place in zip(shards, places, strict=True):
             host.load(shard, place)
-        host.mark().synchronize()  # what the wire does with them is not ours to wait for
+        host.mark().synchronize()  # here, because the streams that the wire uses are unknown
     return wire.issue(places, bucket)
 
 
@@ -170,9 +170,9 @@ def symbol(
     properties: Property = Property.FREE,
     tags: Sequence[Any] = (),
 ) -> Symbol:
-    """A symbol that runs ``fn``; one without a function is lowered to its subsymbols.
+    """Makes a symbol that runs ``fn``. A symbol without a function is lowered to its subsymbols.
 
-    ``properties`` say what it does besides sending: most of ours compute nothing.
+    ``properties`` describe its work besides sending. Most of our symbols compute nothing.
     """
     return symbol_that_calls(
         name, meta, fn, id=f"shardtrace.{name}", executor=executor if fn else None, is_prim=fn is not None,
@@ -252,11 +252,11 @@ REDUCTIONS = {
     all_reduce.id: wait_all_reduce.id,
 }
 OVERFLOWS = {share_overflow.id: wait_share_overflow.id}
-OFFLOADS = {offload.id: wait_offload.id}  # no collectives: each rank by itself
+OFFLOADS = {offload.id: wait_offload.id}  # not collectives: each rank copies by itself
 
 
 def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    """The lines that bring a bucket's parameters to their use, in the trace that is being made."""
+    """Adds the lines that unshard a bucket's parameters to the trace that is being made."""
     match bucket.plan.placement:
         case Placement.REPLICATE:
             return replicated(shards, bucket)
@@ -267,7 +267,7 @@ def unshard(shards: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProx
 
 
 def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    """Gradients of unsharded parameters, averaged over ranks, where the parameters are at rest."""
+    """Averages gradients of unsharded parameters over ranks, and places them like the parameters at rest."""
     match bucket.plan.placement:
         case Placement.REPLICATE:
             grads = wait_all_reduce(all_reduce(grads, bucket), bucket)
@@ -278,8 +278,8 @@ def _average(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProx
     return grads if bucket.outer is None else _average(grads, bucket.outer)
 
 
-# Has no function of its own: lowering takes its subsymbols. Thunder's autodiff treats a symbol whose arguments
-# all are frozen as a constant and leaves it whole, but never one that is called "synchronize".
+# Has no function: lowering takes its subsymbols. Thunder's autodiff takes a symbol for a constant and leaves it whole
+# if all of its arguments are frozen, except for symbols named "synchronize".
 synchronize = symbol("synchronize", unshard, None)
 
 
@@ -306,10 +306,10 @@ def _check_parameters(guard: ContextObject, args: Any) -> None:
     guard.obj()
 
 
-# A line of the prologue. By raising it makes Thunder trace again, if a parameter was replaced since it was sharded, or
-# look for another compiled step, if another one is wanted.
+# A line of the prologue. It raises if a parameter was replaced since it was sharded (Thunder then traces again), or if
+# another compiled step is wanted (Thunder then looks for that one).
 check_parameters = symbol("check_parameters", lambda guard, args: None, _check_parameters, tags=[OpTags.DONT_DCE])
 # The first line of a forward: raises if ranks are about to run different steps.
 check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
-# Where a forward ends, and a backward begins and ends: what the next check_ranks is to know.
+# Notes for the next check_ranks that a forward ends, or that a backward begins or ends.
 note = symbol("note", lambda progress: None, _call, tags=[OpTags.DONT_DCE])

@@ -1,4 +1,4 @@
-"""What is to be done, as frozen data: placements, buckets, layouts and rates. No trace or process is touched here."""
+"""The sharding plan as frozen data: placements, buckets, layouts and rates. Touches no trace and no process."""
 
 from passes.plan.bucket import Bucket, OverflowFlag, Wire, inflight_limits
 from passes.plan.cost import CostModel, Device, Link, default_cost_model

@@ -17,12 +17,12 @@ from thunder.core.codeutils import ContextObject
 
 @dataclass(frozen=True)
 class Wire:
-    """Another way to gather a bucket's shards, for a pass that puts it in place of the plan's: compressed, say.
+    """A custom way to gather a bucket's shards, compressed for example. A pass puts it in place of the plan's own.
 
     Args:
-        issue: ``issue(shards, bucket)`` starts to send this rank's shards, and returns a future of any kind.
-        finish: ``finish(future, bucket)`` waits, and returns the unsharded parameters in the dtype of their use.
-        bytes: ``bytes(bucket)`` travel for the whole group.
+        issue: ``issue(shards, bucket)`` starts to send this rank's shards and returns a future of any type.
+        finish: ``finish(future, bucket)`` waits and returns the unsharded parameters in their compute dtype.
+        bytes: ``bytes(bucket)`` is the number of bytes that travel for the whole group.
     """
 
     issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
@@ -33,9 +33,9 @@ class Wire:
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
-    Thunder prints a ContextObject by its name: a trace reads ``all_gather((w, b), h_0)``. :mod:`passes.plan.layout`
-    says how the members lie on the wire, where their dtype is ``dtype``. A bucket with a ``wire`` of its own is
-    gathered by that, and never reduced.
+    Thunder prints a ContextObject by its name: a trace reads ``all_gather((w, b), h_0)``. ``dtype`` is the dtype on the
+    wire; :mod:`passes.plan.layout` defines the layout there. A bucket with a ``wire`` is gathered by it and never
+    reduced.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Bucket(ContextObject):
         wire: Wire | None = None,
     ) -> None:
         super().__init__(name, self)  # ``name`` is an identifier, unique in its trace
-        self.label = label  # what users know: the qualified name of a module
+        self.label = label  # the name that users see: the qualified name of a module
         self.plan = plan
         self.members = members
         self.dtype = dtype
         self.wire = wire
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
-        self.full_numel = sum(m.parameter.full_numel for m in members)  # and all ranks, padding included
+        self.full_numel = sum(m.parameter.full_numel for m in members)  # elements of all ranks, padding included
 
     @property
     def rest_dtype(self) -> dtypes.dtype:
@@ -63,7 +63,7 @@ class Bucket(ContextObject):
 
     @cached_property
     def trainable(self) -> Bucket | None:
-        """The bucket of the members whose gradients are reduced, as they are reduced; None if all are frozen."""
+        """The bucket of the trainable members, in the dtype of their reduction; None if all members are frozen."""
         members = tuple(m for m in self.members if m.trainable)
         dtype = self.plan.reduced_dtype(self.rest_dtype)
         if len(members) == len(self.members) and dtype == self.dtype:
@@ -88,7 +88,7 @@ class Bucket(ContextObject):
 
     @cached_property
     def packed(self) -> Layout:
-        """Of the small members alone: they travel together where ranks exchange messages."""
+        """The layout of only the small members, which travel together if ranks exchange messages."""
         return self._layout([self.members[i] for i in self.layout.small])
 
     def _layout(self, members: Sequence[Member]) -> Layout:
@@ -99,12 +99,12 @@ class Bucket(ContextObject):
 
     @property
     def trips(self) -> int:
-        """How often each byte goes through the link: an all_reduce is a reduce_scatter and an all_gather."""
+        """How often each byte crosses the link: twice for an all_reduce (a reduce_scatter and an all_gather)."""
         return 2 if self.plan.placement is Placement.REPLICATE else 1
 
     @property
     def bytes(self) -> int:
-        """Bytes of the unsharded bucket, padding included: what a collective moves for the whole group."""
+        """Bytes of the unsharded bucket, padding included. A collective moves these for the whole group."""
         return self.wire.bytes(self) if self.wire is not None else self.full_numel * self.dtype.bytes
 
     def __repr__(self) -> str:
@@ -113,8 +113,7 @@ class Bucket(ContextObject):
 
 
 class OverflowFlag(Bucket):
-    """One number that the ranks of a model add up: NaN if a gradient overflowed on any of them, else 0. It has no
-    members."""
+    """One number, summed over the ranks of a model: NaN if a gradient overflowed on any rank, else 0. No members."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         super().__init__(plan.model, name, plan, (), dtypes.float32)
@@ -126,9 +125,9 @@ class OverflowFlag(Bucket):
 
 
 def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
-    """For each plan of a trace's buckets, the bytes that its collectives may have in flight at once.
+    """The bytes that collectives may have in flight at once, for each plan of a trace's buckets.
 
-    One bucket alone may be larger.
+    A single bucket may be larger.
     """
     largest: dict[Plan, int] = {}
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""Which parameters travel together: a function of the order in which a trace first uses them, and of nothing else."""
+"""Groups parameters into buckets. The result depends only on their plan and on the order of first use in a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 2**20
 
 
 class Use(NamedTuple):
-    """A member, with what must be equal for two members to share a collective."""
+    """A member with its dtype and device, which must be equal for two members to share a collective."""
 
     member: Member
     dtype: dtypes.dtype
@@ -36,17 +36,17 @@ class Group(NamedTuple):
 
 
 def group_uses(uses: Iterable[Use]) -> list[Group]:
-    """Groups parameters, given in order of first use, into buckets; returned in order of first use as well.
+    """Groups parameters into buckets. Takes and returns them in order of first use.
 
     - "none": each parameter by itself.
     - "layer": the parameters that one module owns.
-    - "block": those of one repeated block; what lies outside the blocks is grouped by first use, so that an
-      embedding does not wait for, and is not held until, the head.
-    - "model": all of them.
-    - a size in MB: consecutive parameters, as many as fit; a larger one by itself.
+    - "block": the parameters of one repeated block. Those outside the blocks are grouped by first use, so that an
+      embedding neither waits for the head nor is held until it.
+    - "model": all parameters.
+    - a size in MB: as many consecutive parameters as fit; a larger one by itself.
 
-    Parameters of different models, dtypes or devices never share a bucket. Within one they are in the model's order,
-    as their shards lie in memory.
+    Parameters of different models, dtypes or devices never share a bucket. Within a bucket they are in the model's
+    order, like their shards in memory.
     """
     uses = list(uses)
     keys = {id(u): key for u, key in zip(uses, _keys(uses), strict=True)}
@@ -60,7 +60,7 @@ def group_uses(uses: Iterable[Use]) -> list[Group]:
 
 
 def _keys(uses: list[Use]) -> list[Hashable]:
-    """For each use, what names its bucket within its model, dtype and device."""
+    """For each use, the key of its bucket among those of the same model, dtype and device."""
     keys: list[Hashable] = []
     size_index, size = 0, 0
     run = {id(u): i for i, (_, g) in enumerate(groupby(uses, lambda u: u.parameter.block)) for u in g}
@@ -83,7 +83,7 @@ def _keys(uses: list[Use]) -> list[Hashable]:
 
 
 def _label(uses: list[Use]) -> str:
-    """A name that tells users what is in the bucket: the common block or module, or the first and the last."""
+    """The name of a bucket for users: the common block or module, or the first and the last."""
     parameters = [u.parameter for u in uses]
     strategy = parameters[0].plan.bucketing
     if strategy == "none":

@@ -1,6 +1,6 @@
 """The cost model: how long collectives and compute take, from a handful of measured rates.
 
-``shardtrace.calibrate`` measures the rates of a machine; the constants below are used where nothing was measured.
+``shardtrace.calibrate`` measures the rates of a machine; the constants below are the defaults.
 :mod:`passes.analysis.seconds` applies them to the lines of a trace.
 
 The roofline model (Williams, Waterman and Patterson, 2009): a line takes as long as its arithmetic or its memory
@@ -17,8 +17,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the ranks. ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: seconds
-    that each collective takes besides."""
+    """The link between ranks. ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: extra
+    seconds for each collective."""
 
     bandwidth: float
     latency: float
@@ -29,15 +29,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What computes. ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16;
-    ``bandwidth``: bytes/s of memory, read and written; ``overhead``: seconds for each line of a trace besides;
-    ``host_bandwidth``: bytes/s that are copied between its memory and the host's, either way."""
+    """The device that computes. ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16;
+    ``bandwidth``: bytes/s of memory, read and written; ``overhead``: extra seconds for each line of a trace;
+    ``host_bandwidth``: bytes/s of copies between its memory and the host's, in either direction."""
 
     flops: float
     half_flops: float
     bandwidth: float
     overhead: float
-    host_bandwidth: float = 20e9  # of the 32 GB/s of PCIe 4.0 x16, what is left of it to a copy
+    host_bandwidth: float = 20e9  # the part of PCIe 4.0 x16's 32 GB/s that a copy reaches
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -45,30 +45,30 @@ class Device:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds for what stands in a trace. ``dataclasses.asdict`` and :meth:`from_dict` are each other's inverse."""
+    """Rates, and the seconds that follow from them. :meth:`from_dict` is the inverse of ``dataclasses.asdict``."""
 
     link: Link
     device: Device
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
-        """Raises KeyError, TypeError or ValueError if something is missing, unknown or not a rate."""
+        """Raises KeyError, TypeError or ValueError if an entry is missing, unknown or not a rate."""
         return cls(Link(**data["link"]), Device(**data["device"]))
 
     def collective_seconds(self, nbytes: int, ranks: int) -> float:
-        """One collective that moves ``nbytes`` for the whole group, from issue to arrival on an otherwise idle link.
+        """Seconds from issue to arrival of a collective that moves ``nbytes`` for the whole group, on an idle link.
 
-        Each of the N ranks sends ``nbytes * (N - 1) / N`` and receives as many: by a ring as well as directly, and no
-        algorithm sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").
+        Each of the N ranks sends ``nbytes * (N - 1) / N`` and receives as many, by a ring or directly. No algorithm
+        sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").
         """
         return self.link.latency + nbytes * (ranks - 1) / ranks / self.link.bandwidth
 
     def copy_seconds(self, nbytes: int) -> float:
-        """A copy between host memory and device memory, either way."""
+        """Seconds for a copy between host and device memory, in either direction."""
         return nbytes / self.device.host_bandwidth
 
     def compute_seconds(self, flops: int, half_flops: int, nbytes: int) -> float:
-        """One line of compute: FLOPs in fp32, FLOPs in bf16 or fp16, and bytes read and written."""
+        """Seconds for one line of compute: FLOPs in fp32, FLOPs in bf16 or fp16, and bytes read and written."""
         arithmetic = flops / self.device.flops + half_flops / self.device.half_flops
         return self.device.overhead + max(arithmetic, nbytes / self.device.bandwidth)
 
@@ -82,16 +82,15 @@ def _check_rates(rates: Link | Device) -> None:
             raise ValueError(f"{name} of {type(rates).__name__} must be finite and positive, not {value!r}")
 
 
-# ---- where nothing was measured ----
-# Pessimistic about links and optimistic about devices: whoever believes that a link is slow beside the compute issues
-# gathers earlier and waits for reductions later, which costs some memory; whoever believes that it is fast leaves
-# compute idle.
+# ---- defaults ----
+# Pessimistic about links and optimistic about devices. If the link is in fact faster, gathers are issued too early and
+# reductions are waited for too late, which costs some memory. If it is in fact slower, compute is idle.
 
-# 1 Gbit/s, the slowest network that ranks are usually joined by; a round trip through TCP and gloo's threads.
+# 1 Gbit/s, the slowest network that usually connects ranks; a round trip through TCP and gloo's threads.
 GLOO = Link(bandwidth=0.125e9, latency=200e-6)
 # A tenth of NVLink and a bit less than 100 Gbit/s InfiniBand; a kernel launch and a ring's hops over a few nodes.
 NCCL = Link(bandwidth=10e9, latency=30e-6)
-# Some 16 cores with AVX-512 at 2 GHz (2 units x 16 lanes x 2 FLOPs each), bf16 at twice that, eight channels of DDR4;
+# About 16 cores with AVX-512 at 2 GHz (2 units x 16 lanes x 2 FLOPs each), bf16 at twice that, eight channels of DDR4;
 # calling torch from Python takes a few microseconds.
 CPU = Device(flops=2e12, half_flops=4e12, bandwidth=200e9, overhead=3e-6)
 # NVIDIA H100 SXM, from its data sheet: dense TF32 and bf16, HBM3; launching a kernel takes 5 us.
@@ -102,7 +101,7 @@ def default_cost_model(device_type: str, backend: str) -> CostModel:
     """The constants for a ``torch.device``'s type and a process group's backend.
 
     An accelerator other than CUDA counts as CUDA. A backend other than gloo and nccl (fake, MPI, UCC) counts as the
-    one that is usual for the device.
+    device's usual one.
     """
     on_cpu = device_type == "cpu"
     links = {"gloo": GLOO, "nccl": NCCL}

@@ -1,4 +1,4 @@
-"""What the tracing of a call found out, for the passes."""
+"""Facts that the tracing of a call collects for the passes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from passes.plan.step import Gradients, Step
 
 @dataclass
 class Enlisted:
-    """Which inputs of a trace are sharded parameters, and the step of each model that is being compiled.
+    """The sharded parameters among a trace's inputs, and the step that is being compiled for each model.
 
-    A proxy is known by its ``history`` (Thunder's record of where the value came from), which survives renaming.
+    A proxy is identified by its ``history`` (Thunder's record of where the value came from), which survives renaming.
     """
 
     by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
@@ -32,5 +32,5 @@ class Enlisted:
 
     @property
     def runtimes(self) -> tuple[Runtime, ...]:
-        """Those of the models whose parameters were found."""
+        """The runtimes of the models whose parameters were found."""
         return tuple(dict.fromkeys(parameter.plan.runtime for _, parameter in self.by_history.values()))

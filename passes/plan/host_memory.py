@@ -1,9 +1,9 @@
-"""Parameters and gradients at rest in host memory: the copies to and from the device that computes.
+"""Parameters and gradients at rest in host memory: copies to and from the device that computes.
 
-Both ways a bucket is one copy of one flat row, on a stream of its own for each direction, so that it runs beside
-compute: it begins when the device has done what it was asked for before the line that issues it, and it is over when
-the line that waits for it returns. A copy to the device is the first part of a gather; one to the host follows the
-reduction of gradients.
+A bucket is copied as one flat row. Each direction has a stream of its own, so that copies overlap compute. A copy
+begins when the device has finished the work enqueued before the line that issues it, and is over when the line that
+waits for it returns. A copy to the device is the first part of a gather; a copy to the host follows the reduction of
+gradients.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 
 class HostMemory:
-    """The memory of the host beside that of ``device``.
+    """Host memory for parameters that are used on ``device``.
 
     Args:
-        device: where parameters are computed with.
-        pinned: page-lock what is kept: only such memory is copied while the program goes on. (torch takes such memory
-            in powers of two.)
+        device: the device that computes.
+        pinned: page-lock the memory, so that copies do not block the program. (torch allocates such memory in powers
+            of two.)
 
-    A device without streams (CPU, meta) copies at once.
+    A device without streams (CPU, meta) copies synchronously.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
@@ -32,16 +32,16 @@ class HostMemory:
         self.pinned = pinned and self._streams is not None
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """The values in host memory, for good."""
+        """Puts values into host memory, where they stay."""
         kept = values.to("cpu")
         return kept.pin_memory() if self.pinned else kept
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is asked for inside runs on the stream of copies to the device, after what compute was asked for.
+        """Runs the work inside on the stream of copies to the device, after the work enqueued on the compute stream.
 
-        Nothing is to be allocated inside: memory of another stream than compute's is of no use to compute afterwards,
-        and what compute still reads must not be given back by another stream.
+        Allocate nothing inside: compute cannot reuse another stream's memory, and another stream must not free memory
+        that compute still reads.
         """
         if self._streams is None:
             yield
@@ -55,19 +55,19 @@ class HostMemory:
         place.copy_(kept, non_blocking=self.pinned)
 
     def send(self, values: torch.Tensor) -> Sent:
-        """Starts to copy values of the device to the host. Their memory may be freed at once: it is used again only
-        when the copy is over."""
+        """Starts to copy values from the device to the host. Their memory may be freed at once: it is reused only
+        after the copy."""
         if self._streams is None:
             return Sent(values.to("cpu"), DONE)
         outward = self._streams.outward
         outward.wait_stream(self._streams.current)
         with self._streams.module.stream(outward):
-            copy = values.to("cpu", non_blocking=self.pinned)  # pinned, if so
+            copy = values.to("cpu", non_blocking=self.pinned)  # into pinned memory if non-blocking
             values.record_stream(outward)
             return Sent(copy, self.mark())
 
     def mark(self) -> Any:
-        """All that the current stream was asked for so far: ``wait()`` makes another stream wait for it,
+        """Marks the end of the work enqueued on the current stream so far: ``wait()`` makes another stream wait for it,
         ``synchronize()`` the program."""
         if self._streams is None:
             return DONE
@@ -77,7 +77,7 @@ class HostMemory:
 
 
 class Sent(NamedTuple):
-    """A copy on its way to the host: ``row`` holds it when ``copied`` is over."""
+    """A copy in flight to the host: ``row`` is complete once ``copied`` is over."""
 
     row: torch.Tensor
     copied: Any
@@ -95,7 +95,7 @@ class _Streams:
 
 
 class _Done:
-    """What is over when it begins: a copy without a stream, a collective of one rank."""
+    """A mark already reached: the end of a copy without a stream, or of a collective of one rank."""
 
     def wait(self) -> None: ...
 

@@ -1,8 +1,9 @@
-"""How the members of a bucket lie in memory on the wire.
+"""The layout of a bucket's members on the wire.
 
-A bucket is a row for each rank: what that rank holds of the members, flattened, one after the other. Rows of shards are
-equally long; rows of whole parameters are as long as what each rank owns. Tensors come and go in the order of the
-bucket's members. Their places are worked out once for each bucket: a step costs one or two views for each member.
+A bucket is one row for each rank: the rank's parts of the members, flattened, one after the other. Rows of shards have
+equal lengths; rows of whole parameters are as long as the parameters that the rank owns. Tensors are passed and
+returned in the order of the bucket's members. Their places are computed once for each bucket: a step costs one or two
+views for each member.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from passes.plan.plan import Member, Shape
 import torch
 from thunder.core import dtypes
 
-SMALL = 64 * 1024  # bytes of a shard: below, a message or an allocation of its own costs more than a copy
+SMALL = 64 * 1024  # bytes of a shard, below which a separate message or allocation costs more than a copy
 
 
 class Layout(Protocol):
-    """Where each member of a bucket lies.
+    """The place of each member of a bucket.
 
     ``dtype`` is the one on the wire: packing casts. ``row_sizes`` are the elements of each rank's row, ``numel`` those
-    of this rank's. ``small`` are the members, by index, that each rank holds in fewer than ``SMALL`` bytes; ``large``
-    are the others.
+    of this rank's. ``small`` are the indices of members that take fewer than ``SMALL`` bytes on a rank; ``large`` are
+    those of the others.
     """
 
     dtype: torch.dtype
@@ -35,27 +36,27 @@ class Layout(Protocol):
     large: tuple[int, ...]
 
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The shards as one row: without a copy if they already lie one after the other in memory, as ``fsdp`` puts
-        those of a bucket; else in one copy."""
+        """Returns the shards as one row: without a copy if they are adjacent in memory (``fsdp`` makes a bucket's
+        shards adjacent), else with one copy."""
 
     def pieces(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The row in as few flat tensors as hold it without a copy: one, or one for each shard."""
+        """Returns the row without a copy, as one flat tensor or as one for each shard."""
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the flat buffer of all ranks' rows into the unsharded parameters."""
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
-        """The inverse of :meth:`unpack_rows`: the flat buffer of the tensors, each divided by ``divisor``."""
+        """Inverts :meth:`unpack_rows`: returns the flat buffer of the tensors, each divided by ``divisor``."""
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's shards as views of its row."""
+        """Returns this rank's shards as views of its row."""
 
 
 class Place(NamedTuple):
-    """A member's shard in a row, and its parameter: shapes, and the strides of both laid out in that order."""
+    """A member's shard in a row, and its parameter: the shapes and contiguous strides of both."""
 
-    start: int  # of the shard in a row, in elements
-    numel: int  # of the shard
+    start: int  # where the shard starts in a row, in elements
+    numel: int  # elements of the shard
     shard: Shape
     shard_strides: Shape
     full: Shape
@@ -63,7 +64,7 @@ class Place(NamedTuple):
 
 
 class ShardLayout:
-    """The :class:`Layout` of shards: ``world_size`` equal rows. Replicated parameters are one row of whole ones."""
+    """The :class:`Layout` of shards: ``world_size`` equal rows. Replicated parameters are whole, in one row."""
 
     def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
         sizes = [m.numel for m in members]
@@ -76,8 +77,8 @@ class ShardLayout:
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
         self.scalars = any(not p.full for p in self.places)
         self.small, self.large = _by_size(sizes, dtype.bytes)
-        self.offsets: list[int | None] = [None] * len(sizes)  # of the small ones, unpacked side by side
-        self.beside = 0  # elements of all of them
+        self.offsets: list[int | None] = [None] * len(sizes)  # of the small members, which are unpacked side by side
+        self.beside = 0  # elements of all small members
         for i in self.small:
             self.offsets[i] = self.beside
             self.beside += world_size * sizes[i]
@@ -92,7 +93,7 @@ class ShardLayout:
         at, itemsize = first.data_ptr(), first.element_size()
         room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - at
         if (
-            room >= self.numel * itemsize  # in one storage, for its memory is no other's
+            room >= self.numel * itemsize  # addresses in this range belong to one storage
             and [s.data_ptr() for s in shards] == [at + p.start * itemsize for p in self.places]
             and all(s.is_contiguous() for s in shards)
         ):
@@ -100,8 +101,8 @@ class ShardLayout:
         return [s.reshape(-1) for s in shards]
 
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Needs no copy for one parameter, or one rank. Several are copied out once each, so that they are contiguous:
-        a large one into memory of its own, which is freed after its last use; small ones side by side."""
+        """Copies nothing for one parameter or one rank. Several parameters are copied once each, so that they are
+        contiguous: a large one into memory of its own, freed after its last use; small ones side by side."""
         places, world_size = self.places, self.world_size
         if len(places) == 1 or world_size == 1:
             at = rows.storage_offset()
@@ -143,7 +144,7 @@ class ShardLayout:
 class OwnerLayout:
     """The :class:`Layout` of whole parameters, each on the rank that owns it: uneven rows.
 
-    A member's ``start`` is its place in the buffer of all rows. It lies there in one piece: nothing has to be unpacked.
+    A member's ``start`` is its offset in the buffer of all rows. Each member is contiguous there: nothing is unpacked.
     """
 
     def __init__(self, members: Sequence[Member], world_size: int, dtype: dtypes.dtype) -> None:
@@ -188,9 +189,9 @@ class OwnerLayout:
 
 
 def summed_to(grad: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Sums a gradient over the dims by which its parameter was broadcast.
+    """Sums a gradient over the dims in which its parameter was broadcast.
 
-    Thunder leaves that sum of a 0-dim tensor's gradient to torch's autograd engine, which takes it on receipt.
+    Thunder leaves this sum for a 0-dim tensor to torch's autograd engine, which computes it on receipt of the gradient.
     """
     return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
 
@@ -204,7 +205,7 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_size(sizes: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The small and the large members, by index, of ``sizes`` elements of ``itemsize`` bytes."""
+    """The indices of the small and of the large members, whose ``sizes`` are in elements of ``itemsize`` bytes."""
     small = tuple(i for i, size in enumerate(sizes) if size * itemsize < SMALL)
     large = tuple(i for i, size in enumerate(sizes) if size * itemsize >= SMALL)
     return small, large

@@ -1,7 +1,7 @@
 """The sharding plan: plain data that the passes read. Nothing here touches a module or a process.
 
-Each parameter has its place at rest (:class:`Placement`): in shards, a shard on each rank; whole on one owner rank; or
-whole on every rank. A parameter without elements is not the plan's.
+Each parameter has a place at rest (:class:`Placement`): split into a shard on each rank, whole on one owner rank, or
+whole on every rank. Parameters without elements are not part of a plan.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Shape = tuple[int, ...]
 
 
 class Placement(Enum):
-    """Where a parameter is at rest, and so what brings it to its use and its gradient back.
+    """The place of a parameter at rest, that is between uses. It determines how the parameter is gathered and how its
+    gradient is reduced.
 
-    SHARD: dim 0 of ``(rows, *rest)`` is split into equal shards of ``ceil(rows / world_size)`` rows, of which the last
-    ones are padded with zeros; a 0-dim parameter counts as shape ``(1,)``. all_gather, reduce_scatter.
+    SHARD: dim 0 of ``(rows, *rest)`` is split into equal shards of ``ceil(rows / world_size)`` rows; the last ones are
+    padded with zeros. A 0-dim parameter counts as shape ``(1,)``. all_gather, reduce_scatter.
     OWNER: whole on the rank that owns it, ``(0, *rest)`` on the others. broadcast, reduce.
-    REPLICATE: whole on every rank. Nothing, all_reduce.
+    REPLICATE: whole on every rank. No gather, all_reduce.
     """
 
     SHARD = "shard"
@@ -43,29 +44,28 @@ def shard_shape(full_shape: Shape, world_size: int) -> Shape:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a model, or the part of it that has one strategy, is sharded.
+    """The sharding of a model, or of the part of it that has one strategy.
 
     Args:
         model: name of the model's class, for messages.
         world_size: ranks over which parameters are sharded.
         rank: this rank's number among them.
         strategy: its name, for messages.
-        placement: where parameters are at rest.
-        axis: which process group of ``runtime`` those ranks are.
-        outer: how the shards themselves are placed in another group (hybrid strategies: replicated).
-        host: host memory, if that is where parameters are at rest; None: they are on the device that computes.
-        param_dtype: dtype of floating-point parameters from gather to use; None: the one that they have at rest.
+        placement: the place of parameters at rest.
+        axis: the process group of those ranks in ``runtime``.
+        outer: the plan of the shards themselves in another group (hybrid strategies: replicated).
+        host: host memory, if parameters are at rest there; None: they are on the device that computes.
+        param_dtype: dtype of floating-point parameters from gather to use; None: their dtype at rest.
         reduce_dtype: dtype in which their gradients are averaged; None: the one in which they are computed.
-        sum_dtype: dtype in which gradients of lower precision are added up over steps; None: the one that they are
-            computed in.
+        sum_dtype: dtype in which gradients of lower precision are added up over steps; None: their own dtype.
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
-        prefetch: buckets whose gather is issued ahead of use.
-        max_inflight_bytes: bytes of buckets whose collective is issued and not waited for; None: so many as
-            ``prefetch + 1`` of the trace's largest bucket take.
-        cost: how long collectives and compute take.
-        direct: ranks exchange messages (passes/direct.py) instead of calling a collective of the backend.
-        averages: the backend's reduce_scatter can average.
+        prefetch: how many buckets may be gathered ahead of use.
+        max_inflight_bytes: limit of the bytes of buckets in flight; None: ``prefetch + 1`` times the trace's largest
+            bucket.
+        cost: the cost model of collectives and compute.
+        direct: whether ranks exchange messages (passes/comm/direct.py) instead of calling the backend's collectives.
+        averages: whether the backend's reduce_scatter can average.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
@@ -91,28 +91,31 @@ class Plan:
 
     @property
     def group(self) -> Any:
-        """The process group that its collectives run on."""
+        """The process group of the plan's collectives."""
         return self.runtime.group(self.axis)
 
     def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
-        """In which a parameter that has ``dtype`` at rest is gathered and used."""
+        """The dtype in which a parameter of ``dtype`` at rest is gathered and used."""
         return self.param_dtype if self.param_dtype is not None and dtypes.is_float_dtype(dtype) else dtype
 
     def reduced_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
-        """In which the gradient of a parameter that has ``dtype`` at rest is averaged."""
+        """The dtype in which the gradient of a parameter of ``dtype`` at rest is averaged."""
         return self.reduce_dtype if self.reduce_dtype is not None else self.unsharded_dtype(dtype)
 
     def summed_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
-        """In which gradients of a parameter that has ``dtype`` at rest are added up over steps."""
+        """The dtype in which gradients of a parameter of ``dtype`` at rest are added up over steps."""
         computed = self.unsharded_dtype(dtype)
         return self.sum_dtype if self.sum_dtype is not None and computed.bytes < self.sum_dtype.bytes else computed
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """One parameter of a plan: ``name`` and ``layer`` are qualified names in the model, ``block`` that of the
-    repeated block that holds it (None outside), ``index`` its place among the model's parameters, ``dtype`` the one
-    that it has at rest (None: that of its bucket), ``owner`` the rank of the group that has it where one does."""
+    """One parameter of a plan.
+
+    ``name``, ``layer`` and ``block`` are the qualified names of the parameter, its module and its repeated block (None
+    outside). ``index`` is its position among the model's parameters, ``dtype`` its dtype at rest (None: that of its
+    bucket), ``owner`` the rank of the group that holds it if only one does.
+    """
 
     plan: Plan
     name: str
@@ -125,7 +128,7 @@ class ShardedParameter:
 
     @cached_property
     def shard_shape(self) -> Shape:
-        """What this rank holds at rest."""
+        """The shape of the part that this rank holds at rest."""
         if self.plan.placement is Placement.SHARD:
             return shard_shape(self.full_shape, self.plan.world_size)
         if self.plan.placement is Placement.REPLICATE or self.owner == self.plan.rank:
@@ -140,7 +143,7 @@ class ShardedParameter:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """For each rank, where what it holds of the flattened parameter starts and stops; padding is not in it."""
+        """For each rank, the start and stop of its part of the flattened parameter, without padding."""
         end, ranks = math.prod(self.full_shape), range(self.plan.world_size)
         if self.plan.placement is Placement.OWNER:
             return tuple((0, end if r == self.owner else 0) for r in ranks)
@@ -150,7 +153,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter's place in a bucket: ``trainable`` members get their gradient reduced."""
+    """A parameter in a bucket. Gradients of ``trainable`` members are reduced."""
 
     parameter: ShardedParameter
     trainable: bool

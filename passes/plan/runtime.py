@@ -1,8 +1,8 @@
-"""The process behind a plan: what a compiled step asks of the rank that runs it.
+"""The process behind a plan: the calls that a compiled step makes to the rank that runs it.
 
 A plan is data. Everything that acts or changes from step to step is reached through its :class:`Runtime`: process
-groups, checks, comparisons with other ranks, and gradients that are kept. A model has one runtime, which all of its
-plans refer to and by which passes tell models apart.
+groups, checks, comparisons with other ranks, and kept gradients. A model has one runtime. All of its plans refer to it,
+and passes tell models apart by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Axis(Enum):
 class Runtime(Protocol):
     """The rank on which the steps of one model run. ``shardtrace`` implements it; :class:`PlainRuntime` does nothing.
 
-    ``progress`` tells where this rank is in a step, and is None if steps are not compared with other ranks'. ``kept``
+    ``progress`` tells where this rank is in a step, and is None if steps are not compared across ranks. ``kept``
     holds unreduced gradients from step to step (:class:`passes.comm.kept_gradients.KeptGradients`).
     """
 
@@ -33,10 +33,10 @@ class Runtime(Protocol):
     kept: Any
 
     def group(self, axis: Axis) -> Any:
-        """The process group of an axis. Only the functions of collectives look into it."""
+        """Returns the process group of an axis. Only the functions of collectives use it."""
 
     def check_step(self, step: Step) -> None:
-        """Raises unless ``step`` is the one that is wanted now and all parameters are still those that were sharded.
+        """Raises unless ``step`` is the one to run now and all parameters are still those that were sharded.
         Called before each step; an error makes Thunder try another compiled step, or compile one."""
 
     def compare_step(self, step: Step) -> None:
@@ -46,14 +46,14 @@ class Runtime(Protocol):
         """Raises on every rank if the ranks have compiled different collectives. Called with those of each trace."""
 
     def announce(self, error: str) -> None:
-        """Makes the other ranks raise ``error`` where they come to :meth:`compare_trace`."""
+        """Makes the other ranks raise ``error`` when they reach :meth:`compare_trace`."""
 
     def raise_if_rank_failed(self, error: Exception, bucket: str) -> None:
         """Raises a better error if another rank caused ``error``, which a collective of ``bucket`` raised."""
 
 
 class PlainRuntime:
-    """A process group and nothing else, for plans that are made by hand: no model to check, no other ranks to ask."""
+    """A bare process group, for plans that are made by hand: no model to check, no other ranks to ask."""
 
     progress: Progress | None = None
     kept: Any = None

@@ -1,4 +1,4 @@
-"""The compiled steps of a model: what each does with gradients and sends, and where this rank is in them."""
+"""The compiled steps of a model: their gradients and collectives, and the position of this rank in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Gradients(Enum):
-    """What a compiled step does with the gradients of a plan: reduces them; keeps them, to be reduced by a later step;
-    or adds those that were kept, if any, and reduces the sum."""
+    """The treatment of a plan's gradients in a compiled step: reduce them; keep them for a later step to reduce; or add
+    those that were kept, if any, and reduce the sum."""
 
     REDUCED = "reduced"
     KEPT = "kept"
@@ -23,8 +23,8 @@ class Step:
     """One compiled step of a model.
 
     Args:
-        gradients: what it does with gradients; None: it computes none.
-        collectives: those that it sends, in order, a text for each; complete once it is compiled.
+        gradients: its treatment of gradients; None: it computes none.
+        collectives: the collectives that it sends, as texts, in order; complete once it is compiled.
         generation: how often the model's modules had changed before it was compiled.
     """
 
@@ -34,18 +34,18 @@ class Step:
 
     @cached_property
     def sends(self) -> str:
-        """What it sends as one text, to be asked for when it runs, once all of it is compiled."""
+        """Its collectives as one text. Cached: read it only when the whole step is compiled."""
         return "\n".join(self.collectives)
 
 
 class Progress:
-    """Where this rank is in the steps of a model. A step that sends nothing leaves it where it was."""
+    """The position of this rank in the steps of a model. A step that sends nothing leaves it unchanged."""
 
     def __init__(self) -> None:
         self.phase = "start"  # or "forward", or "backward"
-        self.under_way = False  # in it, or after it
-        self.sent = 0  # its collectives that were issued
-        self._in_flight: dict[int, Callable[[], Any]] = {}  # what waits for them, by the id of the future
+        self.under_way = False  # True in the phase, False after it
+        self.sent = 0  # collectives issued in the phase
+        self._in_flight: dict[int, Callable[[], Any]] = {}  # the call that waits for each, by the id of its future
 
     def begin(self, step: Step, phase: str) -> None:
         if step.collectives:
@@ -57,13 +57,13 @@ class Progress:
 
     def issued(self, future: Any, finish: Callable[[], Any]) -> None:
         self.sent += 1
-        self._in_flight[id(future)] = finish  # which holds the future
+        self._in_flight[id(future)] = finish  # holds the future, so that its id is not reused
 
     def finished(self, future: Any) -> None:
         self._in_flight.pop(id(future), None)
 
     def drain(self) -> None:
-        """Waits for what an exception has left in flight; every rank must have left the same."""
+        """Waits for the collectives that an exception has left in flight. They must be the same on every rank."""
         for finish in list(self._in_flight.values()):
             finish()
 

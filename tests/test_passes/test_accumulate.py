@@ -1,4 +1,4 @@
-"""Lines that keep gradients, or add what was kept. (That the sums are right: tests/test_shardtrace/test_accumulation.py.)"""
+"""Lines that keep gradients, or add the kept ones. (Their sums are tested in tests/test_shardtrace/test_accumulation.py.)"""
 
 import shardtrace
 from passes.analysis.verify import VerificationError, verify
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def compiled(fake_ranks, *, steps, **options):
-    """After the steps: True is one inside no_sync."""
+    """The model after its steps. True is a step inside no_sync."""
     fake_ranks(2)
     model = shardtrace.fsdp(nn.Linear(6, 4), **options)
     cmodel = thunder.jit(model)
@@ -93,7 +93,7 @@ def test_each_kind_of_step_is_compiled_once(fake_ranks):
 
 
 def test_memory_of_what_is_kept(fake_ranks):
-    """Whole gradients, in fp32 although they are computed in bf16, are there throughout."""
+    """Whole gradients are held throughout, in fp32 although they are computed in bf16."""
     sums = 4 * (6 * 4 + 4)
     for steps in ([True], [True, False]):
         plain = shardtrace.memory(compiled(fake_ranks, steps=[False], mp_policy="bf16"))
@@ -102,7 +102,7 @@ def test_memory_of_what_is_kept(fake_ranks):
         torch.distributed.destroy_process_group()
         assert kept.forward.peak.during == plain.forward.peak.during + sums
         assert kept.backward.lines[0].gradients == plain.backward.lines[0].gradients + sums
-    assert kept.backward.lines[-1].gradients == plain.backward.lines[-1].gradients  # given up when reduced
+    assert kept.backward.lines[-1].gradients == plain.backward.lines[-1].gradients  # freed when reduced
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "owner"])

@@ -1,4 +1,4 @@
-"""Checkpointed blocks: only inputs and random numbers are saved, gradients are those without, bit for bit."""
+"""Checkpointed blocks save only inputs and random numbers. Gradients are bit for bit those without checkpoints."""
 
 import shutil
 
@@ -82,7 +82,7 @@ def sampled(block, x):
     return x[rows]
 
 
-# how a block computes, and the dtypes of what is saved besides its inputs
+# how a block computes, and the dtypes of the values that are saved besides its inputs
 HOW = {
     "dropout": (lambda b, x: F.dropout(torch.sin(F.dropout(x, 0.3)), 0.3), ["bool8", "bool8"]),
     "attention": (attention, ["bool8"]),
@@ -102,7 +102,7 @@ HOW = {
 
 
 def step(model, *, executors=None, **options):
-    """The result of a step and all gradients and buffers; the jitted model."""
+    """The result of a step with all gradients and buffers, and the jitted model."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -141,7 +141,7 @@ def test_only_inputs_and_random_numbers_are_saved(single_rank, how):
 
 @pytest.mark.parametrize("executors", [["sdpa", "torchcompile"], ["torch"]])
 def test_executors(single_rank, monkeypatch, executors):
-    """Fusion regions are made, and run as they are."""
+    """Fuses regions, but runs them uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def how(block, x):
@@ -155,7 +155,7 @@ def test_executors(single_rank, monkeypatch, executors):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
 def test_compiled_regions(single_rank):
-    """The same numbers are drawn once, whoever draws them: a dropped input gets no gradient."""
+    """Random numbers are drawn once, whatever draws them: a dropped input gets no gradient."""
 
     class Dropped(nn.Module):
         def __init__(self):
@@ -184,7 +184,7 @@ def test_a_model_that_checkpoints_itself(single_rank):
 
 @pytest.mark.parametrize("chosen", [(Block, nn.Linear), lambda m: isinstance(m, (Net, Block))])
 def test_blocks_in_blocks_and_blocks_called_twice(single_rank, chosen):
-    """The outer block counts; the whole model may be one."""
+    """The outer block counts. The whole model may be a block."""
     expected, _ = step(Net(HOW["dropout"][0], calls=(0, 1, 0)))
     found, cmodel = step(Net(HOW["dropout"][0], calls=(0, 1, 0)), activation_checkpointing=chosen)
     assert same(found, expected)

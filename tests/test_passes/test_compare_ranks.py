@@ -1,4 +1,4 @@
-"""The line that lets ranks check that they run the same step: where it stands. (What it does: test_failure.py.)"""
+"""The place of the line with which ranks check that they run the same step. (Its effect: test_failure.py.)"""
 
 from passes.analysis.recognise import is_deletion, is_unpack
 from passes.compare_ranks import insert_checks
@@ -11,7 +11,7 @@ from torch import nn, ones
 
 
 class Recording(PlainRuntime):
-    """Notes which steps it was asked to compare."""
+    """Records the steps that it was asked to compare."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_where_a_step_begins_and_ends(fake_ranks):
 
 
 def run(trace: TraceCtx, name: str) -> list[str]:
-    """Where a rank is after each line of that name."""
+    """The position of a rank after each line of that name."""
     places = []
     for bsym in trace.bound_symbols:
         if bsym.sym.name == name:

@@ -68,7 +68,7 @@ def test_only_compat_uses_private_names_of_thunder():
 
 
 def test_lines_and_their_functions():
-    """A line of ours holds its function; one of torch's names it."""
+    """A line of ours holds its function. A line of torch's names it."""
     line = compat.symbol_that_calls("mine", lambda: None, abs, is_prim=True).bind(output=None)
     assert compat.function_of(line) is abs
     jitted = thunder.jit(lambda x: torch.cos(x))

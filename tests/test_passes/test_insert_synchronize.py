@@ -14,7 +14,7 @@ def two_linear():
 
 
 def synchronized(cmodel):
-    """For each bucket its members, and whether they are reduced."""
+    """The members of each bucket, and whether they are reduced."""
     lines = [b for b in stage(cmodel, "insert_synchronize").bound_symbols if b.sym.name == "synchronize"]
     return {b.args[1].label: {m.parameter.name: m.trainable for m in b.args[1].members} for b in lines}
 
@@ -43,7 +43,7 @@ def test_full_shapes_come_back(fake_ranks):
 
 
 def test_zoo_of_parameters(fake_ranks):
-    """Tied once; unused and empty ones not at all; frozen ones not reduced; grouped by first use around the blocks."""
+    """Tied ones once, unused and empty ones not at all, frozen ones unreduced; grouped by first use around the blocks."""
     fake_ranks(2)
     cmodel = compile_fake(Zoo, *tokens(2), bucketing_strategy="block")
     block = {"norm": True, "up.weight": True, "up.bias": True, "down": True}
@@ -56,7 +56,7 @@ def test_zoo_of_parameters(fake_ranks):
 
 
 class Detached(nn.Module):
-    """One parameter is used only where no gradient flows, one is returned as it is."""
+    """Uses one parameter only where no gradient flows, and returns one unchanged."""
 
     def __init__(self):
         super().__init__()

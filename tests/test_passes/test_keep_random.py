@@ -1,4 +1,4 @@
-"""What forward draws at random is what backward reads, whatever executes the trace."""
+"""Backward reads the random numbers that forward draws, whatever executes the trace."""
 
 import shardtrace
 
@@ -11,7 +11,7 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import has_tags
 from torch import nn
 
-# each is linear in z, so that the gradient of its sum tells what backward read
+# each is linear in z, so that the gradient of its sum shows the numbers that backward read
 LINEAR = {
     "randn_like": lambda z: z * torch.sin(torch.randn_like(z)),
     "randint": lambda z: z * torch.randint(0, 5, z.shape),
@@ -38,7 +38,7 @@ REFUSED = {
 
 
 class Net(nn.Module):
-    """Each function of ``how`` of a product: fusions of forward and of backward have something to share."""
+    """Applies each function of ``how`` to a product, so that fusions of forward and of backward have values to share."""
 
     def __init__(self, *how):
         super().__init__()
@@ -54,8 +54,8 @@ class Net(nn.Module):
     [(None, "zero3"), (["sdpa", "torchcompile"], "zero3"), (["sdpa", "torchcompile"], "zero2")],
 )
 def test_backward_reads_what_forward_drew(single_rank, monkeypatch, executors, strategy):
-    """Of a function linear in z = x * w, the gradient for w, times w, sums up to the result."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # fusions run as they are
+    """If a function is linear in z = x * w, the gradient for w, times w, sums up to the result."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # fusions run uncompiled
     torch.manual_seed(0)
     model = shardtrace.fsdp(Net(*LINEAR.values()), sharding_strategy=strategy)
     cmodel = thunder.jit(model, executors=executors)
@@ -67,7 +67,7 @@ def test_backward_reads_what_forward_drew(single_rank, monkeypatch, executors, s
 
 
 def test_only_random_parts_are_tagged(fake_ranks):
-    """The product of a dropout may be repeated, its mask may not."""
+    """The product of a dropout may be repeated; its mask may not."""
     fake_ranks(2)
     cmodel = compile_fake(lambda: Net(LINEAR["dropout"]), torch.ones(2, 4))
     (line,) = [b for b in stage(cmodel, "keep_random").bound_symbols if b.sym.name == "dropout"]

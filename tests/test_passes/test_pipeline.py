@@ -93,7 +93,7 @@ def test_a_users_pass_before_autodiff_is_differentiated(fake_ranks):
 
 
 def on_wire(wire, concerns=is_gather):
-    """A pass after lowering that has collectives which it ``concerns`` go by ``wire``."""
+    """A pass after lowering that sends the collectives which it ``concerns`` by ``wire``."""
     buckets = {}
 
     def carried(trace):
@@ -160,5 +160,5 @@ def test_our_passes_and_verify_take_less_than_a_tenth_of_the_compile_time(fake_r
         total = time.perf_counter() - start
         return sum(t.seconds for t in thunder.compile_data(cmodel).transforms if isinstance(t, Pass)) / total
 
-    # the least of a few: a collection of garbage that falls into a pass counts for the pass
+    # the minimum of a few: garbage collection during a pass counts for the pass
     assert 0 < min(share(rows) for rows in (2, 3, 4)) < 0.1

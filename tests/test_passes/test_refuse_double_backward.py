@@ -24,12 +24,12 @@ REFUSED = pytest.raises(RuntimeError, match="backward of Sequential was called w
 def test_a_gradient_penalty_is_refused(fake_ranks, options):
     fake_ranks(2)
     cmodel = thunder.jit(shardtrace.fsdp(net(), **options))
-    for _ in range(2):  # the second runs what is compiled
+    for _ in range(2):  # the second call runs the compiled step
         with REFUSED:
             penalty(cmodel)
     with REFUSED:
         torch.autograd.grad(cmodel(torch.ones(2, 4)).sum(), [*cmodel.parameters()], create_graph=True)
-    cmodel(torch.ones(2, 4)).sum().backward()  # and all is well again
+    cmodel(torch.ones(2, 4)).sum().backward()  # works again
     line = thunder.compile_stats(cmodel).last_epilogue_traces[-1].bound_symbols[-2]
     assert line.sym.name == "refuse_double_backward"
 
@@ -65,7 +65,7 @@ def test_what_keeps_working(single_rank):
 
 
 def penalties_on_ranks():
-    """Every rank raises, before anything is sent; then all train on."""
+    """Every rank raises before anything is sent. Then all train on."""
     cmodel = thunder.jit(shardtrace.fsdp(net(), timeout=20))
     with REFUSED:
         penalty(cmodel)

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Uses(nn.Module):
-    """One weight (4, 4), used in the way of ``how``."""
+    """One weight (4, 4), used by ``how``."""
 
     def __init__(self, how):
         super().__init__()
@@ -53,7 +53,7 @@ USES = {
 
 
 def saved_unsharded(cmodel):
-    """The values computed from parameters alone that forward saves, leaving out the model's outputs."""
+    """The saved values that forward computes only from parameters, except for the model's outputs."""
     trace = stage(cmodel, "schedule")
     (result, (saved, _)) = trace.bound_symbols[-1].args
     return names(saved) & unsharded_values(trace).keys() - names(result["output"])
@@ -103,7 +103,7 @@ def test_under_autocast(fake_ranks):
 
 
 def test_random_functions_of_parameters_are_not_drawn_again(fake_ranks):
-    """DropConnect: the dropped weight is saved, as a second mask would differ."""
+    """DropConnect: the dropped weight is saved, because a second mask would differ."""
     fake_ranks(2)
     cmodel = compile_fake(
         lambda: Uses(lambda m, x: F.linear(x, F.dropout(m.weight, 0.5))), torch.randn(4, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What fusions move into backward is made from shards, not from parameters that forward saved whole."""
+"""Lines that fusions move into backward start from shards, not from whole parameters that forward saved."""
 
 import cProfile
 import pstats
@@ -21,7 +21,7 @@ from torch import nn
 
 @pytest.fixture
 def fused(fake_ranks, monkeypatch):
-    """Fusion regions are made, and run as they are."""
+    """Fuses regions, but runs them uncompiled."""
     fake_ranks(2)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
@@ -41,11 +41,11 @@ def test_shards_are_saved(fused):
     assert names(saved).isdisjoint(parameter_aliases(forward))
     rows = shardtrace.collectives(cmodel)
     again = [row.bucket for row in rows if (row.kind, row.phase) == ("all_gather", "backward")]
-    assert len(again) == len(set(again))  # backward reads what its own gathers bring
+    assert len(again) == len(set(again))  # backward reads the results of its own gathers
 
 
 def test_backward_gathers_what_its_own_gathers_lack(fake_ranks):
-    """As if forward had saved the last bias, which nothing in backward needs, instead of an activation."""
+    """Pretends that forward saved the last bias, which backward does not need, instead of an activation."""
     fake_ranks(2)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
     cmodel = compile_fake(lambda: model, torch.ones(3, 6), bucketing_strategy="none")
@@ -59,7 +59,7 @@ def test_backward_gathers_what_its_own_gathers_lack(fake_ranks):
 
 
 def test_work_grows_with_the_number_of_lines(fake_ranks):
-    """Function calls, which time is proportional to, for 4 and for 16 gathered parameters."""
+    """Function calls, to which time is proportional, for 4 and for 16 gathered parameters."""
     fake_ranks(2)
 
     def calls(layers):
@@ -81,7 +81,7 @@ def test_zero2_is_left_as_it_is(fused):
 @on_ranks(2)
 @pytest.mark.parametrize(("strategy", "bucketing"), [("zero2", "block"), ("zero3", "block"), ("zero3", "none")])
 def test_equals_the_single_process(strategy, bucketing):
-    """An executor fuses lines and moves some from forward into backward. The regions run as they are."""
+    """An executor fuses lines and moves some from forward into backward. The regions run uncompiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: function)
         rows = train_zoo(strategy, bucketing, steps=2, executors=["sdpa", "torchcompile"])

@@ -1,5 +1,5 @@
-"""What holds for every schedule, on traces made up at random: limits, order, results, and that compute never waits for
-what could have come earlier."""
+"""Invariants of every schedule, on random traces: limits, order, results, and no wait of compute for a collective that
+could have been issued earlier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-SPEED = st.sampled_from([1e3, 1e5, 1e7, 1e9])  # bytes/s: from nothing hides to everything does
+SPEED = st.sampled_from([1e3, 1e5, 1e7, 1e9])  # bytes/s: from all communication exposed to all hidden
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_the_schedule_holds_its_limits_and_is_a_function_of_the_trace(made):
 
 
 def waits_stand_before_first_use(lines):
-    """Between the wait of a gather and the line that uses it there are other collectives alone."""
+    """Only other collectives are between the wait for a gather and the line that uses it."""
     for i, bsym in enumerate(lines):
         if is_wait(bsym) and is_gather(bsym):
             following = next(b for b in lines[i:] if not (is_collective(b) or is_deletion(b)))
@@ -100,12 +100,12 @@ def limits_hold(lines, plan):
             del inflight[bsym.args[0].name]
             ahead -= is_gather(bsym)
         elif not is_deletion(bsym) and not is_unpack(bsym):
-            assert ahead <= plan.prefetch  # where compute goes on, all that is under way is ahead of its use
+            assert ahead <= plan.prefetch  # while compute runs, all gathers in flight are ahead of use
 
 
 @dataclass
 class At:
-    """What is known at a line of a schedule that runs as its cost model says."""
+    """Times at a line of a schedule that runs as its cost model predicts."""
 
     now: float = 0.0
     link: float = 0.0
@@ -187,9 +187,9 @@ def cost(link, memory):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        # everything hides: gathers come just in time, reduces are done soon
+        # everything is hidden: gathers arrive just in time, reductions are done soon
         (cost(1e6, 1e3), "gather0 wait0 gather1 | reduce0 wait1 done0 gather2 | reduce1 wait2 done1 gather3 | "),
-        # nothing hides: gathers come one bucket ahead, a reduce is waited for where the next needs its room
+        # nothing is hidden: gathers are one bucket ahead, a reduction is waited for when the next needs its room
         (cost(1e3, 1e9), "gather0 gather1 wait0 | reduce0 wait1 gather2 | done0 reduce1 wait2 gather3 | "),
     ],
 )
@@ -200,7 +200,7 @@ def test_the_cost_model_decides(model, expected):
 
 def test_64_blocks_cost_at_most_9_times_what_8_do():
     def calls(blocks):
-        """Function calls of scheduling and verifying: what time is proportional to, without its noise."""
+        """Function calls of scheduling and verifying. Time is proportional to them, but noisier."""
         plan = Plan("M", 2)
         steps = [
             dags.Step((i * 6 + k,), (i,) if k == 0 else (), i if k == 5 else None)

@@ -55,5 +55,5 @@ def test_a_function_without_sharded_parameters_is_left_alone(fake_ranks):
     sharded, plain = shardtrace.fsdp(nn.Linear(2, 2)), nn.Linear(2, 2)
     step = thunder.jit(lambda x, shard: sharded(x) if shard else plain(x))
     step(torch.ones(1, 2), True)
-    step(torch.ones(1, 2), False)  # the passes are enlisted in the function; this trace has nothing for them
+    step(torch.ones(1, 2), False)  # the function has the passes, but this trace has nothing for them
     assert not any("shardtrace" in str(t.get_provenance()) for t in thunder.last_traces(step))

@@ -1,4 +1,4 @@
-"""The collective that makes an overflow on one rank one on all."""
+"""The collective that tells all ranks of an overflow on one."""
 
 import shardtrace
 from passes.analysis.recognise import bucket_of, is_issue, is_overflow
@@ -69,7 +69,7 @@ def test_it_is_a_collective_like_the_others(fake_ranks):
     assert str(row) == "share_overflow of Sequential (f32, 4 bytes)"
     (line,) = overflows(cmodel)
     link = bucket_of(line).plan.cost.link
-    assert link_seconds(line) == pytest.approx(link.latency + 4 / link.bandwidth)  # there and back, a half each
+    assert link_seconds(line) == pytest.approx(link.latency + 4 / link.bandwidth)  # a half each way
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_is_blamed(fake_ranks, monkeypatch):
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_overflow_concerns_the_model_that_has_it(which):
     """Two models on two groups in one function. One overflows on one rank: no rank takes its step, and all ranks take
-    the other's."""
+    the step of the other."""
     torch.manual_seed(0)
     models = [nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)]
     for model, group in zip(models, (dist.group.WORLD, dist.new_group([0, 1])), strict=True):

@@ -1,4 +1,4 @@
-"""What lines cost: FLOPs against PyTorch's counter and closed formulas, bytes by hand, seconds from both."""
+"""The cost of lines: FLOPs against PyTorch's counter and closed formulas, bytes by hand, seconds from both."""
 
 import sys
 from pathlib import Path
@@ -56,7 +56,7 @@ def counted_by_torch(model, *args):
 
 @pytest.fixture
 def no_inductor(monkeypatch):
-    """Fusion regions are made, and run as they are."""
+    """Fuses regions, but runs them uncompiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 

@@ -1,4 +1,4 @@
-"""The clocks, the window and the pending collectives of a walk through a trace."""
+"""Clock, window and pending collectives of a walk through a trace."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Predicted memory against what can be counted by hand, and against what torch's profiler sees."""
+"""Predicted memory against counts by hand and against torch's profiler."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def traces(cmodel):
 
 
 def table(trace, memory):
-    """For each line its start, the bytes while it runs, and after it by kind; without inputs, which stay the same."""
+    """For each line: its start, the bytes while it runs, and those after it by kind, without the constant inputs."""
     numbers = {}
     rows = [" during | " + " ".join(f"{kind[:9]:>9}" for kind in KINDS[1:])]
     for row, bsym in zip(memory.lines, trace.bound_symbols, strict=True):
@@ -123,7 +123,7 @@ def test_backward_by_itself(fake_ranks):
     fake_ranks(2)
     forward, backward = traces(compile_fake(two_linear, torch.ones(3, 4)))
     alone, step = liveness(backward), step_liveness(forward, backward).backward
-    # it does not know the batch for an input, nor of the output that the caller holds
+    # it does not know that the batch is an input, nor that the caller holds the output
     assert [row.gradients for row in alone.lines] == [row.gradients for row in step.lines]
     assert [row.in_flight for row in alone.lines] == [row.in_flight for row in step.lines]
     assert alone.lines[0].saved == step.lines[0].saved + 48
@@ -141,7 +141,7 @@ def test_views_share_memory():
         doubled = x * 2  # 96 bytes
         left, right = doubled.split(3, 1)
         turned = left.transpose(0, 1)
-        copied = turned.reshape(12)  # 48 bytes, as it is not contiguous
+        copied = turned.reshape(12)  # 48 bytes, because it is not contiguous
         return copied, right.expand(2, 4, 3).unsqueeze(0)  # holds all of doubled
 
     trace = traced(function, torch.ones(4, 6))
@@ -168,7 +168,7 @@ def test_views_share_memory():
 
 def test_fusion(monkeypatch):
     def function(x, weight):
-        hidden = torch.tanh(x @ weight).exp()  # in memory is what goes into and comes out of a product, not the tanh
+        hidden = torch.tanh(x @ weight).exp()  # a product's input and output are in memory, the tanh is not
         y = hidden @ weight
         return y.t(), y
 
@@ -216,7 +216,7 @@ def test_work_is_linear_in_lines():
 
 
 def measured(path, function):
-    """Bytes of tensors alive after each allocation and release of ``function`` beyond those at its start, its result."""
+    """Bytes of live tensors after each allocation and release in ``function``, less those at its start; its result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = function()
     profile.export_chrome_trace(str(path))
@@ -229,7 +229,7 @@ def measured(path, function):
 
 
 def assert_passed_through(predicted, levels, slack=64):
-    """Each level is reached within ``slack`` bytes, in this order: nothing is held longer than predicted, or shorter."""
+    """Each level is reached within ``slack`` bytes, in order: nothing is held longer or shorter than predicted."""
     rest = iter(levels)
     for level in predicted:
         assert any(abs(other - level) <= slack for other in rest), f"memory does not come to {level} bytes in its turn"

@@ -1,4 +1,4 @@
-"""Each traced line is marked, and what autodiff and lowering make of it says so."""
+"""Each traced line is marked, and the lines that autodiff and lowering make from it keep the mark."""
 
 from passes.analysis.origins import marked, origin_of
 from passes.analysis.recognise import is_collective, is_deletion, is_return, is_unpack
@@ -21,7 +21,7 @@ class Model(nn.Module):
 
 
 def origins(trace):
-    """Of each line of compute, in order, each once."""
+    """The origins of the lines of compute, in order, each once."""
     lines = (b for b in trace.bound_symbols if not (is_deletion(b) or is_return(b) or is_unpack(b) or is_collective(b)))
     found = [f"{origin_of(b)}: {b.sym.name}" for b in lines]
     return "\n".join(dict.fromkeys(found))

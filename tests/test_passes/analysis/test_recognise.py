@@ -1,4 +1,4 @@
-"""Each recogniser on traces of real models: the lines that it finds, and no others."""
+"""Each recogniser finds the right lines, and no others, in traces of real models."""
 
 import shardtrace
 from passes.analysis import recognise
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def compiled(executors):
-    """A step of two ranks. Fusions run as they are."""
+    """A step of two ranks. Fusions run uncompiled."""
     with fake_ranks(2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: function)
         cmodel = thunder.jit(shardtrace.fsdp(Net()), executors=executors)
@@ -128,7 +128,7 @@ def test_random_lines(traced):
 
 
 def test_random_lines_when_lowered(net):
-    """Tags tell it of the parts of fusions, and of operators."""
+    """The parts of fusions, and operators, are recognised by their tags."""
     forward, backward = thunder.last_traces(net)[-1], thunder.last_backward_traces(net)[-1]
     random = [b for b in forward.bound_symbols if is_random(b)]
     assert len(random) == 1
@@ -147,7 +147,7 @@ def test_random_lines_when_lowered(net):
         (torch.bernoulli, True),
         (lambda x: torch.multinomial(x[0, 0], 2), True),
         (lambda x: F.rrelu(x, training=True), True),
-        (torch.logit, False),  # taken from torch as it is
+        (torch.logit, False),  # taken from torch unchanged
         (lambda x: F.softmax(x, -1).exp(), False),
     ],
 )
@@ -161,7 +161,7 @@ def test_random_functions(function, expected):
 
 
 def test_random_operators_of_users():
-    """One that is like a random symbol is random; of another, only the name tells."""
+    """An operator that is like a random symbol is random. Others are recognised only by name."""
     executor = OperatorExecutor("test_recognise")
     like = executor.register_operator("mine", like=thunder.torch.bernoulli, fn=torch.bernoulli)
     meta = lambda x: TensorProxy(like=x)  # noqa: E731

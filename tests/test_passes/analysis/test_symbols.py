@@ -1,4 +1,4 @@
-"""The table of symbols against what else is known of all symbols of Thunder: names, tags, and torch's operators."""
+"""The table of symbols against other facts about all of Thunder's symbols: names, tags, and torch's operators."""
 
 from passes.analysis.flops import FLOPS
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
@@ -44,14 +44,14 @@ def test_all_symbols_are_there():
 
 
 def test_each_id_is_that_of_a_symbol():
-    """Except for those of executors that need a GPU."""
+    """FLOPS also has symbols of executors that need a GPU."""
     known = {identity(s) for s in SYMBOLS}
     assert TABLE.keys() - known == set()
     gpu = {f"{kernel}_{way}" for kernel in ("cudnn_sdpa", "nv_sdpfa", "fa3") for way in ("fwd", "bwd")}
     assert FLOPS.keys() - known == gpu
 
 
-# How the names of symbols tell their properties. Each symbol of such a name has the property.
+# Names of symbols by property. Each symbol of such a name has the property.
 SHAPES = "broadcast_in_dim expand flatten reshape squeeze unsqueeze view torch_prims_reshape_impl"
 SLICES = "chunk narrow select slice_prim split unbind torch_slice_prim_impl"
 NAMES = {
@@ -101,7 +101,7 @@ def test_random_operators_of_torch():
     assert where(lambda s: is_seeded(s) and Property.RANDOM not in properties(s)) == set()
 
 
-# Random symbols that are no operators of torch of the same name: prims, functions in Python, operators of executors.
+# Random symbols that are not torch operators of the same name: prims, Python functions, operators of executors.
 OTHER_RANDOM = {
     *(PrimIDs.GET_AND_UPDATE_RNG_STATE, PrimIDs.MULTINOMIAL, PrimIDs.RANDINT, PrimIDs.RANDN, PrimIDs.UNIFORM),
     *("torch._native_multi_head_attention", "torch.uniform_like", "get_and_update_rng_state_impl"),
@@ -122,7 +122,7 @@ NAMES_OF_RANDOM += " multi_head_attention scaled_dot_product sdpa"
 
 
 def test_names_of_random_symbols():
-    """The symbols whose names sound random and that give the same numbers each time: from a seed and an offset."""
+    """Symbols with random-sounding names that give the same numbers each time, from a seed and an offset."""
     same = where(
         lambda s: (
             any(name in s.name for name in NAMES_OF_RANDOM.split())
@@ -145,7 +145,7 @@ def test_operators_stand_for_torch_functions():
 
 
 def test_operators_of_users():
-    """One that is like a symbol has its properties; its name tells nothing."""
+    """An operator that is like a symbol has its properties. Its own name tells nothing."""
     executor = OperatorExecutor("test_symbols")
     like = executor.register_operator("mine", like=ltorch.reshape, fn=torch.reshape)
     alone = executor.register_operator("reshape", meta=lambda x: x, fn=torch.clone)

@@ -26,7 +26,7 @@ def cmodel(fake_ranks):
 
 
 def edited(trace, edit):
-    """The trace with its lines passed through ``edit``; values are deleted after their last use anew."""
+    """The trace with its lines passed through ``edit``, and with new deletions after the last uses."""
     new = from_trace(trace)
     new.bound_symbols = edit([b for b in trace.bound_symbols if not is_deletion(b)])
     return del_last_used(new)
@@ -112,7 +112,7 @@ def unsharded_is_saved(lines):
 def test_broken_forward(cmodel, edit, message):
     with pytest.raises(VerificationError, match=message) as caught:
         verify(edited(stage(cmodel, "schedule"), edit))
-    assert "\n> " in str(caught.value)  # the line, in its neighbourhood
+    assert "\n> " in str(caught.value)  # the line and its neighbours
 
 
 def test_use_after_del(cmodel):

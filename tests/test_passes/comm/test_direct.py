@@ -1,4 +1,4 @@
-"""Messages between ranks. Only real ranks show that what one sends is what another expects."""
+"""Messages between ranks. Only real ranks show that one sends the messages that another expects."""
 
 import shardtrace  # noqa: F401
 from passes.comm import direct
@@ -25,7 +25,7 @@ def test_three_ranks():
 
 
 def exchange_bucket(dtype):
-    """Gather and reduce, by messages, a bucket of large members, with and without padding, and of small ones."""
+    """Gathers and reduces by messages a bucket of large members, with and without padding, and of small ones."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     plan = Plan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
     home = Home(Placement.SHARD, group)

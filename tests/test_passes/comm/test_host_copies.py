@@ -1,4 +1,4 @@
-"""Lines of a step whose parameters are in host memory, compiled for a GPU that need not be there."""
+"""Lines of a step with parameters in host memory, compiled for a GPU that need not exist."""
 
 import re
 
@@ -147,7 +147,7 @@ def test_the_inspector_shows_the_copies(fake_ranks):
     shown = shardtrace.inspect(compiled())
     assert "432 B of shards in host memory" in str(shown)
     assert [s.kind for s in shown.record.phases[1].timeline.spans].count("offload") == 3
-    assert len(shown.collectives) == 8  # a copy is none
+    assert len(shown.collectives) == 8  # a copy is not a collective
     page = render(shown.record)
     assert page.count(">to host<") == 1
     assert "to and from host memory" in page

@@ -1,4 +1,4 @@
-"""Properties that symbols of shardtrace declare: the bytes that their lines move."""
+"""Properties that shardtrace's symbols declare, and the bytes that their lines move."""
 
 import shardtrace
 from passes.analysis.flops import bytes_moved, flops, is_free

@@ -57,7 +57,7 @@ def test_larger_than_the_size_goes_by_itself():
 
 @pytest.mark.parametrize("other", [{"dtype": dtypes.bfloat16}, {"device": "cuda:0"}, {}])
 def test_dtypes_devices_and_models_do_not_mix(other):
-    """The last case is another model: another plan."""
+    """The last case is another model, which has another plan."""
     first = uses("block", H0)
     plan = first[0].parameter.plan if other else None
     assert len(group_uses(first + uses("block", H0, plan=plan, **other))) == 2

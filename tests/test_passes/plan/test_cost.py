@@ -1,4 +1,4 @@
-"""Rates of a device and of a link: their defaults, and what is refused."""
+"""Rates of a device and of a link: defaults and refused values."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The layout of a bucket on the wire, without processes: what ranks pack, put together, is what they unpack."""
+"""The layout of a bucket on the wire, without processes: all ranks' packed rows unpack to the same values."""
 
 from passes.plan.bucket import Bucket
 from passes.plan.layout import SMALL
@@ -29,7 +29,7 @@ def test_unpacking_inverts_packing(shapes, world_size):
         assert again.is_contiguous()
 
 
-@pytest.mark.parametrize("shapes", [[(4, 3), (8,)], [(4, 3), (5,), ()]])  # without padding and with it
+@pytest.mark.parametrize("shapes", [[(4, 3), (8,)], [(4, 3), (5,), ()]])  # without and with padding
 def test_a_row_gives_shards_back(shapes):
     bucket = bucket_of(shapes, 2)
     tensors = tuple(torch.randn(s) for s in shapes)
@@ -42,7 +42,7 @@ def test_a_row_gives_shards_back(shapes):
 
 @pytest.mark.parametrize("owners", [(0, 1, 0, 1, 0), (1, 1, 1, 1, 1), (2, 0, 2, 0, 1)])
 def test_rows_of_owners_are_what_each_owns(owners):
-    """Packed on any rank and cut into rows, they give each owner its tensors back, and all ranks all of them."""
+    """Packed on any rank and cut into rows, the tensors come back: to each owner its own, to all ranks all of them."""
     tensors = tuple(torch.randn(s) for s in SHAPES)
     for rank in range(3):
         plan = Plan("Model", world_size=3, rank=rank, placement=Placement.OWNER)
