@@ -13,7 +13,7 @@ from torch import nn
 def test_batch_norm_buffers():
     """Each rank has its own running statistics: full_state_dict warns until sync_buffers has made them equal."""
     model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    thunder.jit(model)(torch.randn(8, 4) + dist.get_rank()).sum().backward()
+    thunder.jit(model)(torch.randn(8, 4) * (1 + dist.get_rank()) + dist.get_rank()).sum().backward()
     means = [torch.empty(4) for _ in range(dist.get_world_size())]
     dist.all_gather(means, model[1].running_mean)
     assert not torch.equal(means[0], means[1])
