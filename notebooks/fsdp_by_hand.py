@@ -82,7 +82,7 @@ for index, (name, parameter) in enumerate(model.named_parameters()):
     proxy = inputs["t_" + name.replace(".", "_")]
     enlisted.add(
         proxy.history,  # the origin of the value: it identifies a proxy, however it is renamed
-        ShardedParameter(plan, name, tuple(parameter.shape), layer, layer, index, proxy.dtype),
+        ShardedParameter(plan, name, tuple(parameter.shape), layer, block=layer, index=index, dtype=proxy.dtype),
     )
 
 # %% [markdown]

@@ -79,7 +79,7 @@ class _Compute(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Facts:
     """What is known of a trace before the walk. Futures and values go by their names."""
 

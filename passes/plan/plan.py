@@ -7,7 +7,7 @@ whole on every rank. Parameters without elements are not part of a plan.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -72,6 +72,7 @@ class Plan:
     model: str
     world_size: int
     rank: int = 0
+    _: KW_ONLY
     strategy: str = "zero3"
     placement: Placement = Placement.SHARD
     axis: Axis = Axis.ALL
@@ -121,6 +122,7 @@ class ShardedParameter:
     name: str
     full_shape: Shape
     layer: str
+    _: KW_ONLY
     block: str | None = None
     index: int = 0
     dtype: dtypes.dtype | None = None

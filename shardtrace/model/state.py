@@ -115,10 +115,10 @@ class ShardedState:
                 e.name,
                 e.full_shape,
                 e.layer,
-                e.block,
-                index,
-                to_dtype(e.dtype),
-                e.home.owner,
+                block=e.block,
+                index=index,
+                dtype=to_dtype(e.dtype),
+                owner=e.home.owner,
             )
             for index, e in enumerate(entries)
         }

@@ -53,7 +53,7 @@ def compare(
     seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
     if seen == EQUAL:
         return
-    _say(store, turn, group, what, lines, error, hint)
+    _say(store, turn, group, what=what, lines=lines, error=error, hint=hint)
     ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
     if dist.get_rank(group) == 0:
         verdict = _verdict(store, turn, ranks, patience, partial(_did_not_come, what=what, timeout=timeout, here=here))
@@ -71,7 +71,7 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
         return
     store, turn = _next_turn(group)
     _first_sight(store, turn, group.size(), None, 0)
-    _say(store, turn, group, what, [], error, "")
+    _say(store, turn, group, what=what, lines=[], error=error, hint="")
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
 
@@ -109,6 +109,7 @@ def _say(
     store: dist.Store,
     turn: int,
     group: dist.ProcessGroup,
+    *,
     what: str,
     lines: list[str],
     error: str | None,

@@ -11,7 +11,7 @@ def uses(bucketing, *places, rows=256, dtype=dtypes.float32, device="cpu", plan=
     """Parameters "weight" and "bias" of each (layer, block), in order of use; weights of ``rows`` KB over 2 ranks."""
     plan = plan or Plan("Model", world_size=2, bucketing=bucketing)
     return [
-        Use(Member(ShardedParameter(plan, f"{layer}.{name}", shape, layer, block), trainable=True), dtype, device)
+        Use(Member(ShardedParameter(plan, f"{layer}.{name}", shape, layer, block=block), trainable=True), dtype, device)
         for layer, block in places
         for name, shape in (("weight", (rows, 256)), ("bias", (256,)))
     ]
