@@ -127,6 +127,13 @@ def _wrapper_of(mapping: dict[str, Any]) -> Any:
     return known[0]() if known is not None else None
 
 
+def refresh_modules() -> None:
+    """Makes the compilation that is going on read the present modules of jitted ones, not those that were there first."""
+    data, _ = compile_data_and_stats()
+    for jitted in data._thunder_module_map.values():
+        jitted._module_cache = dict(jitted._model.named_modules())
+
+
 def compile_data_and_stats() -> tuple[Any, Any]:
     """Thunder's data and statistics of the compilation that is going on; a pair of None outside of one."""
     from thunder.core.compile_data import _compile_data

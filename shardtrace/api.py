@@ -216,7 +216,7 @@ def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStr
 
 def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:
     """The entry of a parameter that has not been sharded yet."""
-    precision = None if any(keeps_dtype(module) for module, _ in place.owners) else options.precision
+    precision = None if any(keeps_dtype(owner.module) for owner in place.owners) else options.precision
     return Entry(
         name=place.name,
         full_shape=tuple(place.parameter.shape),

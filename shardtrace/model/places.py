@@ -7,17 +7,25 @@ from typing import NamedTuple
 from torch import nn
 
 
+class Owner(NamedTuple):
+    """A module that holds a parameter as ``attribute``, and the module's qualified name."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+
 class Place(NamedTuple):
     """A parameter, its (first) qualified name, and the names of the module that owns it and of the block around that.
 
-    ``owners`` are all pairs (module, attribute) that hold it.
+    ``owners`` are all that hold it: more than one if it is tied.
     """
 
     name: str
     parameter: nn.Parameter
     layer: str
     block: str | None
-    owners: list[tuple[nn.Module, str]]
+    owners: list[Owner]
 
 
 def places(model: nn.Module, exclude: set[int], blocks: list[str]) -> list[Place]:
@@ -35,7 +43,7 @@ def places(model: nn.Module, exclude: set[int], blocks: list[str]) -> list[Place
                 block = next((b for b in inner_first if layer == b or layer.startswith(b + ".")), None)
                 name = f"{layer}.{attribute}" if layer else attribute
                 found[id(parameter)] = Place(name, parameter, layer, block, [])
-            found[id(parameter)].owners.append((module, attribute))
+            found[id(parameter)].owners.append(Owner(layer, module, attribute))
     return list(found.values())
 
 

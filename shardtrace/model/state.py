@@ -13,6 +13,7 @@ from passes.compat import jitted_module, set_traced_device, traced_device
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
+from shardtrace.model.places import Owner
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -47,7 +48,7 @@ class Entry:
     strategy: ShardingStrategy
     home: Home
     stand_in: nn.Parameter
-    owners: tuple[tuple[nn.Module, str], ...]
+    owners: tuple[Owner, ...]
     precision: MixedPrecisionPolicy | None
 
     @property
@@ -62,7 +63,7 @@ class Entry:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the parameter was replaced, re-typed, moved or resized since it was sharded."""
-        for module, attribute in self.owners:
+        for _, module, attribute in self.owners:
             if module._parameters.get(attribute) is not self.shard:
                 raise RuntimeError(
                     f"parameter {self.name!r} was replaced after fsdp(): change its values in place "
@@ -171,7 +172,7 @@ class ShardedState:
     @cached_property
     def places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:
         """Each place that holds a parameter: the ``_parameters`` of the module, the attribute, and the entry."""
-        return [(module._parameters, attribute, e) for e in self.entries for module, attribute in e.owners]
+        return [(module._parameters, attribute, e) for e in self.entries for _, module, attribute in e.owners]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         new = memo[id(self)] = object.__new__(ShardedState)  # the modules to be copied refer to it
@@ -225,16 +226,16 @@ class ShardedState:
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
         self._check_not_frozen()
-        present = set(self.model.modules())
-        for entry in self.entries:
-            if any(module not in present for module, _ in entry.owners):
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for name, module, _ in (owner for entry in self.entries for owner in entry.owners):
+            if modules.get(name) is not module:
                 raise RuntimeError(
-                    f"module {entry.layer!r} of {self.model_name} was replaced or removed after fsdp(): "
+                    f"module {name!r} of {self.model_name} was replaced, moved or removed after fsdp(): "
                     "do that before fsdp()"
                 )
         if any(children != known for children, known in self._children):
             self.runtime.generation += 1
-        self._children = [(module._modules, dict(module._modules)) for module in present]
+        self._children = [(module._modules, dict(module._modules)) for module in modules.values()]
         for entry in self.entries:
             entry.check_unchanged()
 

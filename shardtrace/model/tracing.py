@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
-from passes.compat import forget_item, interpret, proxied_values, remember_item
+from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from shardtrace.model.casts import with_casts
 from shardtrace.model.pretrained import whole_only
@@ -45,6 +45,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         return _interpret_block(inner, module, *args, **kwargs)
     try:
         state.check_traceable()
+        refresh_modules()
         _refuse_graphs(state, get_compile_data().transforms)
     except RuntimeError as error:
         state.runtime.announce(str(error))
@@ -231,7 +232,7 @@ def attach(
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module in checkpointed:
         module.__dict__[CHECKPOINTED] = True
-    parts = {module for entry in state.entries for module, _ in entry.owners}.union(checkpointed)
+    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(checkpointed)
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward on the instance overrides the class's; submodules with their own sharding are no parts
