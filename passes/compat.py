@@ -128,7 +128,7 @@ def _wrapper_of(mapping: dict[str, Any]) -> Any:
 
 
 def refresh_modules() -> None:
-    """Makes the compilation that is going on read the present modules of jitted ones, not those that were there first."""
+    """Makes the compilation that is going on read the present modules of jitted ones, not those of earlier traces."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
