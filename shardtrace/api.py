@@ -47,7 +47,7 @@ def fsdp(
     device: torch.device | str | None = None,
     broadcast_from: int | None = None,
     param_init_fn: InitFn | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
     evenness: float = 1.0,
     prefetch: int | None = None,
     max_inflight_bytes: int | None = None,
@@ -167,11 +167,11 @@ def fsdp(
     compare_models(module, found, options, others, error=error, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
-    empty_entries = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
+    whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
     distribute(
         module, found, homes, group=group, device=target, broadcast_from=broadcast_from, param_init_fn=param_init_fn
     )
-    entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in empty_entries if e.stand_in.numel()]
+    entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in whole if e.stand_in.numel()]
     if group.size() == 1 and options.precision is None and host is None:
         entries = []  # nothing to do: the model is unchanged
     tell_others_of_failure(group)
