@@ -20,8 +20,7 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("strategy", "precision"), [("zero3", "bf16"), ("ddp", "fp16")])
 def test_norms_with_running_statistics_keep_their_dtype(fake_ranks, strategy, precision):
     fake_ranks(2)
     model = shardtrace.fsdp(Net(), mp_policy=precision, sharding_strategy=strategy)

@@ -59,15 +59,18 @@ def leave(rank, store, how, failing):
             print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
             raise
 
-for run, how, failing in CASES:
-    ranks = []
+ranks = {}
+for run, how, failing in CASES:  # all at once
     for rank in range(2):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(f"{how}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             run(rank, os.path.abspath(how), how, failing)
             sys.exit()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    print(f"exit codes {codes}", flush=True)
+        ranks.setdefault(how, []).append(pid)
+for how, pids in ranks.items():
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(open(f"{how}.out").read() + f"exit codes {codes}", flush=True)
 """
 
 
