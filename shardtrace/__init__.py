@@ -12,6 +12,7 @@ Import it before ``thunder``: it makes Thunder importable on torch 2.13 (:mod:`p
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
+from passes.kernels import executor as kernels
 from shardtrace.api import ddp, fsdp
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
@@ -58,6 +59,7 @@ __all__ = [
     "full_state_dict",
     "init_process_group",
     "inspect",
+    "kernels",
     "latest_checkpoint",
     "load_checkpoint",
     "load_full_state_dict",

@@ -53,6 +53,7 @@ def fsdp(
     max_inflight_bytes: int | None = None,
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
+    kernels: bool = True,
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
     check_steps: bool | None = None,
@@ -114,6 +115,9 @@ def fsdp(
             ``prefetch + 1`` buckets are on the device. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once
             before training. It then keeps the scale in host memory; otherwise torch reads a copy that has not arrived.
             On the CPU the policy changes nothing.
+        kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
+            it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
+            and the memory of eager PyTorch.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
             of the group's first rank, else those of a slow link and a fast device.
@@ -148,6 +152,7 @@ def fsdp(
         check_steps=check_steps,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
+        kernels=kernels,
         spelling=spelling,
     )
     ignored = tuple(ignored_params)

@@ -13,6 +13,7 @@ from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat import shape_of
+from passes.kernels.executor import kernel_id
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -140,6 +141,22 @@ def _convolution(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
     return 2 * _elements(out) * math.prod(_shape(tensors[1])[1:])
 
 
+def _linear_backward_weight(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+    """(rows, out)^T x (rows, in) -> (out, in)"""
+    return 2 * _elements(tensors[0]) * _shape(tensors[1])[-1]
+
+
+def _convolution_backward_input(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+    """The output's gradient and the weight, whose product with it is as large as the forward's."""
+    grad, weight = tensors
+    return 2 * _elements(grad) * math.prod(_shape(weight)[1:])
+
+
+def _convolution_backward_weight(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+    """The output's gradient and the input; the first output is the weight's gradient unless the weight is frozen."""
+    return 2 * _elements(tensors[0]) * math.prod(_shape(out)[1:])
+
+
 def _transposed_convolution(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
     """(n, c, ...) * (c, o / groups, kernel...) -> (n, o, ...)"""
     return 2 * _elements(tensors[0]) * math.prod(_shape(tensors[1])[1:])
@@ -182,6 +199,13 @@ FLOPS: Mapping[Hashable, Rule] = {
     "torch.nn.functional.scaled_dot_product_attention": _attention_forward,
     **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), _attention_forward),
     **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), _attention_backward),
+    **dict.fromkeys(map(kernel_id, ("linear", "linear_backward_input")), _product(0)),
+    kernel_id("linear_backward_weight"): _linear_backward_weight,
+    kernel_id("scaled_dot_product_attention"): _attention_forward,
+    kernel_id("scaled_dot_product_attention_backward"): _attention_backward,
+    kernel_id("convolution"): _convolution,
+    kernel_id("convolution_backward_input"): _convolution_backward_input,
+    kernel_id("convolution_backward_weight"): _convolution_backward_weight,
     # executors that exist only if their library is installed
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),

@@ -21,6 +21,7 @@ from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
 from passes.pipeline import Compilation, ShardParameters, pipeline
 from shardtrace.model.casts import with_casts
+from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
 
@@ -50,6 +51,8 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     except RuntimeError as error:
         state.runtime.announce(str(error))
         raise
+    if state.options.kernels:
+        enlist_kernels(get_compile_data())
     transforms = get_compile_data().transforms
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 

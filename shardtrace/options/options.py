@@ -36,6 +36,7 @@ class Options:
     check_steps: bool | None
     offload: CPUOffloadPolicy | None
     checkpointing: Checkpointed = field(repr=False)
+    kernels: bool
 
 
 def parse_options(
@@ -51,6 +52,7 @@ def parse_options(
     check_steps: bool | None,
     offload_policy: Any,
     activation_checkpointing: Checkpointed,
+    kernels: bool,
     spelling: Mapping[str, Any],
 ) -> Options:
     """Checks the arguments of :func:`shardtrace.fsdp` with these names.
@@ -74,6 +76,7 @@ def parse_options(
         check_steps=_check_steps_of_environment() if check_steps is None else check_steps,
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
+        kernels=kernels,
     )
 
 

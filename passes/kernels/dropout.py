@@ -1,0 +1,37 @@
+"""dropout. It saves its mask, one byte for each element.
+
+The mask is a line of its own, so that a checkpointed block saves nothing else.
+"""
+
+from __future__ import annotations
+
+from passes.comm.properties import Property
+from passes.kernels.activations import Activated
+from passes.kernels.executor import implements, is_floating, kernel, like
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes
+from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+
+dropout_mask = kernel(
+    "dropout_mask",
+    lambda a, p: like(a, dtype=dtypes.bool8),
+    lambda a, p: torch.empty_like(a, dtype=torch.bool).bernoulli_(1 - p),
+    tags=(Property.RANDOM, OpTags.RANDOM_OP),
+)
+# a * mask * scale; its gradient is the same function of the result's gradient
+dropout_forward = kernel(
+    "dropout", lambda a, mask, scale: like(a), lambda a, mask, scale: torch.mul(a, mask).mul_(scale)
+)
+
+
+def _supported(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return is_floating(a) and training and not inplace and isinstance(p, float) and 0 < p < 1
+
+
+@implements(ltorch.dropout, supported=_supported)
+def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Activated:
+    mask, scale = dropout_mask(a, p), 1 / (1 - p)
+    return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]

@@ -1,0 +1,134 @@
+"""The executor whose operators are torch's own kernels, forward and backward.
+
+Thunder's autodiff takes functions such as layer_norm apart. Without a fusing executor each part runs by itself and
+saves its own activations. Here each function is one line of forward and one line of backward, which call the kernels
+that eager PyTorch calls and save what eager saves.
+
+    @implements(ltorch.gelu, supported=is_floating)
+    def gelu(a, *, approximate="none"):
+        out = gelu_forward(a, approximate)
+        return out, lambda grad: [(a, gelu_backward(grad, a, approximate))]
+
+A function returns its result and a function from the result's gradient to pairs of an argument and its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from passes.compat import shape_of, symbol_that_calls
+
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transforms import get_grad, put_grad
+from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
+
+Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
+Implementation = Callable[..., tuple[TensorProxy, Callable[[TensorProxy], Gradients]]]
+F = TypeVar("F", bound=Implementation)
+
+HALF = frozenset({dtypes.float16, dtypes.bfloat16})
+FLOATING = HALF | {dtypes.float32, dtypes.float64}
+
+
+class KernelExecutor(OperatorExecutor, FusionExecutor):
+    """Runs the functions that it implements. As a fusing executor it also sees the whole trace once, after dead code
+    is gone, and tells each kernel which of its gradients are used."""
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return False
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        used = {a.name for b in trace.bound_symbols for a in b.flat_proxy_args}
+        new = from_trace(trace)
+        new.bound_symbols = [_narrowed(b, used) if has_mask(b.sym) else b for b in trace.bound_symbols]
+        return new
+
+
+class Masked:
+    """A tag of kernels whose last argument tells for each of their outputs whether to compute it."""
+
+
+executor = KernelExecutor("torch_kernels", version="0.1")
+register_executor(executor)
+
+
+def has_mask(sym: Symbol) -> bool:
+    """True for a kernel whose last argument tells which of its outputs to compute."""
+    return Masked in (sym.tags or ())
+
+
+def kernel(
+    name: str, meta: Callable[..., Any], fn: Callable[..., Any], *, masked: bool = False, tags: Sequence[Any] = ()
+) -> Symbol:
+    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies.
+
+    ``masked`` kernels have several results and take a tuple of bools as their last argument; they return None in place
+    of a result whose bool is False.
+    """
+    tags = [*tags, *([Masked] if masked else [])]
+    return symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
+
+
+def kernel_id(name: str) -> str:
+    """The id of the symbol of a kernel. Symbols of Thunder may have the same name."""
+    return f"kernels.{name}"
+
+
+def implements(*functions: Symbol | str, supported: Callable[..., bool]) -> Callable[[F], F]:
+    """Makes the decorated function, which has the parameters of ``functions`` (symbols of thunder.torch or their ids),
+    the executor's implementation of them wherever ``supported(*args, **kwargs)``."""
+
+    def decorate(implementation: F) -> F:
+        def run(*args: Any, **kwargs: Any) -> TensorProxy:
+            return implementation(*args, **kwargs)[0]
+
+        def differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
+            out, gradients = implementation(*args, **kwargs)
+            for tensor, gradient in gradients(get_grad(out)):
+                if isinstance(tensor, TensorProxy) and gradient is not None:
+                    put_grad(tensor, gradient)
+            return out
+
+        for function in functions:
+            executor.register_implementation(
+                function, checker=supported, execution_transform=run, grad_transform=differentiate
+            )
+        return implementation
+
+    return decorate
+
+
+def like(a: TensorProxy, shape: Sequence[Any] | None = None, dtype: dtypes.dtype | None = None) -> TensorProxy:
+    """A new proxy with the shape and dtype of ``a``, or with those given."""
+    return TensorProxy(like=a, shape=tuple(a.shape if shape is None else shape), dtype=dtype or a.dtype)
+
+
+def is_floating(*tensors: TensorProxy | None) -> bool:
+    """True if all tensors have one floating dtype, one device and at least one element. None counts as absent."""
+    present = [t for t in tensors if t is not None]
+    return (
+        all(isinstance(t, TensorProxy) and t.dtype in FLOATING for t in present)
+        and len({(t.dtype, t.device) for t in present}) == 1
+        and not any(is_empty(t) for t in present)
+    )
+
+
+def present(*tensors: TensorProxy | None) -> tuple[bool, ...]:
+    """The mask of a kernel all of whose gradients are wanted: True for each tensor that is there."""
+    return tuple(t is not None for t in tensors)
+
+
+def is_empty(a: TensorProxy) -> bool:
+    return any(isinstance(d, int) and d == 0 for d in shape_of(a))
+
+
+def _narrowed(bsym: BoundSymbol, used: set[str]) -> BoundSymbol:
+    wanted = tuple(o is not None and o.name in used for o in bsym.output)
+    if wanted == bsym.args[-1]:
+        return bsym
+    output = tuple(o if want else None for o, want in zip(bsym.output, wanted, strict=True))
+    return bsym.from_bsym(args=(*bsym.args[:-1], wanted), output=output)

@@ -1,0 +1,44 @@
+"""linear. Thunder's own rule takes nine lines for the gradients that are three here."""
+
+from __future__ import annotations
+
+from passes.kernels.activations import Activated
+from passes.kernels.executor import Gradients, implements, is_floating, kernel, like
+
+import thunder.torch as ltorch
+import torch
+import torch.nn.functional as F
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+
+
+def _rows(a: torch.Tensor) -> torch.Tensor:
+    return a.reshape(-1, a.shape[-1])
+
+
+linear_forward = kernel("linear", lambda a, weight, bias: like(a, (*a.shape[:-1], weight.shape[0])), F.linear)
+# (..., out) x (out, in) -> (..., in)
+linear_backward_input = kernel(
+    "linear_backward_input", lambda grad, weight: like(grad, (*grad.shape[:-1], weight.shape[1])), torch.matmul
+)
+# (rows, out)^T x (rows, in) -> (out, in)
+linear_backward_weight = kernel(
+    "linear_backward_weight",
+    lambda grad, a: like(a, (grad.shape[-1], a.shape[-1])),
+    lambda grad, a: _rows(grad).t() @ _rows(a),
+)
+
+
+def _supported(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> bool:
+    return is_floating(a, weight, bias) and a.ndim > 0
+
+
+@implements(prims.linear, supported=_supported)
+def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Activated:
+    def gradients(grad: TensorProxy) -> Gradients:
+        yield a, linear_backward_input(grad, weight)
+        yield weight, linear_backward_weight(grad, a)
+        if bias is not None:
+            yield bias, ltorch.sum(grad, tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+
+    return linear_forward(a, weight, bias), gradients
