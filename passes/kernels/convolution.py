@@ -41,7 +41,7 @@ convolution_backward_input = kernel(
 )
 convolution_backward_weight = kernel(
     "convolution_backward_weight",
-    lambda grad, a, shape, options, wanted: (like(a, shape), like(a, shape[:1])),
+    lambda grad, a, shape, options, wanted: (like(a, shape), like(a, shape[:1]) if wanted[1] else None),
     _weight_gradients,
     masked=True,
 )

@@ -112,7 +112,7 @@ def is_floating(*tensors: TensorProxy | None) -> bool:
     present = [t for t in tensors if t is not None]
     return (
         all(isinstance(t, TensorProxy) and t.dtype in FLOATING for t in present)
-        and len({(t.dtype, t.device) for t in present}) == 1
+        and len({(t.dtype, t.device) for t in present}) <= 1
         and not any(is_empty(t) for t in present)
     )
 
