@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from passes.analysis.recognise import (
-    is_decomposed_by_autodiff,
     is_random,
     is_repeatable,
+    may_be_taken_apart,
     names,
     nbytes,
     updated_in_place,
@@ -102,7 +102,7 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
         yield bsym
     elif _may_run_again(bsym, facts):
         yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
-    elif is_decomposed_by_autodiff(bsym):
+    elif may_be_taken_apart(bsym):
         for part in bsym.subsymbols:
             yield from _tagged(part, facts, again=True)
     else:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thunder.core.proxies import TensorProxy
     from thunder.core.symbol import BoundSymbol, Symbol
     from thunder.core.transform_common import Transform
+    from thunder.extend import Executor
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -78,6 +79,14 @@ def has_grad_rule(bsym: BoundSymbol) -> bool:
     from thunder.core.transforms import _get_gradfn_and_executor
 
     return _get_gradfn_and_executor(bsym)[0] is not None
+
+
+def differentiating_executor(bsym: BoundSymbol) -> Executor | None:
+    """The executor whose grad rule will differentiate the line; None if none has one."""
+    from thunder.core.transforms import _get_gradfn_and_executor
+
+    executor: Executor | None = _get_gradfn_and_executor(bsym)[1]
+    return executor
 
 
 def fake_argument(value: Any) -> Any:

@@ -8,7 +8,7 @@ the other parts, such as the product of a dropout, may be repeated.
 
 from __future__ import annotations
 
-from passes.analysis.recognise import is_decomposed_by_autodiff, is_random, names
+from passes.analysis.recognise import is_random, may_be_taken_apart, names
 
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
@@ -36,7 +36,7 @@ def keep_random(computation: TraceCtx) -> TraceCtx:
 def _tagged(bsym: BoundSymbol) -> BoundSymbol:
     if not is_random(bsym):
         return bsym
-    tags = bsym.tags if is_decomposed_by_autodiff(bsym) else bsym.tags | {OpTags.RANDOM_OP}
+    tags = bsym.tags if may_be_taken_apart(bsym) else bsym.tags | {OpTags.RANDOM_OP}
     return bsym.from_bsym(subsymbols=[_tagged(part) for part in bsym.subsymbols], tags=tags)
 
 

@@ -38,11 +38,11 @@ def work(bsym: BoundSymbol) -> Work:
     function = differentiated(bsym.sym)
     rule = FLOPS.get(identity(bsym.sym) if function is None else function)
     if rule is not None:
-        tensors, out = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)[0]
+        tensors, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
         # A function's gradient takes its arguments and the output's gradient. It recomputes the output and then
         # usually computes two gradients of the same cost.
-        count = rule(tensors, out) if function is None else 3 * rule(tensors[:-1], tensors[-1])
-        return Work(0, count) if out.dtype.bytes <= 2 else Work(count, 0)
+        count = rule(tensors, outs) if function is None else 3 * rule(tensors[:-1], tensors[-1:])
+        return Work(0, count) if outs[0].dtype.bytes <= 2 else Work(count, 0)
     full = half = 0
     for part in bsym.subsymbols:
         done = work(part)
@@ -116,8 +116,8 @@ def _tensors(proxies: Iterable[Any]) -> list[TensorProxy]:
 
 # ---- rules ----
 
-# FLOPs from the tensor arguments and the first output. Numbers and None among the arguments are left out.
-Rule = Callable[[Sequence[TensorProxy], TensorProxy], int]
+# FLOPs from the tensor arguments and the outputs. Numbers and None among the arguments are left out.
+Rule = Callable[[Sequence[TensorProxy], Sequence[TensorProxy]], int]
 
 
 def _product(left: int) -> Rule:
@@ -125,39 +125,34 @@ def _product(left: int) -> Rule:
 
     Adding a bias or another tensor is not counted.
     """
-    return lambda tensors, out: 2 * _elements(out) * _shape(tensors[left])[-1]
+    return lambda tensors, outs: 2 * _elements(outs[0]) * _shape(tensors[left])[-1]
 
 
-def _grouped_product(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+def _grouped_product(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
     """Products of groups of rows, each with its own matrix, (m, k) x (g, k, n) -> (m, n), and their gradients."""
     a, b = tensors[:2]
     if len(_shape(a)) == 2:  # each element is multiplied by one row of one matrix
         return 2 * _elements(a) * _shape(b)[-1]
-    return _product(0)(tensors, out)
+    return _product(0)(tensors, outs)
 
 
-def _convolution(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+def _convolution(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
     """(n, c, ...) * (o, c / groups, kernel...) -> (n, o, ...)"""
-    return 2 * _elements(out) * math.prod(_shape(tensors[1])[1:])
+    return 2 * _elements(outs[0]) * math.prod(_shape(tensors[1])[1:])
 
 
-def _linear_backward_weight(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+def _linear_backward_weight(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
     """(rows, out)^T x (rows, in) -> (out, in)"""
     return 2 * _elements(tensors[0]) * _shape(tensors[1])[-1]
 
 
-def _convolution_backward_input(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
-    """The output's gradient and the weight, whose product with it is as large as the forward's."""
-    grad, weight = tensors
-    return 2 * _elements(grad) * math.prod(_shape(weight)[1:])
+def _convolution_backward(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
+    """The output's gradient, the input and the weight. A bias's gradient, which is no product, has one dimension."""
+    grad, _, weight = tensors
+    return sum(2 * _elements(grad) * math.prod(_shape(weight)[1:]) for o in outs if len(_shape(o)) > 1)
 
 
-def _convolution_backward_weight(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
-    """The output's gradient and the input; the first output is the weight's gradient unless the weight is frozen."""
-    return 2 * _elements(tensors[0]) * math.prod(_shape(out)[1:])
-
-
-def _transposed_convolution(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+def _transposed_convolution(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
     """(n, c, ...) * (c, o / groups, kernel...) -> (n, o, ...)"""
     return 2 * _elements(tensors[0]) * math.prod(_shape(tensors[1])[1:])
 
@@ -170,7 +165,7 @@ def _attention(query: int, by_key: int, by_value: int) -> Rule:
     (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
     """
 
-    def count(tensors: Sequence[TensorProxy], out: TensorProxy) -> int:
+    def count(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
         q, k, v = tensors[query : query + 3]
         *rows, width = _shape(q)
         return 2 * math.prod(rows) * _shape(k)[-2] * (by_key * width + by_value * _shape(v)[-1])
@@ -204,8 +199,7 @@ FLOPS: Mapping[Hashable, Rule] = {
     kernel_id("scaled_dot_product_attention"): _attention_forward,
     kernel_id("scaled_dot_product_attention_backward"): _attention_backward,
     kernel_id("convolution"): _convolution,
-    kernel_id("convolution_backward_input"): _convolution_backward_input,
-    kernel_id("convolution_backward_weight"): _convolution_backward_weight,
+    kernel_id("convolution_backward"): _convolution_backward,
     # executors that exist only if their library is installed
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),

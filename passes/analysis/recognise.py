@@ -9,7 +9,8 @@ from typing import Any
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
 from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize
-from passes.compat import fake_argument, has_grad_rule
+from passes.compat import differentiating_executor, fake_argument, has_grad_rule
+from passes.kernels.executor import executor as kernels
 from passes.plan import Bucket
 
 import torch
@@ -145,6 +146,14 @@ def is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
         or bsym.sym.id in augmented_forward_impls
         or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
     )
+
+
+def may_be_taken_apart(bsym: BoundSymbol) -> bool:
+    """True if a pass may put a line's parts in its place before autodiff: autodiff itself would, or it would use one of
+    our kernels for the whole. A kernel saves memory, unless only a part of the line may be recomputed."""
+    if is_decomposed_by_autodiff(bsym):
+        return True
+    return bool(bsym.subsymbols) and not is_constant_for_vjp(bsym) and differentiating_executor(bsym) == kernels
 
 
 def is_constant(bsym: BoundSymbol) -> bool:

@@ -73,9 +73,7 @@ def tanh(a: TensorProxy) -> Activated:
 
 
 gelu_forward = _forward("gelu", lambda a, approximate: F.gelu(a, approximate=approximate))
-gelu_backward = _backward(
-    "gelu", lambda grad, a, approximate: aten.gelu_backward(grad, a, approximate=approximate)
-)
+gelu_backward = _backward("gelu", lambda grad, a, approximate: aten.gelu_backward(grad, a, approximate=approximate))
 
 
 @implements(ltorch.gelu, supported=_out_of_place)
@@ -129,9 +127,7 @@ def softplus(a: TensorProxy, beta: float = 1.0, threshold: float = 20.0) -> Acti
 
 
 leaky_relu_forward = _forward("leaky_relu", F.leaky_relu)
-leaky_relu_backward = _backward(
-    "leaky_relu", lambda grad, a, slope: aten.leaky_relu_backward(grad, a, slope, False)
-)
+leaky_relu_backward = _backward("leaky_relu", lambda grad, a, slope: aten.leaky_relu_backward(grad, a, slope, False))
 
 
 @implements(ltorch.leaky_relu, supported=_out_of_place)

@@ -148,7 +148,16 @@ def scaled_dot_product_attention(
 
     def gradients(grad: TensorProxy) -> Gradients:
         found = attention_backward(
-            grad, query, key, value, out, logsumexp, attn_mask, is_causal, scale, (True, True, True, _is_added(attn_mask))
+            grad,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            attn_mask,
+            is_causal,
+            scale,
+            (True, True, True, _is_added(attn_mask)),
         )
         return zip((query, key, value, attn_mask), found, strict=True)
 

@@ -18,31 +18,13 @@ from thunder.core.proxies import TensorProxy
 aten = torch.ops.aten
 
 
-def _input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, shape: tuple[int, ...], options: tuple[Any, ...]
-) -> torch.Tensor:
-    a = grad.new_empty(1).expand(shape)  # only its shape is read
-    found: torch.Tensor = aten.convolution_backward(grad, a, weight, None, *options, (True, False, False))[0]
-    return found
-
-
-def _weight_gradients(
-    grad: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], options: tuple[Any, ...], wanted: tuple[bool, ...]
-) -> Any:
-    weight = grad.new_empty(1).expand(shape)  # only its shape is read
-    return aten.convolution_backward(grad, a, weight, [shape[0]], *options, (False, *wanted))[1:]
-
-
 convolution_forward = kernel("convolution", prims.convolution_meta, torch.convolution)
-convolution_backward_input = kernel(
-    "convolution_backward_input",
-    lambda grad, weight, shape, options: like(grad, shape),
-    _input_gradient,
-)
-convolution_backward_weight = kernel(
-    "convolution_backward_weight",
-    lambda grad, a, shape, options, wanted: (like(a, shape), like(a, shape[:1]) if wanted[1] else None),
-    _weight_gradients,
+convolution_backward = kernel(
+    "convolution_backward",
+    lambda grad, a, weight, options, wanted: (like(a), like(weight), like(weight, weight.shape[:1])),
+    lambda grad, a, weight, options, wanted: aten.convolution_backward(
+        grad, a, weight, weight.shape[:1], *options, wanted
+    ),
     masked=True,
 )
 
@@ -69,9 +51,7 @@ def convolution(
     out = convolution_forward(a, weight, bias, *options)
 
     def gradients(grad: TensorProxy) -> Gradients:
-        of_input = convolution_backward_input(grad, weight, tuple(a.shape), options)
-        mask = (True, bias is not None)
-        return [(a, of_input), *zip((weight, bias), convolution_backward_weight(grad, a, tuple(weight.shape), options, mask), strict=True)]
+        return zip((a, weight, bias), convolution_backward(grad, a, weight, options, (True, True, True)), strict=True)
 
     return out, gradients
 

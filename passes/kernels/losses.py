@@ -103,11 +103,8 @@ def _smoothing_loss(
     """The loss against labels that are equally probable: minus the (weighted) sum over classes."""
     dim = min(scores.ndim - 1, 1)
     ignored = target == ignore
-    if weight is None:
-        loss = scores.sum(dim).neg_()
-    else:
-        loss = torch.tensordot(scores, weight, ([dim], [0])).neg_()
-    loss.masked_fill_(ignored, 0)
+    loss = scores.sum(dim) if weight is None else torch.tensordot(scores, weight, ([dim], [0]))
+    loss.neg_().masked_fill_(ignored, 0)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / _weight_of(target, ignored, weight).sum()
@@ -280,7 +277,13 @@ def _bce_supported(
 ) -> bool:
     constant = not any(isinstance(t, TensorProxy) and t.requires_grad for t in (weight, pos_weight))
     deprecated = size_average is not None or reduce is not None
-    return constant and not deprecated and reduction in REDUCTIONS and _alike(a, target) and is_floating(a, weight, pos_weight)
+    return (
+        constant
+        and not deprecated
+        and reduction in REDUCTIONS
+        and _alike(a, target)
+        and is_floating(a, weight, pos_weight)
+    )
 
 
 @implements("torch.nn.functional.binary_cross_entropy_with_logits", supported=_bce_supported)

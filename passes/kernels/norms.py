@@ -20,6 +20,7 @@ aten = torch.ops.aten
 Normalized = tuple[TensorProxy, Callable[[TensorProxy], Gradients]]
 Mask = tuple[bool, ...]
 
+
 def _same(*results: TensorProxy | None) -> tuple[TensorProxy | None, ...]:
     """Gradients have the shapes of what they are gradients of."""
     return tuple(like(r) if r is not None else None for r in results)
@@ -83,7 +84,9 @@ def layer_norm(
 
     def gradients(grad: TensorProxy) -> Gradients:
         return zip(
-            (a, weight, bias), layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias)), strict=True
+            (a, weight, bias),
+            layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias)),
+            strict=True,
         )
 
     return out, gradients
@@ -121,7 +124,9 @@ def _rms_norm_backward(
     return scaled.addcmul_(normalized, mean, value=-1).mul_(rstd).to(a.dtype), of_weight
 
 
-rms_norm_forward = kernel("rms_norm", _rms_norm_meta, lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps))
+rms_norm_forward = kernel(
+    "rms_norm", _rms_norm_meta, lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps)
+)
 rms_norm_backward = kernel(
     "rms_norm_backward",
     lambda grad, a, shape, rstd, weight, wanted: _same(a, weight),
@@ -163,9 +168,7 @@ def _group_norm_meta(a: TensorProxy, groups: int, weight: Any, bias: Any, eps: f
 group_norm_forward = kernel(
     "group_norm",
     _group_norm_meta,
-    lambda a, groups, weight, bias, eps: aten.native_group_norm(
-        a.contiguous(), weight, bias, *_sizes(a), groups, eps
-    ),
+    lambda a, groups, weight, bias, eps: aten.native_group_norm(a.contiguous(), weight, bias, *_sizes(a), groups, eps),
 )
 group_norm_backward = kernel(
     "group_norm_backward",
@@ -221,9 +224,7 @@ batch_norm_backward = kernel(
     "batch_norm_backward",
     lambda grad, a, weight, bias, mean, var, saved_mean, saved_rstd, training, eps, wanted: _same(a, weight, bias),
     lambda grad, a, weight, bias, mean, var, saved_mean, saved_rstd, training, eps, wanted: (
-        aten.native_batch_norm_backward(
-            grad, a, weight, mean, var, saved_mean, saved_rstd, training, eps, wanted
-        )
+        aten.native_batch_norm_backward(grad, a, weight, mean, var, saved_mean, saved_rstd, training, eps, wanted)
     ),
     masked=True,
 )
@@ -257,7 +258,9 @@ def batch_norm(
 
     def gradients(grad: TensorProxy) -> Gradients:
         running = (None, None) if training else (running_mean, running_var)
-        found = batch_norm_backward(grad, a, weight, bias, *running, mean, rstd, training, eps, present(a, weight, bias))
+        found = batch_norm_backward(
+            grad, a, weight, bias, *running, mean, rstd, training, eps, present(a, weight, bias)
+        )
         return zip((a, weight, bias), found, strict=True)
 
     return out, gradients

@@ -1,9 +1,10 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from eager import compare
-from passes.kernels import executor
 
 KERNELS = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
 

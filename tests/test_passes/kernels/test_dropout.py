@@ -1,9 +1,10 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from eager import compare
-from passes.kernels import executor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -20,6 +21,6 @@ def test_saves_one_byte_for_each_element():
     assert [str(s.dtype) for s in saved] == ["thunder.dtypes.bool8"]
 
 
-@pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
 def test_without_randomness_is_left_to_thunder(p, training):
     compare(lambda a: F.dropout(a, p, training) * 2, torch.randn(5, requires_grad=True), kernels=[])

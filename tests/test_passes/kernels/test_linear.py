@@ -1,9 +1,10 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from eager import compare
-from passes.kernels import executor
 
 KERNELS = ["linear", "linear_backward_input", "linear_backward_weight"]
 

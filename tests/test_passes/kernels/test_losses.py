@@ -1,3 +1,5 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
@@ -5,7 +7,6 @@ import torch.nn.functional as F
 from eager import compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from passes.kernels import executor
 
 REDUCTIONS = ["mean", "sum", "none"]
 ENTROPY = ["log_softmax", "log_softmax_backward", "nll_loss", "nll_loss_backward"]
@@ -37,9 +38,7 @@ def test_weights_ignored_labels_and_smoothing(shape, smoothing, reduction, ignor
     scores, labels = scores_and_labels(shape)
     labels.view(-1)[:2] = ignore
     compare(
-        lambda a, y, w: F.cross_entropy(
-            a, y, w, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing
-        ),
+        lambda a, y, w: F.cross_entropy(a, y, w, ignore_index=ignore, reduction=reduction, label_smoothing=smoothing),
         scores,
         labels,
         torch.rand(5) + 0.1,
@@ -83,7 +82,7 @@ def test_mse_loss(reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("weight, pos_weight", [(None, None), (0.5, None), (None, 2.0), (0.5, 2.0)])
+@pytest.mark.parametrize(("weight", "pos_weight"), [(None, None), (0.5, None), (None, 2.0), (0.5, 2.0)])
 def test_binary_cross_entropy_with_logits(reduction, weight, pos_weight):
     weight, pos_weight = (None if w is None else torch.full((5,), w) for w in (weight, pos_weight))
     name = "binary_cross_entropy_with_logits"

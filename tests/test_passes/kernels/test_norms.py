@@ -1,9 +1,10 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from eager import compare
-from passes.kernels import executor
 from torch import nn
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -22,10 +23,12 @@ def test_layer_norm(dtype):
     )
 
 
-@pytest.mark.parametrize("weight, bias", [(False, False), (True, False)])
+@pytest.mark.parametrize(("weight", "bias"), [(False, False), (True, False)])
 def test_layer_norm_without_parameters(weight, bias):
     w = leaf(6) if weight else None
-    compare(lambda a, w: F.layer_norm(a, (6,), w, None, 1e-3), leaf(3, 6), w, kernels=["layer_norm", "layer_norm_backward"])
+    compare(
+        lambda a, w: F.layer_norm(a, (6,), w, None, 1e-3), leaf(3, 6), w, kernels=["layer_norm", "layer_norm_backward"]
+    )
 
 
 def test_layer_norm_of_16_bits_with_parameters_in_fp32():
@@ -61,7 +64,7 @@ def test_rms_norm(dtype, eps):
     )
 
 
-@pytest.mark.parametrize("shape, normalized", [((3, 6), (6,)), ((6,), (6,)), ((2, 3, 4), (3, 4))])
+@pytest.mark.parametrize(("shape", "normalized"), [((3, 6), (6,)), ((6,), (6,)), ((2, 3, 4), (3, 4))])
 def test_rms_norm_gradcheck(shape, normalized):
     jitted = thunder.jit(lambda a, w: F.rms_norm(a, normalized, w), executors=[executor])
     assert torch.autograd.gradcheck(jitted, (leaf(*shape, dtype=torch.float64), leaf(*normalized, dtype=torch.float64)))
@@ -101,7 +104,7 @@ def test_batch_norm(dtype, training):
     )
 
 
-@pytest.mark.parametrize("affine, tracked", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("affine", "tracked"), [(True, True), (False, True), (True, False)])
 def test_batch_norm_updates_its_buffers(affine, tracked):
     torch.manual_seed(0)
     expected = nn.BatchNorm2d(3, affine=affine, track_running_stats=tracked)

@@ -1,3 +1,5 @@
+from passes.kernels import executor
+
 import pytest
 import thunder
 import torch
@@ -5,7 +7,6 @@ import torch.nn.functional as F
 from eager import compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from passes.kernels import executor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
