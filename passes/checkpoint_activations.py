@@ -7,9 +7,8 @@ the lines that Thunder tagged, because the model itself calls ``torch.utils.chec
 
 Note [Not twice]. A random line would draw other numbers, and a line that reads or writes values that are updated in
 place would see or make other values. The results of such lines are saved. Random numbers are saved in their smallest
-form: a dropout, which draws numbers and compares them with its probability, saves its boolean mask, one byte for each
-element. A symbol with its own grad rule, such as attention with dropout on CUDA, saves its result and what the rule
-needs.
+form: a dropout saves its boolean mask, one byte for each element. A symbol with its own grad rule, such as attention
+with dropout on CUDA, saves its result and what the rule needs.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ from passes.analysis.recognise import (
     nbytes,
     updated_in_place,
 )
+from passes.compat import differentiating_executor
+from passes.kernels.registration import executor as kernels
+from passes.kernels.registration import lines_of_kernels
 
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
@@ -56,7 +58,7 @@ def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
         return computation
     new = from_trace(computation)
     swap = _untagged(new, by_thunder)
-    facts = Facts(_results(lines, calls), frozenset(updated_in_place(computation)), set())
+    facts = Facts(_results(lines, calls), frozenset(updated_in_place(computation)), set(), new)
     for bsym, call in zip(lines, calls, strict=True):
         again = call is not None or any(o.name in by_thunder for o in bsym.flat_proxy_outs)
         new.bound_symbols += _tagged(bsym.from_bsym_swap_proxies(swap), facts, again=again)
@@ -70,6 +72,7 @@ class Facts(NamedTuple):
     results: frozenset[str]
     updated: frozenset[str]
     drawn: set[str]
+    trace: TraceCtx  # the new one
 
 
 def _untagged(trace: TraceCtx, tagged: dict[str, Proxy]) -> dict[Variable, Proxy]:
@@ -103,12 +106,19 @@ def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSy
     elif _may_run_again(bsym, facts):
         yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
     elif may_be_taken_apart(bsym):
-        for part in bsym.subsymbols:
+        for part in _parts(bsym, facts.trace):
             yield from _tagged(part, facts, again=True)
     else:
         if _is_drawn(bsym, facts):
             facts.drawn.update(o.name for o in bsym.flat_proxy_outs)
         yield bsym
+
+
+def _parts(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
+    """The lines that may replace one: several kernels, if it would become these, or its subsymbols."""
+    if differentiating_executor(bsym) == kernels and len(lines := lines_of_kernels(bsym, trace)) > 1:
+        return lines
+    return bsym.subsymbols
 
 
 def _may_run_again(bsym: BoundSymbol, facts: Facts) -> bool:

@@ -13,6 +13,7 @@ FLOORS = [
     ["passes.compat"],
     ["passes.plan"],
     ["passes.comm"],
+    ["passes.kernels"],
     ["passes.analysis"],
     ["passes"],  # the passes
     ["passes.pipeline"],

@@ -13,7 +13,7 @@ from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat import shape_of
-from passes.kernels.executor import kernel_id
+from passes.kernels.registration import kernel_id
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy

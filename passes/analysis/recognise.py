@@ -10,7 +10,7 @@ from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign,
 from passes.comm.properties import Property
 from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize
 from passes.compat import differentiating_executor, fake_argument, has_grad_rule
-from passes.kernels.executor import executor as kernels
+from passes.kernels.registration import executor as kernels
 from passes.plan import Bucket
 
 import torch
@@ -149,11 +149,11 @@ def is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
 
 
 def may_be_taken_apart(bsym: BoundSymbol) -> bool:
-    """True if a pass may put a line's parts in its place before autodiff: autodiff itself would, or it would use one of
-    our kernels for the whole. A kernel saves memory, unless only a part of the line may be recomputed."""
+    """True if a pass may put a line's parts in its place before autodiff. Autodiff itself would, or it would use one of
+    our kernels for the whole, although only some of its parts are repeatable."""
     if is_decomposed_by_autodiff(bsym):
         return True
-    return bool(bsym.subsymbols) and not is_constant_for_vjp(bsym) and differentiating_executor(bsym) == kernels
+    return bool(bsym.subsymbols) and not is_repeatable(bsym) and differentiating_executor(bsym) == kernels
 
 
 def is_constant(bsym: BoundSymbol) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from passes.kernels.executor import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch

@@ -10,7 +10,7 @@ import math
 
 from passes.compat import shape_of
 from passes.kernels.activations import Activated
-from passes.kernels.executor import FLOATING, HALF, Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import FLOATING, HALF, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.kernels.activations import Activated
-from passes.kernels.executor import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch

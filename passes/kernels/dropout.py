@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from passes.comm.properties import Property
 from passes.kernels.activations import Activated
-from passes.kernels.executor import implements, is_floating, kernel, like
+from passes.kernels.registration import implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
+from thunder.core.devices import to_device
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 
 dropout_mask = kernel(
     "dropout_mask",
-    lambda a, p: like(a, dtype=dtypes.bool8),
-    lambda a, p: torch.empty_like(a, dtype=torch.bool).bernoulli_(1 - p),
+    lambda shape, p, device: TensorProxy(
+        shape=shape, dtype=dtypes.bool8, device=to_device(device), requires_grad=False
+    ),
+    lambda shape, p, device: torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p),
     tags=(Property.RANDOM, OpTags.RANDOM_OP),
 )
 # a * mask * scale; its gradient is the same function of the result's gradient
@@ -27,11 +30,15 @@ dropout_forward = kernel(
 )
 
 
+@implements(dropout_forward, supported=lambda a, mask, scale: True)
+def masked(a: TensorProxy, mask: TensorProxy, scale: float) -> Activated:
+    return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]
+
+
 def _supported(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     return is_floating(a) and training and not inplace and isinstance(p, float) and 0 < p < 1
 
 
 @implements(ltorch.dropout, supported=_supported)
 def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Activated:
-    mask, scale = dropout_mask(a, p), 1 / (1 - p)
-    return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]
+    return masked(a, dropout_mask(tuple(a.shape), p, a.device.device_str()), 1 / (1 - p))

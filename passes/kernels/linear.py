@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from passes.kernels.activations import Activated
-from passes.kernels.executor import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from passes.kernels.activations import Activated
-from passes.kernels.executor import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
 from passes.kernels.softmax import log_softmax_backward, log_softmax_forward
 
 import thunder.torch as ltorch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from passes.comm.properties import Property
-from passes.kernels.executor import HALF, Gradients, implements, is_floating, kernel, like, present
+from passes.kernels.registration import HALF, Gradients, implements, is_floating, kernel, like, present
 
 import thunder.torch as ltorch
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from passes.kernels.activations import Activated
-from passes.kernels.executor import FLOATING, implements, is_floating, kernel, like
+from passes.kernels.registration import FLOATING, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch

@@ -41,12 +41,9 @@ t0, = cotangents
 clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
-t1 = torch.reshape(t0, (-1, 4))
-t2 = torch.permute(t1, (1, 0))
-t3 = torch.reshape(input, (-1, 6))
-t4 = torch.matmul(t2, t3)
-t5 = torch.sum(t0, (0,), False, dtype=None)
-accumulate((t4, t5), b_root)
+t1 = linear_backward_weight(t0, input)
+t2 = torch.sum(t0, (0,), False, dtype=None)
+accumulate((t1, t2), b_root)
 return (None, None, None)""",
     )
 
@@ -63,15 +60,12 @@ t0, = cotangents
 clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
-t1 = torch.reshape(t0, (-1, 4))
-t2 = torch.permute(t1, (1, 0))
-t3 = torch.reshape(input, (-1, 6))
-t4 = torch.matmul(t2, t3)
-t5 = torch.sum(t0, (0,), False, dtype=None)
-(t6, t7) = accumulated((t4, t5), b_root)
-ft8 = reduce_scatter((t6, t7), b_root)
-(t9, t10) = wait_reduce_scatter(ft8, b_root)
-return (None, t10, t9)""",
+t1 = linear_backward_weight(t0, input)
+t2 = torch.sum(t0, (0,), False, dtype=None)
+(t3, t4) = accumulated((t1, t2), b_root)
+ft5 = reduce_scatter((t3, t4), b_root)
+(t6, t7) = wait_reduce_scatter(ft5, b_root)
+return (None, t7, t6)""",
     )
 
 

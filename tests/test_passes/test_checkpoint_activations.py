@@ -90,7 +90,7 @@ HOW = {
     "rand_like": (lambda b, x: torch.where(torch.rand_like(x) > 0.5, x, torch.sin(x)), ["bool8"]),
     "small noise": (lambda b, x: x * torch.randn(1, WIDTH).expand(8, WIDTH), ["float32"]),
     "multinomial": (sampled, ["int64"]),
-    "no grad": (lambda b, x: b.up(x) * without_grad(b, x), ["float32"]),
+    "no grad": (lambda b, x: b.up(x) * without_grad(b, x), ["bool8"]),
     "batch norm": (lambda b, x: b.norm(x), []),
     "in place": (in_place, ["float32"]),
     "checkpoint inside": (
@@ -118,6 +118,10 @@ def same(found, expected):
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+def close(found, expected):
+    return all(torch.allclose(f, e, atol=1e-4, rtol=1e-4) for f, e in zip(found, expected, strict=True))
+
+
 def saved(cmodel):
     _, (tensors, _) = thunder.last_traces(cmodel)[-1].bound_symbols[-1].args
     return sorted(f"{p.dtype}".removeprefix("thunder.dtypes.") for p in tensors if not p.name.startswith("t_"))
@@ -129,10 +133,11 @@ def backward(cmodel):
 
 @pytest.mark.parametrize("how", HOW)
 def test_only_inputs_and_random_numbers_are_saved(single_rank, how):
-    how, others = HOW[how]
+    name, (how, others) = how, HOW[how]
     expected, _ = step(Net(how))
     found, cmodel = step(Net(how), activation_checkpointing=Block)
-    assert same(found, expected)
+    # the kernel of a batch norm updates its buffers, so that its parts are recomputed instead
+    assert close(found, expected) if name == "batch norm" else same(found, expected)
     inputs = ["float32"] * 2  # of the block and of the first layer
     assert saved(cmodel) == sorted([*inputs, *others])
     drawn = [b.sym.name for b in backward(cmodel).bound_symbols if is_random(b) and "vjp" not in b.sym.name]
@@ -147,7 +152,7 @@ def test_executors(single_rank, monkeypatch, executors):
     def how(block, x):
         return attention(block, F.dropout(x, 0.3)) * torch.randn(1, WIDTH).expand(8, WIDTH)
 
-    expected, _ = step(Net(how))
+    expected, _ = step(Net(how), executors=executors)
     found, cmodel = step(Net(how), activation_checkpointing=Block, executors=executors)
     assert same(found, expected)
     assert saved(cmodel) == ["bool8", "bool8", "float32", "float32", "float32"]
@@ -207,40 +212,27 @@ clear_mutable_collection(saved_for_backward)
 clear_mutable_collection(C1)
 t0, = cotangents
 clear_mutable_collection(cotangents)
-t_0_3_weight, t_0_3_bias, t1, t_0_0_weight, t_0_0_bias, input, = C0
+t_0_3_weight, t_0_3_bias, t_0_0_weight, t_0_0_bias, input, t1, = C0
 clear_mutable_collection(C0)
 bw_ft2 = all_gather((t_0_3_weight, t_0_3_bias), b_0_3)
-t3 = torch.reshape(t0, (-1, 4))
-bw_ft4 = all_gather((t_0_0_weight, t_0_0_bias), b_0_0)
-(bw_t5, bw_t6) = wait_all_gather(bw_ft2, b_0_3)
-t7 = torch.matmul(t3, bw_t5)
-t8 = torch.reshape(t7, (2, 4))
-t9 = torch.reshape(t0, (-1, 4))
-t10 = torch.permute(t9, (1, 0))
-t11 = Tensor.to(t1, torch.float32, copy=True)
-(bw_t12, bw_t13) = wait_all_gather(bw_ft4, b_0_0)
-t14 = torch.nn.functional.linear(input, bw_t12, bw_t13)
-t15 = torch.tanh(t14)
-t16 = torch.mul(t15, t11)
-t17 = torch.mul(t16, 2.0)
-t18 = torch.reshape(t17, (-1, 4))
-t19 = torch.matmul(t10, t18)
-t20 = torch.sum(t0, (0,), False, dtype=None)
-ft21 = reduce_scatter((t19, t20), b_0_3)
-t22 = torch.mul(2.0, t8)
-t23 = torch.mul(t11, t22)
-t24 = torch.mul(t15, t15)
-t25 = torch.sub(1, t24, alpha=1)
-t26 = torch.mul(t23, t25)
-t27 = torch.reshape(t26, (-1, 4))
-t28 = torch.permute(t27, (1, 0))
-t29 = torch.reshape(input, (-1, 4))
-t30 = torch.matmul(t28, t29)
-t31 = torch.sum(t26, (0,), False, dtype=None)
-ft32 = reduce_scatter((t30, t31), b_0_0)
-(t33, t34) = wait_reduce_scatter(ft21, b_0_3)
-(t35, t36) = wait_reduce_scatter(ft32, b_0_0)
-return (None, t36, t35, t34, t33)""",
+bw_ft3 = all_gather((t_0_0_weight, t_0_0_bias), b_0_0)
+(bw_t4, bw_t5) = wait_all_gather(bw_ft2, b_0_3)
+t6 = linear_backward_input(t0, bw_t4)
+(bw_t7, bw_t8) = wait_all_gather(bw_ft3, b_0_0)
+bw_t9 = linear(input, bw_t7, bw_t8)
+bw_t10 = tanh(bw_t9)
+t11 = dropout(bw_t10, t1, 2.0)
+t12 = linear_backward_weight(t0, t11)
+t13 = torch.sum(t0, (0,), False, dtype=None)
+ft14 = reduce_scatter((t12, t13), b_0_3)
+t15 = dropout(t6, t1, 2.0)
+t16 = tanh_backward(t15, bw_t10)
+t17 = linear_backward_weight(t16, input)
+t18 = torch.sum(t16, (0,), False, dtype=None)
+ft19 = reduce_scatter((t17, t18), b_0_0)
+(t20, t21) = wait_reduce_scatter(ft14, b_0_3)
+(t22, t23) = wait_reduce_scatter(ft19, b_0_0)
+return (None, t23, t22, t21, t20)""",
     )
 
 
@@ -258,19 +250,11 @@ once  linear
 once  synchronize
 again linear
 again tanh
-once  lt
-again mul
-again mul
+again dropout
 again sin
-once  lt
-again mul
-again mul
+again dropout
 again linear
-again true_divide
-again erf
-again mul
-again add
-once  mul
+once  gelu
 once  python_return""",
     )
 

@@ -50,14 +50,14 @@ def test_golden_end_of_backward(fake_ranks):
     assert_expected_inline(
         "\n".join(text(stage(cmodel, "schedule", thunder.last_backward_traces)).splitlines()[-8:]),
         """\
-(t27, t28) = wait_reduce_scatter(ft15, b_2)
-del ft15
-(t29, t30) = wait_reduce_scatter(ft26, b_0)
-del ft26
-ft31 = share_overflow((t27, t28, t29, t30), overflow_0)
-wait_share_overflow(ft31, overflow_0)
-del ft31
-return (None, t30, t29, t28, t27)""",
+(t14, t15) = wait_reduce_scatter(ft9, b_2)
+del ft9
+(t16, t17) = wait_reduce_scatter(ft13, b_0)
+del ft13
+ft18 = share_overflow((t14, t15, t16, t17), overflow_0)
+wait_share_overflow(ft18, overflow_0)
+del ft18
+return (None, t17, t16, t15, t14)""",
     )
 
 

@@ -74,7 +74,8 @@ def test_a_sharded_gpt(fake_ranks, no_inductor, executors):
     products = 2 * rows * 12 * WIDTH**2 + 2 * rows * WIDTH * WORDS  # a block's four linear layers, and the head
     attention = 2 * 2 * rows * TOKENS * WIDTH
     assert sum(map(flops, forward)) == products + attention
-    assert sum(map(flops, backward)) == 2 * (products + attention)
+    recomputed = attention // 2 if executors is None else 0  # the kernel computes the scores again
+    assert sum(map(flops, backward)) == 2 * (products + attention) + recomputed
     assert (products + attention, 2 * (products + attention)) == counted_by_torch(gpt(), tokens, tokens)
 
     for line in [*forward, *backward]:

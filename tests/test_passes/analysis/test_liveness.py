@@ -59,13 +59,13 @@ def test_two_linear(fake_ranks):
     200 |         0       200         0         0         0  ft1 = all_gather((t_2_weight, t_2_bias),
     200 |       128        72         0         0         0  (t2,) = wait_all_gather(ft0, b_0)
     200 |       128        72         0         0         0  del ft0
-    296 |       128        72        96         0         0  t3 = torch.nn.functional.linear(input, t
+    296 |       128        72        96         0         0  t3 = linear(input, t2, None)  # t3: "cpu
     296 |         0        72        96         0         0  del t2
-    264 |         0        72        96        96         0  t4 = torch.tanh(t3)  # t4: "cpu f32[3, 8
+    264 |         0        72        96        96         0  t4 = tanh(t3)  # t4: "cpu f32[3, 8]"
     264 |         0        72         0        96         0  del t3
     240 |        72        72         0        96         0  (t5, t6) = wait_all_gather(ft1, b_2)
     240 |        72         0         0        96         0  del ft1
-    192 |        72         0        24        96         0  t7 = torch.nn.functional.linear(t4, t5,
+    192 |        72         0        24        96         0  t7 = linear(t4, t5, t6)  # t7: "cpu f32[
     192 |         0         0        24        96         0  del t5, t6
     120 |         0         0        24        96         0  return {'output': (t7,), 'flat_args': [i""",
     )
@@ -78,44 +78,26 @@ def test_two_linear(fake_ranks):
     144 |         0         0        24        96        24  del C0
     216 |         0        72        24        96        24  bw_ft0 = all_gather((t_2_weight, t_2_bia
     216 |         0        72        24        96        24  del t_2_weight, t_2_bias
-    216 |         0        72        24        96        24  t1 = torch.reshape(t2, (-1, 2))  # t1: "
-    288 |        72        72        24        96        24  (bw_t3, bw_t4) = wait_all_gather(bw_ft0,
-    288 |        72         0        24        96        24  del bw_t4, bw_ft0
-    312 |        72         0       120        96        24  t5 = torch.matmul(t1, bw_t3)  # t5: "cpu
-    312 |         0         0       120        96        24  del t1, bw_t3
-    240 |         0         0       120        96        24  t6 = torch.reshape(t5, (3, 8))  # t6: "c
-    240 |         0         0       120        96        24  del t5
-    240 |         0         0       120        96        24  t7 = torch.reshape(t2, (-1, 2))  # t7: "
-    240 |         0         0       120        96        24  t8 = torch.permute(t7, (1, 0))  # t8: "c
-    240 |         0         0       120        96        24  del t7
-    240 |         0         0       120        96        24  t9 = torch.reshape(t10, (-1, 8))  # t9:
-    304 |         0         0       120        96        88  t11 = torch.matmul(t8, t9)  # t11: "cpu
-    304 |         0         0       120        96        88  del t8, t9
-    312 |         0         0       120        96        96  t12 = torch.sum(t2, (0,), False, dtype=N
-    312 |         0         0       120        96        72  del t2
-    396 |         0       108       120        96        72  ft13 = reduce_scatter((t11, t12), b_2)
-    396 |         0       108       120        96         0  del t11, t12
-    420 |         0       108       216        96         0  t14 = torch.mul(t10, t10)  # t14: "cpu f
-    420 |         0       108       216         0         0  del t10
-    420 |         0       108       312         0         0  t15 = torch.sub(1, t14, alpha=1)  # t15:
-    420 |         0       108       216         0         0  del t14
-    420 |         0       108       312         0         0  t16 = torch.mul(t6, t15)  # t16: "cpu f3
-    420 |         0       108       120         0         0  del t6, t15
-    228 |         0       108       120         0         0  t17 = torch.reshape(t16, (-1, 8))  # t17
-    228 |         0       108       120         0         0  del t16
-    228 |         0       108       120         0         0  t18 = torch.permute(t17, (1, 0))  # t18:
-    228 |         0       108       120         0         0  del t17
-    228 |         0       108       120         0         0  t19 = torch.reshape(input, (-1, 4))  # t
-    228 |         0       108       120         0         0  del input
-    356 |         0       108       120         0       128  t20 = torch.matmul(t18, t19)  # t20: "cp
-    356 |         0       108        24         0       128  del t18, t19
-    452 |         0       300        24         0       128  ft21 = reduce_scatter((t20,), b_0)  # ft
-    452 |         0       300        24         0         0  del t20
-    360 |         0       300        24         0        36  (t22, t23) = wait_reduce_scatter(ft13, b
-    360 |         0       192        24         0        36  del ft13
-    316 |         0       192        24         0       100  (t24,) = wait_reduce_scatter(ft21, b_0)
-    316 |         0         0        24         0       100  del ft21
-    124 |         0         0        24         0       100  return (None, t24, t23, t22)""",
+    288 |        72        72        24        96        24  (bw_t1, bw_t2) = wait_all_gather(bw_ft0,
+    288 |        72         0        24        96        24  del bw_t2, bw_ft0
+    312 |        72         0       120        96        24  t3 = linear_backward_input(t4, bw_t1)  #
+    312 |         0         0       120        96        24  del bw_t1
+    304 |         0         0       120        96        88  t5 = linear_backward_weight(t4, t6)  # t
+    312 |         0         0       120        96        96  t7 = torch.sum(t4, (0,), False, dtype=No
+    312 |         0         0       120        96        72  del t4
+    396 |         0       108       120        96        72  ft8 = reduce_scatter((t5, t7), b_2)  # f
+    396 |         0       108       120        96         0  del t5, t7
+    420 |         0       108       216        96         0  t9 = tanh_backward(t3, t6)  # t9: "cpu f
+    420 |         0       108       120         0         0  del t3, t6
+    356 |         0       108       120         0       128  t10 = linear_backward_weight(t9, input)
+    356 |         0       108        24         0       128  del t9, input
+    452 |         0       300        24         0       128  ft11 = reduce_scatter((t10,), b_0)  # ft
+    452 |         0       300        24         0         0  del t10
+    360 |         0       300        24         0        36  (t12, t13) = wait_reduce_scatter(ft8, b_
+    360 |         0       192        24         0        36  del ft8
+    316 |         0       192        24         0       100  (t14,) = wait_reduce_scatter(ft11, b_0)
+    316 |         0         0        24         0       100  del ft11
+    124 |         0         0        24         0       100  return (None, t14, t13, t12)""",
     )
 
 

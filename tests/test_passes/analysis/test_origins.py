@@ -42,11 +42,9 @@ t6: mul""",
         """\
 t6: mul
 None: add
-hidden: mul
-hidden: sub
-t4: reshape
-t4: matmul
-t4: permute
+hidden: tanh_backward
+t4: linear_backward_input
+t4: linear_backward_weight
 t4: sum""",
     )
 

@@ -5,6 +5,7 @@ from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign,
 from passes.comm import kept_gradients
 from passes.comm import symbols as ours
 from passes.comm.properties import Property
+from passes.kernels import executor as kernels
 
 import pytest
 import thunder.torch as ltorch
@@ -19,7 +20,7 @@ from thunder.extend import OperatorExecutor
 def _all_symbols():
     """Prims, torch functions, and the operators of the executors that are always there."""
     places = (vars(prims), vars(ltorch), ltorch._torch_to_thunder_function_map)
-    executors = (torchex.ex, pythonex.ex, sdpaex.sdpa_ex)
+    executors = (torchex.ex, pythonex.ex, sdpaex.sdpa_ex, kernels)
     found = [s for place in (*places, *(ex.opmap for ex in executors)) for s in place.values() if isinstance(s, Symbol)]
     return list({(s.id, s.name, s.executor): s for s in found}.values())
 
@@ -97,8 +98,12 @@ def is_seeded(sym):
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads(sym))
 
 
+# Kernels whose random numbers are those of a dropout_mask, and of an attention without dropout.
+DRAW_NOTHING = {f"torch_kernels:kernels.{name}" for name in ("dropout", "scaled_dot_product_attention")}
+
+
 def test_random_operators_of_torch():
-    assert where(lambda s: is_seeded(s) and Property.RANDOM not in properties(s)) == set()
+    assert where(lambda s: is_seeded(s) and Property.RANDOM not in properties(s)) == DRAW_NOTHING
 
 
 # Random symbols that are not torch operators of the same name: prims, Python functions, operators of executors.
@@ -109,7 +114,7 @@ OTHER_RANDOM = {
     *(f"torch.nn.functional.fractional_max_pool{n}d" for n in (2, 3)),
     *(f"torch.nn.functional.fractional_max_pool{n}d_with_indices" for n in (2, 3)),
     *("torch.nn.functional.gumbel_softmax", "torch.nn.functional.multi_head_attention_forward", "torch.lobpcg"),
-    *(sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id),
+    *(sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id, "kernels.dropout_mask"),
 }
 
 
@@ -130,7 +135,9 @@ def test_names_of_random_symbols():
         )
     )
     philox = {f":{PrimIDs.UNIFORM_PHILOX}", ":torch.uniform_philox", "torch:ops.rngprims.philox_rand"}
-    assert same == philox | {f"sdpa:{sdpaex.sdpea_bwd.id}", f"sdpa:{sdpaex.sdpfa_bwd.id}"}
+    backward = {f"sdpa:{sdpaex.sdpea_bwd.id}", f"sdpa:{sdpaex.sdpfa_bwd.id}"}
+    backward.add("torch_kernels:kernels.scaled_dot_product_attention_backward")
+    assert same == philox | backward | DRAW_NOTHING
 
 
 def test_operators_stand_for_torch_functions():

@@ -71,22 +71,22 @@ return {'output': (t15,), 'flat_args': [x, t_blocks_0_bias, t_blocks_0_weight, t
         communication(backward),
         """\
 bw_ft4 = all_gather((t_blocks_2_weight, t_blocks_2_bias), b_blocks_2)
-bw_ft11 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
-(bw_t12, bw_t13) = wait_all_gather(bw_ft4, b_blocks_2)
-ft21 = reduce_scatter((t19, t20), b_blocks_2)
-(bw_t26, bw_t27) = wait_all_gather(bw_ft11, b_blocks_1)
-ft35 = reduce_scatter((t33, t34), b_blocks_1)
-(t38, t39) = wait_reduce_scatter(ft21, b_blocks_2)
-ft40 = offload((t38, t39), b_blocks_2)
-ft47 = reduce_scatter((t45, t46), b_blocks_0)
-(t48, t49) = wait_reduce_scatter(ft35, b_blocks_1)
-ft50 = offload((t48, t49), b_blocks_1)
-(t51, t52) = wait_reduce_scatter(ft47, b_blocks_0)
-ft53 = offload((t51, t52), b_blocks_0)
-(t54, t55) = wait_offload(ft40, b_blocks_2)
-(t56, t57) = wait_offload(ft50, b_blocks_1)
-(t58, t59) = wait_offload(ft53, b_blocks_0)
-return (None, t59, t58, t57, t56, t55, t54)""",
+bw_ft8 = all_gather((t_blocks_1_weight, t_blocks_1_bias), b_blocks_1)
+(bw_t9, bw_t10) = wait_all_gather(bw_ft4, b_blocks_2)
+ft14 = reduce_scatter((t12, t13), b_blocks_2)
+(bw_t16, bw_t17) = wait_all_gather(bw_ft8, b_blocks_1)
+ft21 = reduce_scatter((t19, t20), b_blocks_1)
+(t25, t26) = wait_reduce_scatter(ft14, b_blocks_2)
+ft27 = offload((t25, t26), b_blocks_2)
+ft28 = reduce_scatter((t23, t24), b_blocks_0)
+(t29, t30) = wait_reduce_scatter(ft21, b_blocks_1)
+ft31 = offload((t29, t30), b_blocks_1)
+(t32, t33) = wait_reduce_scatter(ft28, b_blocks_0)
+ft34 = offload((t32, t33), b_blocks_0)
+(t35, t36) = wait_offload(ft27, b_blocks_2)
+(t37, t38) = wait_offload(ft31, b_blocks_1)
+(t39, t40) = wait_offload(ft34, b_blocks_0)
+return (None, t40, t39, t38, t37, t36, t35)""",
     )
     assert {p.device.device_str() for p in backward.bound_symbols[-1].flat_proxy_args} == {"cpu"}
     assert {a.device.device_str() for b in backward.bound_symbols if b.sym.name == "offload" for a in b.args[0]} == {
@@ -102,14 +102,14 @@ def test_each_rank_copies_the_shards_that_it_reduces_over_replicas(fake_ranks):
         communication(stage(cmodel, "schedule", thunder.last_backward_traces)),
         """\
 bw_ft4 = all_gather((t_blocks_0_weight, t_blocks_0_bias, t_blocks_1_weight, t_blocks_1_bias, t_blocks_2_weight, t_blocks_2_bias), b_model)
-(bw_t11, bw_t12, bw_t13, bw_t14, bw_t15, bw_t16) = wait_all_gather(bw_ft4, b_model)
-ft43 = reduce_scatter((t41, t42, t33, t34, t22, t23), b_model)
-(t44, t45, t46, t47, t48, t49) = wait_reduce_scatter(ft43, b_model)
-ft50 = all_reduce((t44, t45, t46, t47, t48, t49), b_model_replicas)
-(t51, t52, t53, t54, t55, t56) = wait_all_reduce(ft50, b_model_replicas)
-ft57 = offload((t51, t52, t53, t54, t55, t56), b_model)
-(t58, t59, t60, t61, t62, t63) = wait_offload(ft57, b_model)
-return (None, t59, t58, t61, t60, t63, t62)""",
+(bw_t8, bw_t9, bw_t10, bw_t11, bw_t12, bw_t13) = wait_all_gather(bw_ft4, b_model)
+ft24 = reduce_scatter((t22, t23, t19, t20, t15, t16), b_model)
+(t25, t26, t27, t28, t29, t30) = wait_reduce_scatter(ft24, b_model)
+ft31 = all_reduce((t25, t26, t27, t28, t29, t30), b_model_replicas)
+(t32, t33, t34, t35, t36, t37) = wait_all_reduce(ft31, b_model_replicas)
+ft38 = offload((t32, t33, t34, t35, t36, t37), b_model)
+(t39, t40, t41, t42, t43, t44) = wait_offload(ft38, b_model)
+return (None, t40, t39, t42, t41, t44, t43)""",
     )
 
 

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from passes.compat import shape_of, symbol_that_calls
 
 from thunder.core import dtypes
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
 
@@ -70,7 +70,9 @@ def kernel(
     of a result whose bool is False.
     """
     tags = [*tags, *([Masked] if masked else [])]
-    return symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
+    symbol = symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
+    executor.opmap[name] = symbol
+    return symbol
 
 
 def kernel_id(name: str) -> str:
@@ -100,6 +102,18 @@ def implements(*functions: Symbol | str, supported: Callable[..., bool]) -> Call
         return implementation
 
     return decorate
+
+
+def lines_of_kernels(bsym: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
+    """The lines of kernels for a line that the executor implements. New values get names of ``trace``."""
+    run = executor.get_execution_transform(bsym)
+    assert run is not None
+    with tracectx(trace):
+        trace.push_scope([])
+        out = run(*bsym.args, **bsym.kwargs)
+        lines = trace.pop_scope()
+    swap = {variableify(out): bsym.output}
+    return [line.from_bsym_swap_proxies(swap) for line in lines]
 
 
 def like(a: TensorProxy, shape: Sequence[Any] | None = None, dtype: dtypes.dtype | None = None) -> TensorProxy:
