@@ -23,7 +23,7 @@ def cells(notebook):
 
 
 def printed(cell):
-    """What a cell prints and shows, as text."""
+    """The text that a cell prints and shows."""
     return "\n".join(
         o.text if o.output_type == "stream" else o.get("data", {}).get("text/plain", "") for o in cell.outputs
     )
@@ -70,7 +70,7 @@ def fresh(request, tmp_path_factory):
 
 
 def test_runs_and_prints_what_is_stored(path, stored, fresh):
-    """Cells tagged "varies" print times, or numbers that hang on the machine."""
+    """Cells tagged "varies" print times, or numbers that depend on the machine."""
     executed = fresh[path].result()
     assert not SOURCE_FILE.search(nbformat.writes(executed))
     for old, new in zip(code(stored), code(executed), strict=True):
