@@ -18,7 +18,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -50,7 +51,9 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
-    client.execute(env={**os.environ, "PYTHONWARNINGS": WARNINGS})
+    # The inspector shortens paths of source files by sys.path, and an editable install does not put the project there.
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": WARNINGS})
     notebook.metadata = METADATA
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

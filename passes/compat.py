@@ -2,9 +2,9 @@
 
 lightning-thunder 0.2.6 looks up every method of ``torch.Tensor`` that it knows when it is imported, to map it to its
 own symbol or to mark it as unsupported. torch 2.13 removed named tensors, and with them five of those methods, so that
-``import thunder`` raises AttributeError. :func:`install` sets a stand-in for each missing method: a function that bears
-the method's name (Thunder checks it) and raises when it is called, as the removed method would. It does nothing on
-torch up to 2.12.
+``import thunder`` raises AttributeError. :func:`install` sets a stand-in for each missing method: a function that has
+the method's name (Thunder checks it) and raises AttributeError when it is called. It does
+nothing on torch up to 2.12.
 
 torch 2.13 also renamed two collectives. :data:`all_gather_single` and :data:`reduce_scatter_single` are these functions
 under the name that this torch has.
@@ -65,12 +65,12 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
 
 
 def function_of(bsym: BoundSymbol) -> Any:
-    """The function that a line holds; None if it calls one by the symbol's name in the symbol's module."""
+    """The function stored in a line; None if the line calls the function of that name in the symbol's module."""
     return (bsym._call_ctx or {}).get(bsym.sym.name)
 
 
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
-    """The shape of a proxy, outside of a trace too. With symbolic values a dimension may be a proxy."""
+    """The shape of a proxy, inside or outside a trace. A dimension is itself a proxy if values are symbolic."""
     return tuple(proxy._shape)
 
 
@@ -90,7 +90,7 @@ def differentiating_executor(bsym: BoundSymbol) -> Executor | None:
 
 
 def fake_argument(value: Any) -> Any:
-    """What a torch function is given for an argument of a line; a tensor has no memory under ``FakeTensorMode``."""
+    """Thunder's stand-in for an argument of a torch function. A tensor has no memory under ``FakeTensorMode``."""
     from thunder.torch import _get_fake_arg
 
     return _get_fake_arg(value)
@@ -100,7 +100,7 @@ def fake_argument(value: Any) -> Any:
 
 
 def interpret(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function`` in Thunder's interpreter, which is running. Arguments and result are wrapped values."""
+    """Calls ``function`` in Thunder's running interpreter. Arguments and result are wrapped values."""
     from thunder.core.interpreter import _interpret_call
 
     return _interpret_call(function, *args, **kwargs)
@@ -115,8 +115,8 @@ def proxied_values() -> set[Any]:
 
 
 def forget_item(mapping: dict[str, Any], key: str) -> Any:
-    """Makes the running interpreter read ``mapping[key]`` again when it is used next. Returns what it knows of the
-    item, for :func:`remember_item`; None if it has not read it."""
+    """Makes the running interpreter read ``mapping[key]`` again at its next use. Returns the interpreter's record of
+    the item, for :func:`remember_item`; None if the item was never read."""
     wrapper = _wrapper_of(mapping)
     if wrapper is None or key not in wrapper.item_wrappers:
         return None
@@ -137,14 +137,14 @@ def _wrapper_of(mapping: dict[str, Any]) -> Any:
 
 
 def refresh_modules() -> None:
-    """Makes the compilation that is going on read the present modules of jitted ones, not those of earlier traces."""
+    """Makes the current compilation read the current submodules of jitted modules, not those of earlier traces."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
 
 
 def compile_data_and_stats() -> tuple[Any, Any]:
-    """Thunder's data and statistics of the compilation that is going on; a pair of None outside of one."""
+    """Thunder's data and statistics of the current compilation; a pair of None outside a compilation."""
     from thunder.core.compile_data import _compile_data
 
     data, stats = _compile_data.get()
@@ -152,7 +152,7 @@ def compile_data_and_stats() -> tuple[Any, Any]:
 
 
 def set_traced_device(tensor: torch.Tensor, device: torch.device) -> None:
-    """Lets Thunder trace ``tensor``, which may be a meta tensor, as one on ``device``."""
+    """Lets Thunder trace ``tensor``, which may be a meta tensor, as if it were on ``device``."""
     tensor._thunder_device = device  # type: ignore[attr-defined]
 
 
@@ -166,10 +166,10 @@ def traced_device(tensor: torch.Tensor) -> torch.device:
 
 
 def jitted_module(jitted: ThunderModule) -> Any:
-    """The module that ``thunder.jit`` was given."""
+    """The module passed to ``thunder.jit``."""
     return jitted._model
 
 
 def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
-    """The transforms that ``thunder.jit`` was given, and those that were enlisted since."""
+    """The transforms passed to ``thunder.jit``, and those enlisted since."""
     return list(jitted._lc_transforms)

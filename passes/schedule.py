@@ -1,7 +1,7 @@
-"""Pass: where each collective is issued, where it is waited for, and when gathered parameters die.
+"""Pass: decides where each collective is issued and waited for, and where gathered parameters are deleted.
 
-Works on the lowered forward and backward in turn. Compute lines keep their order. Only collectives move, so that the
-result of a step is the same bit for bit.
+Works on the lowered forward and backward in turn. Compute lines keep their order. Only collectives move.
+The result of a step stays the same bit for bit.
 
 Note [Walk]. The pass walks through the compute lines and keeps clocks that the plan's cost model drives: one for
 compute, and one for each group's link, on which collectives follow each other. At each line:
@@ -50,7 +50,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors.passes import del_last_used
 
-# A collective may take this many times what the cost model says before compute has to wait for it.
+# A collective may take this many times its predicted seconds before compute has to wait for it.
 MARGIN = 2.0
 COMPLETE = "its gradients are complete"
 
@@ -81,14 +81,14 @@ class _Compute(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What is known of a trace before the walk. Futures and values go by their names."""
+    """Properties of a trace, computed before the walk. Futures and values are identified by name."""
 
     compute: list[_Compute]
     issue_of: dict[str, BoundSymbol]  # by future: the line that issues the collective or the copy
     wait_for: dict[str, BoundSymbol]  # by future: the line that waits for it
     source_of: dict[str, BoundSymbol]  # by value: the line that waits for it
     gathers: dict[str, int]  # futures in order of first use, numbered
-    latest: dict[str, float]  # by future: when a gather must be issued, in seconds, to be there in time
+    latest: dict[str, float]  # by future: the latest time to issue a gather that arrives in time, in seconds
     limits: dict[Plan, int]  # bytes in flight
 
 
@@ -113,7 +113,7 @@ def _facts(lines: list[BoundSymbol]) -> _Facts:
 def _first_uses(
     compute: list[_Compute], gathers: Iterable[str], source_of: Mapping[str, BoundSymbol]
 ) -> dict[str, int]:
-    """The futures of gathers in the order in which compute needs them, with the number of the line that does."""
+    """The futures of gathers in the order in which compute uses them, with the index of the first line that does."""
     uses: dict[str, int] = {}
     for i, (bsym, _) in enumerate(compute):
         for a in bsym.flat_proxy_args:
@@ -126,9 +126,9 @@ def _first_uses(
 def _latest_starts(
     compute: list[_Compute], uses: Mapping[str, int], gathers: Mapping[str, BoundSymbol], reduces: list[BoundSymbol]
 ) -> dict[str, float]:
-    """When each gather must be issued to arrive before its use, if compute never waits: in seconds.
+    """The latest time, in seconds, to issue each gather so that it arrives before its use if compute never waits.
 
-    It shares the link with what is reduced between its use and the use before.
+    The gather shares the link with the reductions that become ready between the previous gather's use and its own.
     """
     clock = [0.0, *accumulate(seconds for _, seconds in compute)]
     made = {o.name: i for i, (b, _) in enumerate(compute) for o in b.flat_proxy_outs}
@@ -151,14 +151,14 @@ def _latest_starts(
 
 
 class _Walked(NamedTuple):
-    """The lines in their new order. ``idles``: compute waits for a gather that could have come earlier."""
+    """The lines in their new order. ``idles``: compute waits for a gather that could have been issued earlier."""
 
     lines: list[BoundSymbol]
     idles: bool
 
 
 class _Walk:
-    """One walk. Each line of compute is emitted after what it needs. ``late`` issues gathers just in time."""
+    """One walk. Each line of compute comes after the collectives it needs. ``late`` issues gathers just in time."""
 
     def __init__(self, facts: _Facts, *, late: bool) -> None:
         self.facts = facts
@@ -172,8 +172,8 @@ class _Walk:
         self.reducing: dict[str, Flight] = {}  # by future, in order of issue
         self.available: set[str] = set()
         self.coming = 0.0  # seconds of the next compute line
-        self.obstacles: dict[str, str] = {}  # by future: why it could not be issued when that was last tried
-        self.held_back: int | None = None  # number of the first gather that was held back to come just in time
+        self.obstacles: dict[str, str] = {}  # by future: why the last attempt to issue it failed
+        self.held_back: int | None = None  # number of the first gather that was held back to arrive just in time
         self.idles = False
         self.lines: list[BoundSymbol] = []
 
@@ -186,7 +186,7 @@ class _Walk:
         return _Walked(self.lines, self.idles)
 
     def _prepare(self, bsym: BoundSymbol, seconds: float) -> None:
-        """Emits what stands before a line of compute."""
+        """Emits the lines that precede a line of compute."""
         self.coming = seconds
         if is_return(bsym):
             self._wait_for_all()
@@ -210,7 +210,7 @@ class _Walk:
     # ---- gathers ----
 
     def _issue_gathers(self, leaving: Plan | None = None) -> None:
-        """Issues those that may be issued; ``leaving`` is the plan of a bucket that is being waited for."""
+        """Issues gathers until one meets an obstacle. ``leaving`` is the plan of a bucket that is being waited for."""
         while self.gathers:
             obstacle = self._obstacle_to(self.gathers[0], leaving)
             if obstacle:
@@ -219,7 +219,7 @@ class _Walk:
             self._issue_gather()
 
     def _obstacle_to(self, future: str, leaving: Plan | None) -> str:
-        """Why a gather is not to be issued now; empty if it is."""
+        """Why a gather is not issued now; empty if it is."""
         gather = self.facts.issue_of[future]
         if obstacle := self.window.obstacle(bucket_of(gather), leaving):
             return obstacle
@@ -240,7 +240,7 @@ class _Walk:
     # ---- reductions ----
 
     def _issue_ready(self) -> None:
-        """Issues the reductions for which there is room, or can be made."""
+        """Issues reductions as long as there is room, or room can be made."""
         while self.ready and self._make_room(bucket_of(self.ready[0])):
             self._issue_reduces()
         for waiting in self.ready:
@@ -259,7 +259,7 @@ class _Walk:
             self._wait(self.facts.wait_for[self._first_reduce()], "it should be done by now")
 
     def _make_room(self, bucket: Bucket) -> bool:
-        """Waits for reductions, the first one first, until the bucket may be issued; False if gathers leave no room."""
+        """Waits for reductions in order of issue until the bucket has room. Returns False if gathers leave none."""
         while not self.window.has_room(bucket):
             if not self.reducing:
                 return False
@@ -279,7 +279,7 @@ class _Walk:
         return flight
 
     def _wait(self, wait: BoundSymbol, why: str) -> None:
-        """Waits for a future, and before that for what must have been issued or waited for before it."""
+        """Waits for a future. First issues and waits for everything that must precede it."""
         future = wait.args[0].name
         if is_offload(wait):
             self._wait_for_inputs(future)
@@ -291,7 +291,7 @@ class _Walk:
         self._emit(wait, f"waited for here: {why}" + (f"; compute is idle for {idle * 1e3:.3g} ms" if idle else ""))
 
     def _land_gather(self, future: str) -> Flight:
-        """The flight of a gather that is about to be waited for: issued by now, and followed by the next ones."""
+        """The flight of a gather that is about to be waited for. Issues it if need be, and then those after it."""
         while future not in self.available:
             self._make_room(bucket_of(self.facts.issue_of[self.gathers[0]]))
             self._issue_gather()
@@ -302,7 +302,7 @@ class _Walk:
         return flight
 
     def _land_reduce(self, future: str) -> Flight:
-        """The flight of a reduction that is about to be waited for: issued by now."""
+        """The flight of a reduction that is about to be waited for. Issues it if need be."""
         while future not in self.available:
             if self.ready:
                 self._make_room(bucket_of(self.ready[0]))
@@ -318,7 +318,7 @@ class _Walk:
                 self._wait(self.facts.source_of[grad.name], "it is to be copied to the host")
 
     def _wait_for_all(self) -> None:
-        """Waits for what is still in flight at the end: gathers whose values are returned, reductions, and copies."""
+        """Waits for everything still in flight at the end: gathers whose values are returned, reductions, copies."""
         for future in self.facts.gathers:
             if self.facts.wait_for[future].flat_proxy_outs[0].name not in self.available:
                 self._wait(self.facts.wait_for[future], "it is returned")

@@ -172,6 +172,7 @@ def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: f
 def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
     import torch
 
+    gc.set_threshold(*GARBAGE)
     torch.seed()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:

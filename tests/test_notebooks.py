@@ -13,6 +13,7 @@ tool = runpy.run_path(str(Path(__file__).parents[1] / "docs/execute_notebooks.py
 FOLDER, SOURCES, execute, read_source = (tool[name] for name in ("FOLDER", "SOURCES", "execute", "read_source"))
 CHANGES = "run `make notebooks` after a change of a notebook's .py"
 ABSOLUTE = re.compile(r"/(?:home|root|tmp|Users|usr|venv|site-packages)/")
+SOURCE_FILE = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]+\.py\b")  # with an absolute path; not a web address
 
 pytestmark = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 
@@ -22,7 +23,7 @@ def cells(notebook):
 
 
 def printed(cell):
-    """What a cell prints and shows, as text."""
+    """The text that a cell prints and shows."""
     return "\n".join(
         o.text if o.output_type == "stream" else o.get("data", {}).get("text/plain", "") for o in cell.outputs
     )
@@ -49,6 +50,7 @@ def test_stored(path, stored):
             assert output.get("name") != "stderr", output.text
     text = path.with_suffix(".ipynb").read_text()
     assert not ABSOLUTE.search(text)
+    assert not SOURCE_FILE.search(text)
     assert len(text) < 1.5e6
 
 
@@ -68,7 +70,9 @@ def fresh(request, tmp_path_factory):
 
 
 def test_runs_and_prints_what_is_stored(path, stored, fresh):
-    """Cells tagged "varies" print times, or numbers that hang on the machine."""
-    for old, new in zip(code(stored), code(fresh[path].result()), strict=True):
+    """Cells tagged "varies" print times, or numbers that depend on the machine."""
+    executed = fresh[path].result()
+    assert not SOURCE_FILE.search(nbformat.writes(executed))
+    for old, new in zip(code(stored), code(executed), strict=True):
         if "varies" not in old.metadata.get("tags", ()):
             assert printed(new) == printed(old), CHANGES

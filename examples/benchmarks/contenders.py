@@ -1,4 +1,4 @@
-"""The contenders: one function for each system, which turns a whole model into one that trains on this rank's share.
+"""The contenders: one function for each system. It turns a whole model into one that trains on this rank's share.
 
 The model, the data, the optimizer and the step around it are the same for all (``training.py``).
 """
@@ -28,7 +28,7 @@ from model import GPT
 
 @dataclass(frozen=True)
 class World:
-    """Where a contender runs. The collectives of ``group`` do nothing if its backend is "fake"."""
+    """The ranks and the device of a contender. The collectives of ``group`` do nothing if its backend is "fake"."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -86,7 +86,7 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def use_single(model: GPT, world: World, *, how: Callable[[nn.Module], Any] = lambda model: model) -> nn.Module:
-    """This rank's batch without communication. All ranks run it at once, so that they compete for the cores too."""
+    """This rank's batch without communication. All ranks run at once and compete for the cores."""
     return how(model)
 
 
@@ -113,7 +113,7 @@ def contenders() -> list[Contender]:
         Contender("fsdp2 reshard", partial(use_fsdp2, reshard=True)),
         Contender("fsdp2 keep compiled", partial(use_fsdp2, reshard=False, compiled=True), "fsdp2 keep"),
         Contender("fsdp2 reshard compiled", partial(use_fsdp2, reshard=True, compiled=True), "fsdp2 reshard"),
-        Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2, whatever it is asked for
+        Contender("thunder.distributed.fsdp", use_thunder_fsdp, "fsdp2 keep"),  # ZeRO-2, whatever strategy is requested
         Contender("ddp", use_ddp, "fsdp2 keep"),
         Contender("single eager", use_single, "fsdp2 keep", communicates=False),
         Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),

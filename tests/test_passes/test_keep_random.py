@@ -11,7 +11,7 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import has_tags
 from torch import nn
 
-# each is linear in z, so that the gradient of its sum shows the numbers that backward read
+# each is linear in z: the gradient of its sum shows the numbers that backward read
 LINEAR = {
     "randn_like": lambda z: z * torch.sin(torch.randn_like(z)),
     "randint": lambda z: z * torch.randint(0, 5, z.shape),
@@ -38,7 +38,7 @@ REFUSED = {
 
 
 class Net(nn.Module):
-    """Applies each function of ``how`` to a product, so that fusions of forward and of backward have values to share."""
+    """Applies each function of ``how`` to a product. The fusions of forward and of backward then have values to share."""
 
     def __init__(self, *how):
         super().__init__()

@@ -12,7 +12,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
-# Where screenshots are kept, to be looked at; default: pytest's temporary folder.
+# The folder in which screenshots are kept for a look at them; default: pytest's temporary folder.
 SCREENSHOTS = os.environ.get("SHARDTRACE_SCREENSHOTS")
 
 

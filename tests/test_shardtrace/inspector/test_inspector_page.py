@@ -21,7 +21,7 @@ def html(three_blocks, tmp_path_factory):
 
 
 def fragment(html, start, stop):
-    """What is between two texts, an element to a line, without times (they differ from run to run)."""
+    """The page between two texts, one element on each line, without times (they differ from run to run)."""
     inside = html.partition(start)[2].partition(stop)[0]
     return (
         re.sub(r"<span>[\d.]+ (?:s|ms|µs)</span>", "", inside).replace("><", ">\n<").replace("µ", "u").replace("✓", "=")

@@ -1,4 +1,4 @@
-"""What the inspector knows: lines, differences, times, modules."""
+"""The parts of an inspection: lines, differences, times, modules."""
 
 import os
 

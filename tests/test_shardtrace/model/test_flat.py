@@ -1,4 +1,4 @@
-"""The shards of a bucket lie in one buffer, so that a gather packs nothing."""
+"""The shards of a bucket lie in one buffer. A gather packs nothing."""
 
 import copy
 

@@ -22,7 +22,7 @@ def load(owned, owners, ranks):
 def test_bytes_are_even(sizes, ranks):
     owned = parameters(sizes)
     best = max(sum(p.bytes for p in owned) / ranks, max(p.bytes for p in owned))  # a lower bound
-    # a rank gets a tensor only while its load is the smallest, so that this load is at most the mean
+    # a rank gets a tensor only while its load is the smallest: that load is at most the mean
     assert max(load(owned, assign_owners(owned, ranks, 1.0), ranks)) <= 2 * best
 
 
