@@ -11,6 +11,7 @@ from passes.plan import CostModel, Placement
 from shardtrace.costs import load_cost_model
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
+from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import InitFn
 from shardtrace.model.places import Place, places
@@ -135,6 +136,9 @@ def fsdp(
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         RankMismatchError: on every rank, if the model differs between ranks.
 
+    On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
+    settings of its own (``MALLOC_...``, ``GLIBC_TUNABLES``, ``LD_PRELOAD``).
+
     Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The layout is that of PyTorch FSDP2.
     """
     module = jitted_module(model) if isinstance(model, ThunderModule) else model
@@ -184,6 +188,8 @@ def fsdp(
     refuse_wrong_optimizers()
     state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
     state.claim_shards()
+    if entries and target.type == "cpu":
+        keep_freed_memory()
     attach(module, state, checkpointed.values(), no_sync=no_sync)
     return _jit_again(model) if isinstance(model, ThunderModule) else model
 

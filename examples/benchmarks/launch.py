@@ -19,9 +19,6 @@ from job import Job
 from slow_link import End
 
 HERE = Path(__file__).parent
-# glibc returns memory to the system when much of it is free, as at the end of a step. Each page then costs a fault in
-# the next step, a twentieth of a step in total. This would distort the figures of every contender.
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
 LOG_TAIL = 4000  # characters shown of a failed rank's output
 
 
@@ -60,7 +57,6 @@ def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End]) ->
         "MASTER_ADDR": ends[0].address if ends else "127.0.0.1",
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
-        **KEEP_MEMORY,
         "PYTHONPATH": os.pathsep.join([str(HERE.parent / "gpt2"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -12,27 +12,30 @@ Members whose shards are small travel together, packed into one message to each 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from passes.plan import Bucket, Member
 from passes.plan.layout import summed_to
 
 import torch
-from thunder.core.dtypes import to_torch_dtype
 
 # Messages of one tag between two ranks are matched in the order in which they are sent.
 TAG = 0x5AD  # unlikely to be used by a script for its own messages in the same group
+# Bytes of a message. gloo sends all of a message before it reads one: a large one would halve the rate.
+PIECE = 2**19
 
 
 class InFlight(NamedTuple):
     """Messages in flight: ``sent`` and ``received`` have an entry for each large member, then one for all small ones.
 
-    ``sent`` must outlive the messages.
+    ``sent`` must outlive the messages. ``received`` are the unsharded parameters of a gather, or the parts of this
+    rank's shard of a gradient that the other ranks send.
     """
 
     works: list[Any]
     sent: list[torch.Tensor]
-    received: list[torch.Tensor]
+    received: list[Any]
 
 
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
@@ -50,9 +53,9 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
     if layout.small:
         row = bucket.packed.flat_row([shards[i] for i in layout.small]).to(layout.dtype)
         rows = row.new_empty(sum(bucket.packed.row_sizes))
-        places = rows.split(bucket.packed.row_sizes)
-        _exchange(future, bucket, [row] * len(places), places)
-        places[rank].copy_(row)
+        row_places = rows.split_with_sizes(bucket.packed.row_sizes)
+        _exchange(future, bucket, [row] * len(row_places), row_places)
+        row_places[rank].copy_(row)
         future.sent.append(row)
         future.received.append(rows)
     return future
@@ -75,40 +78,45 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
         _collect(future, bucket, grad, [grad[start:stop] for start, stop in parameter.pieces])
     if layout.small:
         rows = bucket.packed.pack_rows([grads[i] for i in layout.small])
-        _collect(future, bucket, rows, rows.split(bucket.packed.row_sizes))
+        _collect(future, bucket, rows, rows.split_with_sizes(bucket.packed.row_sizes))
     return future
 
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     _wait(future)
-    rank, layout = bucket.plan.rank, bucket.layout
-    dtype = to_torch_dtype(bucket.rest_dtype)
+    rank, layout, dtype = bucket.plan.rank, bucket.layout, bucket.torch_rest_dtype
     large = []
     for i, grad, others in zip(layout.large, future.sent, future.received, strict=False):
         large.append(_mean_shard(grad, others, bucket.members[i], rank).to(dtype))
     if not layout.small:
         return tuple(large)
-    mine = future.sent[-1].split(bucket.packed.row_sizes)[rank]
+    mine = future.sent[-1].split_with_sizes(bucket.packed.row_sizes)[rank]
     return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1]).to(dtype)))
 
 
 def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
-    """Posts one message to and one from every other rank. ``send`` and ``receive`` are indexed by rank. Both sides skip
-    empty messages."""
-    group = bucket.plan.group
-    for rank in range(bucket.plan.world_size):
-        if rank == bucket.plan.rank:
+    """Posts a message to and one from every other rank, in pieces. ``send`` and ``receive`` are indexed by rank."""
+    group, mine = bucket.plan.group, bucket.plan.rank
+    for rank, (out, into) in enumerate(zip(send, receive, strict=True)):
+        if rank == mine:
             continue
-        if receive[rank].numel():
-            future.works.append(group.recv([receive[rank]], rank, TAG))
-        if send[rank].numel():
-            future.works.append(group.send([send[rank]], rank, TAG))
+        for to, fro in zip_longest(_pieces(out), _pieces(into)):
+            if fro is not None:
+                future.works.append(group.recv([fro], rank, TAG))
+            if to is not None:
+                future.works.append(group.send([to], rank, TAG))
+
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Both sides cut a message alike and skip an empty one."""
+    size = PIECE // message.element_size()
+    return message.split(size) if message.numel() > size else (message,) if message.numel() else ()
 
 
 def _collect(future: InFlight, bucket: Bucket, grad: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     """Sends each rank its piece of a flat gradient, and receives from each its part of this rank's piece."""
     rank = bucket.plan.rank
-    others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel())
+    others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel()).unbind()
     _exchange(future, bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]])
     future.sent.append(grad)
     future.received.append(others)
@@ -119,7 +127,7 @@ def _wait(future: InFlight) -> None:
         work.wait()
 
 
-def _mean_shard(grad: torch.Tensor, others: torch.Tensor, member: Member, rank: int) -> torch.Tensor:
+def _mean_shard(grad: torch.Tensor, others: Sequence[torch.Tensor], member: Member, rank: int) -> torch.Tensor:
     start, stop = member.parameter.pieces[rank]
     mean = _mean(grad[start:stop], others)
     if mean.numel() < member.numel:
@@ -129,7 +137,7 @@ def _mean_shard(grad: torch.Tensor, others: torch.Tensor, member: Member, rank: 
     return mean.view(member.parameter.shard_shape)
 
 
-def _mean(mine: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def _mean(mine: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """Multiplies before it adds, because a sum of fp16 gradients may overflow even if their mean does not."""
     share = 1 / (len(others) + 1)
     mean = mine * share

@@ -43,8 +43,9 @@ class KeptGradients:
     def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
         self.reducing = True
         known = [self.by_parameter.pop(m.parameter, None) for m in bucket.members]
+        dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
         return tuple(
-            grad if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
+            grad.to(dtype) if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
             for grad, total, m in zip(grads, known, bucket.members, strict=True)
         )
 

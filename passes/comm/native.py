@@ -10,7 +10,6 @@ from passes.plan.host_memory import DONE, HostMemory
 
 import torch
 import torch.distributed as dist
-from thunder.core.dtypes import to_torch_dtype
 
 
 class InFlight(NamedTuple):
@@ -82,7 +81,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return bucket.layout.unpack_row(future.output.to(to_torch_dtype(bucket.rest_dtype)))
+    return bucket.layout.unpack_row(future.output.to(bucket.torch_rest_dtype))
 
 
 def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:

@@ -54,44 +54,38 @@ executor = OperatorExecutor("shardtrace", version="0.1")
 Run = Callable[[Any, Bucket], Any]
 
 
-def _blaming(function: Run) -> Run:
-    """Wraps ``function`` so that its error says so if another rank is the cause."""
+def _finishes(function: Run) -> Run:
+    """Wraps a function that waits for a future. Its error says so if another rank is the cause."""
 
     @functools.wraps(function)
-    def run(value: Any, bucket: Bucket) -> Any:
+    def run(future: Any, bucket: Bucket) -> Any:
+        runtime = bucket.plan.runtime
+        if runtime.progress is not None:
+            runtime.progress.finished(future)
         try:
-            return function(value, bucket)
+            return function(future, bucket)
         except RuntimeError as error:
-            bucket.plan.runtime.raise_if_rank_failed(error, bucket.label)
+            runtime.raise_if_rank_failed(error, bucket.label)
             raise
 
     return run
 
 
-def _finishes(function: Run) -> Run:
-    """Wraps a function that waits for a future."""
-    finish = _blaming(function)
-
-    @functools.wraps(function)
-    def run(future: Any, bucket: Bucket) -> Any:
-        if (progress := bucket.plan.runtime.progress) is not None:
-            progress.finished(future)
-        return finish(future, bucket)
-
-    return run
-
-
 def _issues(finish: Run) -> Callable[[Run], Run]:
-    """Wraps a function that returns a future, for which ``finish`` waits."""
+    """Wraps a function that returns a future, for which ``finish`` waits. Its error says so if another rank is the
+    cause."""
 
     def decorate(function: Run) -> Run:
-        issue = _blaming(function)
-
         @functools.wraps(function)
         def run(value: Any, bucket: Bucket) -> Any:
-            future = issue(value, bucket)
-            if (progress := bucket.plan.runtime.progress) is not None:
-                progress.issued(future, functools.partial(finish, future, bucket))
+            runtime = bucket.plan.runtime
+            try:
+                future = function(value, bucket)
+            except RuntimeError as error:
+                runtime.raise_if_rank_failed(error, bucket.label)
+                raise
+            if runtime.progress is not None:
+                runtime.progress.issued(future, finish, bucket)
             return future
 
         return run

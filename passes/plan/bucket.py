@@ -56,10 +56,14 @@ class Bucket(ContextObject):
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
         self.full_numel = sum(m.parameter.full_numel for m in members)  # elements of all ranks, padding included
 
-    @property
+    @cached_property
     def rest_dtype(self) -> dtypes.dtype:
         """The dtype of the members' shards."""
         return self.members[0].parameter.dtype or self.dtype
+
+    @cached_property
+    def torch_rest_dtype(self) -> torch.dtype:
+        return dtypes.to_torch_dtype(self.rest_dtype)
 
     @cached_property
     def trainable(self) -> Bucket | None:
@@ -119,7 +123,7 @@ class OverflowFlag(Bucket):
         super().__init__(plan.model, name, plan, (), dtypes.float32)
         self.numel = self.full_numel = 1
 
-    @property
+    @cached_property
     def rest_dtype(self) -> dtypes.dtype:
         return self.dtype
 

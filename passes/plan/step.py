@@ -45,7 +45,7 @@ class Progress:
         self.phase = "start"  # or "forward", or "backward"
         self.under_way = False  # True in the phase, False after it
         self.sent = 0  # collectives issued in the phase
-        self._in_flight: dict[int, Callable[[], Any]] = {}  # the call that waits for each, by the id of its future
+        self._in_flight: dict[int, tuple[Callable[..., Any], Any, Any]] = {}  # by the id of the future
 
     def begin(self, step: Step, phase: str) -> None:
         if step.collectives:
@@ -55,17 +55,18 @@ class Progress:
         if step.collectives:
             self.under_way = False
 
-    def issued(self, future: Any, finish: Callable[[], Any]) -> None:
+    def issued(self, future: Any, finish: Callable[..., Any], bucket: Any) -> None:
+        """Notes a future for which ``finish(future, bucket)`` waits."""
         self.sent += 1
-        self._in_flight[id(future)] = finish  # holds the future, so that its id is not reused
+        self._in_flight[id(future)] = finish, future, bucket  # holds the future, so that its id is not reused
 
     def finished(self, future: Any) -> None:
         self._in_flight.pop(id(future), None)
 
     def drain(self) -> None:
         """Waits for the collectives that an exception has left in flight. They must be the same on every rank."""
-        for finish in list(self._in_flight.values()):
-            finish()
+        for finish, future, bucket in list(self._in_flight.values()):
+            finish(future, bucket)
 
     def __str__(self) -> str:
         """ "after backward"; or "in backward, 3 collectives sent", if an exception has left it there."""

@@ -42,6 +42,7 @@ class ModelRuntime:
         timeout: float,
     ) -> None:
         self.groups = groups
+        self._by_axis = {Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer}
         self.kept = KeptGradients()
         self.keeps_gradients = False  # inside no_sync
         self.generation = 0  # incremented when the model's modules have changed
@@ -54,12 +55,7 @@ class ModelRuntime:
         self._usual: dict[Arrival | None, Arrival] = {}  # the step that followed each one the last time
 
     def group(self, axis: Axis) -> Any:
-        by_axis = {
-            Axis.ALL: self.groups.everyone,
-            Axis.SHARD: self.groups.inner,
-            Axis.REPLICATE: self.groups.outer,
-        }
-        return by_axis[axis]
+        return self._by_axis[axis]
 
     def gradients(self) -> Gradients | None:
         """How a step that begins now treats gradients. None if it computes none."""

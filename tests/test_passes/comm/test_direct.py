@@ -2,6 +2,7 @@
 
 import shardtrace  # noqa: F401
 from passes.comm import direct
+from passes.comm.direct import PIECE
 from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
 from passes.plan.layout import SMALL
 from shardtrace.model.home import Home, shard
@@ -25,16 +26,18 @@ def test_three_ranks():
 
 
 def exchange_bucket(dtype):
-    """Gathers and reduces by messages a bucket of large members, with and without padding, and of small ones."""
+    """Gathers and reduces by messages a bucket of large members, with and without padding, and of small ones. The last
+    two large ones travel in pieces."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     plan = Plan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
     home = Home(Placement.SHARD, group)
     kind = getattr(torch, dtype)
-    shapes = [(300, 512), (5,), (301, 512), (), (1, 2**17)]  # the last one's shard is padding on all ranks but one
+    shapes = [(300, 512), (5,), (901, 512), (), (1, 2**18)]  # the last one's shard is padding on all ranks but one
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(shapes))
     bucket = Bucket("root", "b_root", plan, members, dtypes.to_dtype(kind))
     assert bucket.layout.large == (0, 2, 4)
     assert all(m.numel * kind.itemsize >= SMALL for m in (members[i] for i in bucket.layout.large))
+    assert kind.itemsize == 2 or all(members[i].numel * kind.itemsize > PIECE for i in (2, 4))
 
     torch.manual_seed(0)
     full = [torch.randn(s).to(kind) for s in shapes]

@@ -1,7 +1,7 @@
 """The layout of a bucket on the wire, without processes: all ranks' packed rows unpack to the same values."""
 
 from passes.plan.bucket import Bucket
-from passes.plan.layout import SMALL
+from passes.plan.layout import SMALL, UNITS
 from passes.plan.plan import Member, Placement, Plan, ShardedParameter, shard_shape
 
 import pytest
@@ -18,7 +18,7 @@ def bucket_of(shapes, world_size, trainable=True):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 128])
-@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[:1], SHAPES[1:2]])
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[:1], SHAPES[1:2], [(8, UNITS), (8,)], [(UNITS + 1, 3), (7,)]])
 def test_unpacking_inverts_packing(shapes, world_size):
     bucket = bucket_of(shapes, world_size)
     tensors = tuple(torch.randn(s) for s in shapes)
@@ -57,6 +57,13 @@ def test_rows_of_owners_are_what_each_owns(owners):
         for tensor, full, shard, owner in zip(tensors, layout.unpack_rows(rows), shards, owners, strict=True):
             assert torch.equal(full, tensor)
             assert torch.equal(shard, tensor) if owner == rank else not shard.numel()
+
+
+def test_small_members_are_unpacked_by_units():
+    """The unit of shards of 8 and of 4 elements is 4. A permutation of more than UNITS units is not kept."""
+    layout = bucket_of([(8, 2), (8,)], 2).layout
+    assert layout.permutation.tolist() == [0, 1, 3, 4, 2, 5]
+    assert bucket_of([(UNITS + 1, 3), (7,)], 2).layout.permutation is None
 
 
 def test_large_members_keep_no_memory_but_their_own():
