@@ -12,7 +12,7 @@ Import it before ``thunder``: it makes Thunder importable on torch 2.13 (:mod:`p
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
-from passes.kernels import executor as kernels
+from passes.kernels import executor
 from shardtrace.api import ddp, fsdp
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
@@ -36,6 +36,14 @@ from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
 
 __version__ = "0.1.0"
+
+kernels = executor
+"""An executor that runs torch's own kernels, forward and backward, for functions that Thunder takes apart.
+
+A sharded model has it by default if ``thunder.jit`` is given no executors. Add it to executors of your own choice:
+``thunder.jit(model, executors=["sdpa", shardtrace.kernels, "torchcompile"])``. Beside an executor that fuses, it runs
+only what is better not fused: attention, convolutions, pooling, batch norm and cross entropy.
+"""
 
 __all__ = [
     "AsyncCheckpointer",

@@ -133,7 +133,7 @@ def _accepts(mask: TensorProxy, query: TensorProxy, scores: tuple[int, ...]) -> 
     )
 
 
-@implements(ltorch.scaled_dot_product_attention, supported=_supported)
+@implements(ltorch.scaled_dot_product_attention, supported=_supported, fusible=False)
 def scaled_dot_product_attention(
     query: TensorProxy,
     key: TensorProxy,

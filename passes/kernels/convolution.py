@@ -33,7 +33,7 @@ def _convolution_supported(a: TensorProxy, weight: TensorProxy, bias: Any, *opti
     return is_floating(a, weight, bias) and not named
 
 
-@implements(prims.convolution, supported=_convolution_supported)
+@implements(prims.convolution, supported=_convolution_supported, fusible=False)
 def convolution(
     a: TensorProxy,
     weight: TensorProxy,
@@ -106,7 +106,7 @@ def _avg_pool(rank: int) -> None:
         options = (*(_each(s, rank) for s in sizes), count_include_pad, None if rank == 1 else divisor_override)
         return forward(a, *options), lambda grad: [(a, backward(grad, a, *options))]
 
-    implements(getattr(ltorch, name), supported=supported)(avg_pool)
+    implements(getattr(ltorch, name), supported=supported, fusible=False)(avg_pool)
 
 
 for rank in (1, 2, 3):
@@ -134,7 +134,7 @@ def _max_pool1d_supported(a: TensorProxy, *args: Any, **kwargs: Any) -> bool:
     return is_floating(a) and a.ndim in (2, 3)
 
 
-@implements(ltorch.max_pool1d, supported=_max_pool1d_supported)
+@implements(ltorch.max_pool1d, supported=_max_pool1d_supported, fusible=False)
 def max_pool1d(
     a: TensorProxy,
     kernel_size: Any,

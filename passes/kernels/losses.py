@@ -84,7 +84,7 @@ def _nll_loss_supported(
     return _labels(a, target, weight) and reduction in REDUCTIONS
 
 
-@implements(ltorch.nll_loss, supported=_nll_loss_supported)
+@implements(ltorch.nll_loss, supported=_nll_loss_supported, fusible=False)
 def nll_loss(
     a: TensorProxy,
     target: TensorProxy,
@@ -160,7 +160,7 @@ def _cross_entropy_supported(
     return size_average is None and reduce is None and _nll_loss_supported(a, target, weight, ignore_index, reduction)
 
 
-@implements(ltorch.cross_entropy, supported=_cross_entropy_supported)
+@implements(ltorch.cross_entropy, supported=_cross_entropy_supported, fusible=False)
 def cross_entropy(
     a: TensorProxy,
     target: TensorProxy,

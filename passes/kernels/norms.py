@@ -243,7 +243,7 @@ def _batch_norm_supported(
     return _accepts(a, weight, bias) and is_floating(*(t for t in (weight, running_mean) if t is not None))
 
 
-@implements(ltorch.batch_norm, supported=_batch_norm_supported)
+@implements(ltorch.batch_norm, supported=_batch_norm_supported, fusible=False)
 def batch_norm(
     a: TensorProxy,
     running_mean: TensorProxy | None = None,

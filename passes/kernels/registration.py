@@ -14,17 +14,18 @@ A function returns its result and a function from the result's gradient to pairs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from passes.compat import shape_of, symbol_that_calls
+from passes.compat import compile_data_and_stats, shape_of, symbol_that_calls
 
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import get_grad, put_grad
-from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
+from thunder.executors.torch_compile import torch_compile_xentropy_ex
+from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
 
 Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
 Implementation = Callable[..., tuple[TensorProxy, Callable[[TensorProxy], Gradients]]]
@@ -36,7 +37,18 @@ FLOATING = HALF | {dtypes.float32, dtypes.float64}
 
 class KernelExecutor(OperatorExecutor, FusionExecutor):
     """Runs the functions that it implements. As a fusing executor it also sees the whole trace once, after dead code
-    is gone, and tells each kernel which of its gradients are used."""
+    is gone, and tells each kernel which of its gradients are used.
+
+    Beside an executor that fuses (torchcompile, nvFuser) it leaves it the functions that are better fused with their
+    neighbours: those of :func:`implements` that are ``fusible``.
+    """
+
+    def __init__(self, name: str, *, version: str) -> None:
+        super().__init__(name, version=version)
+        self.fusible: set[Hashable] = set()  # ids of symbols
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return not (bsym.sym.id in self.fusible and _is_beside_fusions()) and super().can_execute(bsym)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         return False
@@ -46,6 +58,20 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
         new = from_trace(trace)
         new.bound_symbols = [_narrowed(b, used) if has_mask(b.sym) else b for b in trace.bound_symbols]
         return new
+
+
+def _is_beside_fusions() -> bool:
+    data, _ = compile_data_and_stats()
+    return data is not None and any(map(fuses, data.executors_list))
+
+
+def fuses(executor: Executor) -> bool:
+    """True for an executor that compiles regions of a trace. Thunder's executor for cross entropy does nothing else."""
+    return (
+        isinstance(executor, FusionExecutor)
+        and not isinstance(executor, KernelExecutor)
+        and (executor != torch_compile_xentropy_ex)
+    )
 
 
 class Masked:
@@ -80,9 +106,12 @@ def kernel_id(name: str) -> str:
     return f"kernels.{name}"
 
 
-def implements(*functions: Symbol | str, supported: Callable[..., bool]) -> Callable[[F], F]:
+def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = True) -> Callable[[F], F]:
     """Makes the decorated function, which has the parameters of ``functions`` (symbols of thunder.torch or their ids),
-    the executor's implementation of them wherever ``supported(*args, **kwargs)``."""
+    the executor's implementation of them wherever ``supported(*args, **kwargs)``.
+
+    ``fusible``: whether an executor that fuses does better.
+    """
 
     def decorate(implementation: F) -> F:
         def run(*args: Any, **kwargs: Any) -> TensorProxy:
@@ -99,6 +128,8 @@ def implements(*functions: Symbol | str, supported: Callable[..., bool]) -> Call
             executor.register_implementation(
                 function, checker=supported, execution_transform=run, grad_transform=differentiate
             )
+            if fusible:
+                executor.fusible.add(function.id if isinstance(function, Symbol) else function)
         return implementation
 
     return decorate

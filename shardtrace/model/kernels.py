@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from passes.kernels import executor as kernels
+from passes.kernels.registration import fuses
 
-from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 
 
@@ -20,6 +20,6 @@ def enlist_kernels(data: Any) -> None:
     defaults, always = get_default_executors(), get_always_executors()
     fusing = tuple(e for e in defaults if isinstance(e, FusionExecutor))
     chosen = tuple(data.executors_list) != (*own, *defaults, *always)
-    if not chosen and set(fusing) <= {torch_compile_xentropy_ex}:
+    if not chosen and not any(map(fuses, fusing)):
         operators = tuple(e for e in defaults if e not in fusing)
         data.executors_list = (*own, *operators, kernels, *fusing, *always)

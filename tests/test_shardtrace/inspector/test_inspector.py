@@ -34,17 +34,17 @@ def test_text(shown):
         """\
 Sequential: ZeRO-3 over 2 ranks, seen from rank 0 | buckets by block | prefetch 1
 
-step, predicted       1.06 ms, of which 1 ms (95 % of the step) wait for communication
-peak memory           8.43 KiB at line 46 of backward: ftN = reduce_scatter((tN, tN), b_0)
+step, predicted       1.05 ms, of which 1.02 ms (97 % of the step) wait for communication
+peak memory           8.43 KiB at line 29 of backward: ftN = reduce_scatter((tN, tN), b_0)
 sent by each rank     4.04 KiB in 5 collectives
 
 time:
-                 forward                     backward
-  compute                      3             3             5884
-  exposed        8888888888888858888888888888588888888888883  488888888888888888888888888
-  parameters     8888888888888888888888888888688888888888883
-  gradients                                                 18888888888888888888888888888
-  memory         666666666666666555555555555555555555555555566877777777777766666666666666
+                 forward                      backward
+  compute                      3             2             181
+  exposed        8888888888888858888888888888688888888888887 7888888888888888888888888888
+  parameters     8888888888888888888888888888688888888888887
+  gradients                                                 48888888888888888888888888888
+  memory         666666666666666666666666666666666666666666668777777777777766666666666666
 
 collectives of a step, in bytes of unsharded buckets:
   forward all_gather       2  3.27 KiB  P = 3.27 KiB      =
