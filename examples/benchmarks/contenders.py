@@ -90,10 +90,15 @@ def use_single(model: GPT, world: World, *, how: Callable[[nn.Module], Any] = la
     return how(model)
 
 
+def with_kernels(model: nn.Module) -> Any:
+    """As a sharded model runs by default, but in a single process."""
+    return thunder.jit(model, executors=["sdpa", shardtrace.kernels])
+
+
 def contenders() -> list[Contender]:
     executor_sets: list[tuple[str, list[str] | None, tuple[str, ...]]] = [
         ("", None, ("cpu", "cuda")),
-        (" torchcompile", ["sdpa", "torchcompile"], ("cpu", "cuda")),
+        (" torchcompile", ["sdpa", "torch_kernels", "torchcompile"], ("cpu", "cuda")),
     ]
     if thunder.nvfuser_executor is not None:
         executor_sets.append((" nvfuser", ["sdpa", "nvfuser"], ("cuda",)))
@@ -118,6 +123,7 @@ def contenders() -> list[Contender]:
         Contender("single eager", use_single, "fsdp2 keep", communicates=False),
         Contender("single compiled", partial(use_single, how=torch.compile), "fsdp2 keep", communicates=False),
         Contender("single thunder", partial(use_single, how=thunder.jit), "fsdp2 keep", communicates=False),
+        Contender("single kernels", partial(use_single, how=with_kernels), "fsdp2 keep", communicates=False),
     ]
 
 

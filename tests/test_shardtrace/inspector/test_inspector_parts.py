@@ -1,6 +1,7 @@
 """The parts of an inspection: lines, differences, times, modules."""
 
 import os
+import re
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
