@@ -158,3 +158,11 @@ def test_targets_are_ratios_of_rounds(module):
         (pytest.approx(0.1), True),
         (pytest.approx(0.1), True),
     ]
+
+
+def test_one_process(module, monkeypatch):
+    one = module("one_process")
+    config = one.GPTConfig(vocab_size=one.WORDS, block_size=one.TOKENS, n_layer=1, n_head=2, n_embd=16)
+    monkeypatch.setitem(one.MODELS, "GPT", lambda: one.GPT(config))
+    ((name, row),) = one.rows("GPT", rounds=1)
+    assert (name, row.equal, row.peak) == ("GPT", row.parameters, pytest.approx(1, abs=0.02))

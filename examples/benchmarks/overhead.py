@@ -1,4 +1,4 @@
-"""Host time of a step beyond plain ``thunder.jit``, in a model whose compute and communication take no time."""
+"""Host time of a step beyond plain ``thunder.jit`` with the same executors, if computing and sending take no time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from statistics import median
 
 import torch
 
-from contenders import Contender, World, use_shardtrace, use_single
+from contenders import Contender, World, use_shardtrace, use_single, with_kernels
 from job import Sizes
 from measure import interleaved
 from training import Training, make_batches, make_model
-
-import thunder  # isort: skip
 
 NAME = "host overhead"
 
@@ -25,7 +23,7 @@ def host_overhead(world: World, *, rounds: int, steps_per_round: int) -> dict[st
     sizes = Sizes(layers=8, width=8, heads=2, batch=1, seq=8)
     assert len(list(make_model(sizes).parameters())) == 100
     batches = make_batches(sizes, 0, world.device)
-    plain = Contender("plain", partial(use_single, how=thunder.jit))
+    plain = Contender("plain", partial(use_single, how=with_kernels))
     ours = [Contender(strategy, partial(use_shardtrace, strategy=strategy)) for strategy in ("zero2", "zero3")]
     steps = {c.name: Training(c, world, sizes, batches) for c in (plain, *ours)}
     for step in steps.values():
