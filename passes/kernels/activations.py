@@ -40,36 +40,34 @@ def _from_input(forward: Symbol, backward: Symbol, a: TensorProxy, *options: Any
     return forward(a, *options), lambda grad: [(a, backward(grad, a, *options))]
 
 
-def _from_result(forward: Symbol, backward: Symbol, a: TensorProxy, *options: Any) -> Activated:
-    out = forward(a, *options)
-    return out, lambda grad: [(a, backward(grad, out, *options))]
+def _of_input(name: str, forward: Any, backward: Any, *functions: Any) -> None:
+    """Implements functions of a tensor alone, whose gradient follows from their input."""
+    out_of, gradient_of = _forward(name, forward), _backward(name, backward)
+
+    def activation(a: TensorProxy, inplace: bool = False) -> Activated:
+        return _from_input(out_of, gradient_of, a)
+
+    implements(*functions, supported=_out_of_place)(activation)
 
 
-relu_forward = _forward("relu", torch.relu)
-relu_backward = _backward("relu", lambda grad, out: aten.threshold_backward(grad, out, 0))
+def _of_result(name: str, forward: Any, backward: Any, *functions: Any) -> None:
+    """Implements functions of a tensor alone, whose gradient follows from their result."""
+    out_of, gradient_of = _forward(name, forward), _backward(name, backward)
+
+    def activation(a: TensorProxy, inplace: bool = False) -> Activated:
+        out = out_of(a)
+        return out, lambda grad: [(a, gradient_of(grad, out))]
+
+    implements(*functions, supported=_out_of_place)(activation)
 
 
-@implements(ltorch.relu, supported=_out_of_place)
-def relu(a: TensorProxy, inplace: bool = False) -> Activated:
-    return _from_result(relu_forward, relu_backward, a)
-
-
-sigmoid_forward = _forward("sigmoid", torch.sigmoid)
-sigmoid_backward = _backward("sigmoid", aten.sigmoid_backward)
-
-
-@implements(ltorch.sigmoid, supported=_out_of_place)
-def sigmoid(a: TensorProxy) -> Activated:
-    return _from_result(sigmoid_forward, sigmoid_backward, a)
-
-
-tanh_forward = _forward("tanh", torch.tanh)
-tanh_backward = _backward("tanh", aten.tanh_backward)
-
-
-@implements(ltorch.tanh, PrimIDs.TANH, supported=_out_of_place)
-def tanh(a: TensorProxy) -> Activated:
-    return _from_result(tanh_forward, tanh_backward, a)
+_of_result("relu", torch.relu, lambda grad, out: aten.threshold_backward(grad, out, 0), ltorch.relu)
+_of_result("sigmoid", torch.sigmoid, aten.sigmoid_backward, ltorch.sigmoid)
+_of_result("tanh", torch.tanh, aten.tanh_backward, ltorch.tanh, PrimIDs.TANH)
+_of_input("silu", F.silu, aten.silu_backward, ltorch.silu)
+_of_input("mish", F.mish, aten.mish_backward, ltorch.mish)
+_of_input("hardswish", F.hardswish, aten.hardswish_backward, ltorch.hardswish)
+_of_input("hardsigmoid", F.hardsigmoid, aten.hardsigmoid_backward, ltorch.hardsigmoid)
 
 
 gelu_forward = _forward("gelu", lambda a, approximate: F.gelu(a, approximate=approximate))
@@ -79,42 +77,6 @@ gelu_backward = _backward("gelu", lambda grad, a, approximate: aten.gelu_backwar
 @implements(ltorch.gelu, supported=_out_of_place)
 def gelu(a: TensorProxy, *, approximate: str = "none") -> Activated:
     return _from_input(gelu_forward, gelu_backward, a, approximate)
-
-
-silu_forward = _forward("silu", F.silu)
-silu_backward = _backward("silu", aten.silu_backward)
-
-
-@implements(ltorch.silu, supported=_out_of_place)
-def silu(a: TensorProxy, inplace: bool = False) -> Activated:
-    return _from_input(silu_forward, silu_backward, a)
-
-
-mish_forward = _forward("mish", F.mish)
-mish_backward = _backward("mish", aten.mish_backward)
-
-
-@implements(ltorch.mish, supported=_out_of_place)
-def mish(a: TensorProxy, inplace: bool = False) -> Activated:
-    return _from_input(mish_forward, mish_backward, a)
-
-
-hardswish_forward = _forward("hardswish", F.hardswish)
-hardswish_backward = _backward("hardswish", aten.hardswish_backward)
-
-
-@implements(ltorch.hardswish, supported=_out_of_place)
-def hardswish(a: TensorProxy, inplace: bool = False) -> Activated:
-    return _from_input(hardswish_forward, hardswish_backward, a)
-
-
-hardsigmoid_forward = _forward("hardsigmoid", F.hardsigmoid)
-hardsigmoid_backward = _backward("hardsigmoid", aten.hardsigmoid_backward)
-
-
-@implements(ltorch.hardsigmoid, supported=_out_of_place)
-def hardsigmoid(a: TensorProxy, inplace: bool = False) -> Activated:
-    return _from_input(hardsigmoid_forward, hardsigmoid_backward, a)
 
 
 softplus_forward = _forward("softplus", F.softplus)

@@ -1,11 +1,45 @@
 import shardtrace
 from shardtrace.model.kernels import enlist_kernels
+from shardtrace.testing import compile_fake
+from shardtrace.testing import fake_ranks as in_fake_ranks
 
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from thunder.executors.torch_compile import torch_compile_ex
 from torch import nn
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        heads = [t.view(rows, length, 2, width // 2).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).contiguous().view(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def lines(blocks):
+    """The lines of both executed traces, with those that free values and without the headers of functions."""
+    x = torch.randn(2, 4, 16)
+    with in_fake_ranks(2):
+        jitted = compile_fake(lambda: nn.Sequential(*(Block() for _ in range(blocks))), x)
+    return [len(traces(jitted)[-1].bound_symbols) for traces in (thunder.last_traces, thunder.last_backward_traces)]
+
+
+def test_a_block_of_zero3_has_few_lines():
+    forward, backward = (two - one for one, two in zip(lines(1), lines(2), strict=True))
+    assert forward <= 60
+    assert backward <= 100
 
 
 def executors_of(jitted):
