@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 
+# make test: tests of one file run in one lane, and files start in order, the slow ones first
+LANES ?= 2
+
 # make train
 NPROC ?= 2
 MODEL ?= tiny
@@ -24,7 +27,7 @@ BIN := $(VENV)/bin
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
-	@echo "Variables: PYTHON VENV TORCH; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS"
+	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONWARNINGS="ignore:transformer_engine module not found" \
@@ -33,7 +36,8 @@ train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in 
 		--device $(DEVICE) $(TRAIN_ARGS)
 
 test: lint  ## check style and types, then run all tests
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --numprocesses=$(LANES) \
+		--dist=loadfile --no-loadscope-reorder
 
 bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)

@@ -1,4 +1,4 @@
-"""Tests on several ranks: a pool of rank processes that all tests share, and ranks that run a script.
+"""Tests on several ranks: a pool of rank processes that all tests of a lane share, and ranks that run a script.
 
 ``on_ranks`` runs the body of a test on the ranks of the pool. Importing torch and Thunder takes seconds of CPU. One
 process does it and all ranks are its forks. It has run nothing, so no fork copies the lock of a running thread.

@@ -109,7 +109,7 @@ class ShardLayout:
         if len(places) == 1 or world_size == 1:
             at = rows.storage_offset()
             return tuple([rows.as_strided(p.full, p.full_strides, at + p.start) for p in places])
-        if self.permutation is not None and rows.device.type == "cpu":
+        if rows.device.type == "cpu" and self.permutation is not None:
             beside = rows.view(-1, self.unit).index_select(0, self.permutation)
             return tuple([beside.as_strided(p.full, p.full_strides, world_size * p.start) for p in places])
         beside = rows.new_empty(self.beside)
