@@ -41,7 +41,7 @@ class CheckedMetadata(Transform):
         return symbol.bind(*bsym.args, output=bsym.output)
 
 
-def compare(function, *inputs, kernels, exact=True, module=False):
+def compare(function, *inputs, kernels, exact=True):
     """Asserts that results and gradients are those of eager PyTorch, and that the compiled step has just ``kernels``.
 
     ``exact`` demands equal bits; otherwise they differ by rounding of the inputs' dtype. Returns the jitted function.
@@ -55,11 +55,8 @@ def compare(function, *inputs, kernels, exact=True, module=False):
         out = run(*arguments)
         weights = torch.linspace(0.5, 1.5, max(out.numel(), 1), dtype=torch.float64).to(out.dtype)[: out.numel()]
         out.backward(weights.reshape(out.shape))
-        parameters = list(function.parameters()) if module else []
-        grads = [a.grad for a in (*arguments, *parameters) if torch.is_tensor(a) and a.requires_grad]
+        grads = [a.grad for a in arguments if torch.is_tensor(a) and a.requires_grad]
         results.append([out.detach(), *grads])
-        for p in parameters:
-            p.grad = None
     assert sorted(check.names) == sorted(kernels)
     for expected, found in zip(*results, strict=True):
         if exact:

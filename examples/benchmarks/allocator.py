@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from shardtrace.model.freed_memory import keep_freed_memory
 
-# Of mallopt(3). By default both grow with the blocks that a program frees: up to these bytes, the best for speed.
+# Parameters of mallopt(3). By default glibc raises both as a program frees larger blocks, up to these bytes.
 DEFAULTS = {-3: 32 * 2**20, -1: 64 * 2**20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 

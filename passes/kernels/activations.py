@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -15,8 +15,6 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 
 aten = torch.ops.aten
-
-Activated = tuple[TensorProxy, Callable[[TensorProxy], Gradients]]
 
 # The scale and alpha of torch.nn.functional.selu (https://arxiv.org/abs/1706.02515, equation 2).
 SELU_ALPHA = 1.6732632423543772848170429916717
@@ -36,7 +34,7 @@ def _out_of_place(a: TensorProxy, *options: Any, inplace: bool = False, **named:
     return is_floating(a) and not inplace and not any(option is True for option in options)
 
 
-def _from_input(forward: Symbol, backward: Symbol, a: TensorProxy, *options: Any) -> Activated:
+def _from_input(forward: Symbol, backward: Symbol, a: TensorProxy, *options: Any) -> Differentiated:
     return forward(a, *options), lambda grad: [(a, backward(grad, a, *options))]
 
 
@@ -44,7 +42,7 @@ def _of_input(name: str, forward: Any, backward: Any, *functions: Any) -> None:
     """Implements functions of a tensor alone, whose gradient follows from their input."""
     out_of, gradient_of = _forward(name, forward), _backward(name, backward)
 
-    def activation(a: TensorProxy, inplace: bool = False) -> Activated:
+    def activation(a: TensorProxy, inplace: bool = False) -> Differentiated:
         return _from_input(out_of, gradient_of, a)
 
     implements(*functions, supported=_out_of_place)(activation)
@@ -54,7 +52,7 @@ def _of_result(name: str, forward: Any, backward: Any, *functions: Any) -> None:
     """Implements functions of a tensor alone, whose gradient follows from their result."""
     out_of, gradient_of = _forward(name, forward), _backward(name, backward)
 
-    def activation(a: TensorProxy, inplace: bool = False) -> Activated:
+    def activation(a: TensorProxy, inplace: bool = False) -> Differentiated:
         out = out_of(a)
         return out, lambda grad: [(a, gradient_of(grad, out))]
 
@@ -75,7 +73,7 @@ gelu_backward = _backward("gelu", lambda grad, a, approximate: aten.gelu_backwar
 
 
 @implements(ltorch.gelu, supported=_out_of_place)
-def gelu(a: TensorProxy, *, approximate: str = "none") -> Activated:
+def gelu(a: TensorProxy, *, approximate: str = "none") -> Differentiated:
     return _from_input(gelu_forward, gelu_backward, a, approximate)
 
 
@@ -84,7 +82,7 @@ softplus_backward = _backward("softplus", aten.softplus_backward)
 
 
 @implements(ltorch.softplus, supported=_out_of_place)
-def softplus(a: TensorProxy, beta: float = 1.0, threshold: float = 20.0) -> Activated:
+def softplus(a: TensorProxy, beta: float = 1.0, threshold: float = 20.0) -> Differentiated:
     return _from_input(softplus_forward, softplus_backward, a, beta, threshold)
 
 
@@ -93,7 +91,7 @@ leaky_relu_backward = _backward("leaky_relu", lambda grad, a, slope: aten.leaky_
 
 
 @implements(ltorch.leaky_relu, supported=_out_of_place)
-def leaky_relu(a: TensorProxy, negative_slope: float = 0.01, inplace: bool = False) -> Activated:
+def leaky_relu(a: TensorProxy, negative_slope: float = 0.01, inplace: bool = False) -> Differentiated:
     return _from_input(leaky_relu_forward, leaky_relu_backward, a, negative_slope)
 
 
@@ -105,17 +103,17 @@ elu_backward = _backward(
 
 
 @implements(ltorch.elu, supported=_out_of_place)
-def elu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Activated:
+def elu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Differentiated:
     return _from_input(elu_forward, elu_backward, a, alpha, 1, 1)
 
 
 @implements(ltorch.selu, supported=_out_of_place)
-def selu(a: TensorProxy, inplace: bool = False) -> Activated:
+def selu(a: TensorProxy, inplace: bool = False) -> Differentiated:
     return _from_input(elu_forward, elu_backward, a, SELU_ALPHA, SELU_SCALE, 1)
 
 
 @implements(ltorch.celu, supported=_out_of_place)
-def celu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Activated:
+def celu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Differentiated:
     return _from_input(elu_forward, elu_backward, a, alpha, 1, 1 / alpha)
 
 
@@ -124,12 +122,12 @@ hardtanh_backward = _backward("hardtanh", aten.hardtanh_backward)
 
 
 @implements(ltorch.hardtanh, supported=_out_of_place)
-def hardtanh(a: TensorProxy, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Activated:
+def hardtanh(a: TensorProxy, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Differentiated:
     return _from_input(hardtanh_forward, hardtanh_backward, a, min_val, max_val)
 
 
 @implements(ltorch.relu6, supported=_out_of_place)
-def relu6(a: TensorProxy, inplace: bool = False) -> Activated:
+def relu6(a: TensorProxy, inplace: bool = False) -> Differentiated:
     return _from_input(hardtanh_forward, hardtanh_backward, a, 0.0, 6.0)
 
 
@@ -143,5 +141,5 @@ glu_backward = kernel("glu_backward", lambda grad, a, dim: like(a), aten.glu_bac
 
 
 @implements(ltorch.glu, supported=_out_of_place)
-def glu(a: TensorProxy, dim: int = -1) -> Activated:
+def glu(a: TensorProxy, dim: int = -1) -> Differentiated:
     return _from_input(glu_forward, glu_backward, a, dim)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 
 from passes.compat import shape_of
-from passes.kernels.activations import Activated
-from passes.kernels.registration import FLOATING, HALF, Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import FLOATING, HALF, Differentiated, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -114,12 +113,12 @@ def _supported(
     *,
     scale: float | None = None,
 ) -> bool:
-    if not is_floating(query, key, value) or query.device.type != "cpu" or dropout_p or (is_causal and attn_mask):
+    if not is_floating(query, key, value) or query.device.type != "cpu" or dropout_p:
         return False
     q, k, v = shape_of(query), shape_of(key), shape_of(value)
     if not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2] and q[3] == k[3] == v[3] and k[2] == v[2]):
         return False
-    return attn_mask is None or _accepts(attn_mask, query, (*q[:3], k[2]))
+    return attn_mask is None or (not is_causal and _accepts(attn_mask, query, (*q[:3], k[2])))
 
 
 def _accepts(mask: TensorProxy, query: TensorProxy, scores: tuple[int, ...]) -> bool:
@@ -143,7 +142,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-) -> Activated:
+) -> Differentiated:
     out, logsumexp = attention_forward(query, key, value, attn_mask, is_causal, scale)
 
     def gradients(grad: TensorProxy) -> Gradients:

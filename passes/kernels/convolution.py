@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.kernels.activations import Activated
-from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -44,7 +43,7 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> Activated:
+) -> Differentiated:
     rank = a.ndim - 2
     each = (_each(stride, rank), _each(padding, rank), _each(dilation, rank))
     options = (*each, bool(transposed), _each(output_padding, rank), groups)
@@ -101,7 +100,7 @@ def _avg_pool(rank: int) -> None:
         ceil_mode: bool = False,  # Thunder refuses True when it traces the call
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> Activated:
+    ) -> Differentiated:
         sizes = (kernel_size, kernel_size if stride is None else stride, padding)
         options = (*(_each(s, rank) for s in sizes), count_include_pad, None if rank == 1 else divisor_override)
         return forward(a, *options), lambda grad: [(a, backward(grad, a, *options))]
@@ -143,7 +142,7 @@ def max_pool1d(
     dilation: Any = 1,
     return_indices: bool = False,  # Thunder refuses True when it traces the call, here and next
     ceil_mode: bool = False,
-) -> Activated:
+) -> Differentiated:
     sizes = (kernel_size, kernel_size if stride is None else stride, padding, dilation)
     options = tuple(_each(s, 1) for s in sizes)
     out, indices = max_pool1d_forward(a, *options)

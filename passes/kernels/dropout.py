@@ -6,8 +6,7 @@ The mask is a line of its own, so that a checkpointed block saves nothing else.
 from __future__ import annotations
 
 from passes.comm.properties import Property
-from passes.kernels.activations import Activated
-from passes.kernels.registration import implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -31,7 +30,7 @@ dropout_forward = kernel(
 
 
 @implements(dropout_forward, supported=lambda a, mask, scale: True)
-def masked(a: TensorProxy, mask: TensorProxy, scale: float) -> Activated:
+def masked(a: TensorProxy, mask: TensorProxy, scale: float) -> Differentiated:
     return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]
 
 
@@ -40,5 +39,5 @@ def _supported(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: b
 
 
 @implements(ltorch.dropout, supported=_supported)
-def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Activated:
+def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Differentiated:
     return masked(a, dropout_mask(tuple(a.shape), p, a.device.device_str()), 1 / (1 - p))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from passes.kernels.activations import Activated
-from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -34,7 +33,7 @@ def _supported(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) ->
 
 
 @implements(prims.linear, supported=_supported)
-def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Activated:
+def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Differentiated:
     def gradients(grad: TensorProxy) -> Gradients:
         yield a, linear_backward_input(grad, weight)
         yield weight, linear_backward_weight(grad, a)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.kernels.activations import Activated
-from passes.kernels.registration import Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, Gradients, implements, is_floating, kernel, like
 from passes.kernels.softmax import log_softmax_backward, log_softmax_forward
 
 import thunder.torch as ltorch
@@ -91,7 +90,7 @@ def nll_loss(
     weight: TensorProxy | None = None,
     ignore_index: int | None = None,
     reduction: str = "mean",
-) -> Activated:
+) -> Differentiated:
     ignore = IGNORE if ignore_index is None else ignore_index
     loss, total = nll_loss_forward(a, target, weight, reduction, ignore)
     return loss, lambda grad: [(a, nll_loss_backward(grad, a, target, weight, total, reduction, ignore))]
@@ -111,7 +110,7 @@ def _smoothing_loss(
 
 
 def _weight_of(target: torch.Tensor, ignored: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """What each label adds to the divisor of the mean."""
+    """The weight of each label in the mean; 0 if it is ignored."""
     if weight is None:
         return ignored.logical_not()
     return weight[target.masked_fill(ignored, 0)].masked_fill_(ignored, 0)
@@ -170,7 +169,7 @@ def cross_entropy(
     reduce: None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Activated:
+) -> Differentiated:
     dim = min(a.ndim - 1, 1)
     scores = log_softmax_forward(a, dim)
     loss, gradient = nll_loss(scores, target, weight, ignore_index, reduction)
@@ -223,7 +222,7 @@ def _alike(a: TensorProxy, b: TensorProxy) -> bool:
 @implements(ltorch.mse_loss, supported=_mse_supported)
 def mse_loss(
     a: TensorProxy, target: TensorProxy, size_average: None = None, reduce: None = None, reduction: str = "mean"
-) -> Activated:
+) -> Differentiated:
     return mse_loss_forward(a, target, reduction), lambda grad: [
         (a, mse_loss_backward(grad, a, target, reduction)),
         (target, mse_loss_backward(grad, target, a, reduction)),
@@ -295,6 +294,6 @@ def binary_cross_entropy_with_logits(
     reduce: None = None,
     reduction: str = "mean",
     pos_weight: TensorProxy | None = None,
-) -> Activated:
+) -> Differentiated:
     loss = bce_forward(a, target, weight, pos_weight, reduction)
     return loss, lambda grad: [(a, bce_backward(grad, a, target, weight, pos_weight, reduction))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from passes.comm.properties import Property
-from passes.kernels.registration import HALF, Gradients, implements, is_floating, kernel, like, present
+from passes.kernels.registration import HALF, Differentiated, Gradients, implements, is_floating, kernel, like, present
 
 import thunder.torch as ltorch
 import torch
@@ -17,7 +17,6 @@ from thunder.core.proxies import TensorProxy
 
 aten = torch.ops.aten
 
-Normalized = tuple[TensorProxy, Callable[[TensorProxy], Gradients]]
 Mask = tuple[bool, ...]
 
 
@@ -50,17 +49,11 @@ def _layer_norm_meta(a: TensorProxy, shape: Sequence[int], weight: Any, bias: An
     return like(a), _statistics(a, (weight, bias), kept), _statistics(a, (weight, bias), kept)
 
 
-def _layer_norm_backward(
-    grad: torch.Tensor, a: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, wanted: Mask
-) -> Any:
-    return aten.native_layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, wanted)
-
-
 layer_norm_forward = kernel("layer_norm", _layer_norm_meta, aten.native_layer_norm)
 layer_norm_backward = kernel(
     "layer_norm_backward",
     lambda grad, a, shape, mean, rstd, weight, bias, wanted: _same(a, weight, bias),
-    _layer_norm_backward,
+    aten.native_layer_norm_backward,
     masked=True,
 )
 
@@ -78,7 +71,7 @@ def layer_norm(
     weight: TensorProxy | None = None,
     bias: TensorProxy | None = None,
     eps: float = 1e-5,
-) -> Normalized:
+) -> Differentiated:
     shape = tuple(normalized_shape)
     out, mean, rstd = layer_norm_forward(a, shape, weight, bias, eps)
 
@@ -142,7 +135,7 @@ def _rms_norm_supported(a: TensorProxy, normalized_shape: Any, weight: Any = Non
 @implements(ltorch.rms_norm, supported=_rms_norm_supported)
 def rms_norm(
     a: TensorProxy, normalized_shape: Sequence[int], weight: TensorProxy | None = None, eps: float | None = None
-) -> Normalized:
+) -> Differentiated:
     shape = tuple(normalized_shape)
     out, rstd = rms_norm_forward(a, shape, weight, eps)
 
@@ -193,7 +186,7 @@ def group_norm(
     weight: TensorProxy | None = None,
     bias: TensorProxy | None = None,
     eps: float = 1e-5,
-) -> Normalized:
+) -> Differentiated:
     out, mean, rstd = group_norm_forward(a, num_groups, weight, bias, eps)
 
     def gradients(grad: TensorProxy) -> Gradients:
@@ -253,7 +246,7 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Normalized:
+) -> Differentiated:
     out, mean, rstd = batch_norm_forward(a, weight, bias, running_mean, running_var, training, momentum, eps)
 
     def gradients(grad: TensorProxy) -> Gradients:

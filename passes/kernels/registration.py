@@ -28,7 +28,9 @@ from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
 
 Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
-Implementation = Callable[..., tuple[TensorProxy, Callable[[TensorProxy], Gradients]]]
+# A result, and the function from its gradient to those of the arguments.
+Differentiated = tuple[TensorProxy, Callable[[TensorProxy], Gradients]]
+Implementation = Callable[..., Differentiated]
 F = TypeVar("F", bound=Implementation)
 
 HALF = frozenset({dtypes.float16, dtypes.bfloat16})

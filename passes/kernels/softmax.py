@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.kernels.activations import Activated
-from passes.kernels.registration import FLOATING, implements, is_floating, kernel, like
+from passes.kernels.registration import FLOATING, Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -38,7 +37,7 @@ def _supported(a: TensorProxy, dim: int, *, dtype: Any = None) -> bool:
     return is_floating(a) and (dtype is None or dtypes.to_dtype(dtype) in FLOATING)
 
 
-def _in_dtype(forward: Symbol, backward: Symbol, a: TensorProxy, dim: int, dtype: Any) -> Activated:
+def _in_dtype(forward: Symbol, backward: Symbol, a: TensorProxy, dim: int, dtype: Any) -> Differentiated:
     """Converts the input first, as eager does."""
     converted = clang.maybe_convert_to_dtype(a, dtypes.to_dtype(dtype) if dtype is not None else a.dtype)
     out = forward(converted, dim)
@@ -46,10 +45,10 @@ def _in_dtype(forward: Symbol, backward: Symbol, a: TensorProxy, dim: int, dtype
 
 
 @implements(ltorch._softmax, supported=_supported)
-def softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> Activated:
+def softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> Differentiated:
     return _in_dtype(softmax_forward, softmax_backward, a, dim, dtype)
 
 
 @implements(ltorch.log_softmax, supported=_supported)
-def log_softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> Activated:
+def log_softmax(a: TensorProxy, dim: int, *, dtype: Any = None) -> Differentiated:
     return _in_dtype(log_softmax_forward, log_softmax_backward, a, dim, dtype)

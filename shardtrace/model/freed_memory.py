@@ -11,7 +11,7 @@ import os
 import sys
 
 KEEP = 2**30  # bytes: larger blocks are still returned at once, and free memory beyond this at the end of the heap
-# Of mallopt(3).
+# Parameters of mallopt(3).
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
