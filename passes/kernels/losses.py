@@ -246,9 +246,22 @@ def _bce_backward(
     else:
         positive = pos_weight * target
         found = (positive + 1).sub_(target).mul_(torch.sigmoid(a)).sub_(positive)
+    return _weighted(found, grad, weight, reduction)
+
+
+def _bce_backward_target(
+    grad: torch.Tensor, a: torch.Tensor, weight: torch.Tensor | None, pos_weight: torch.Tensor | None, reduction: str
+) -> torch.Tensor:
+    """log(sigmoid(-a)) - pos_weight * log(sigmoid(a)), which is -a without pos_weight, times the weight."""
+    found = a.neg() if pos_weight is None else F.logsigmoid(-a).sub_(F.logsigmoid(a).mul_(pos_weight))
+    return _weighted(found, grad, weight, reduction)
+
+
+def _weighted(found: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor | None, reduction: str) -> torch.Tensor:
+    """The gradient of the loss, from that of each element before weights and the reduction. In place."""
     if weight is not None:
         found.mul_(weight)
-    return found.mul_(grad / a.numel() if reduction == "mean" else grad)
+    return found.mul_(grad / found.numel() if reduction == "mean" else grad)
 
 
 bce_forward = kernel(
@@ -262,6 +275,11 @@ bce_backward = kernel(
     "binary_cross_entropy_with_logits_backward",
     lambda grad, a, target, weight, pos_weight, reduction: like(a),
     _bce_backward,
+)
+bce_backward_target = kernel(
+    "binary_cross_entropy_with_logits_backward_target",
+    lambda grad, a, weight, pos_weight, reduction: like(a),
+    _bce_backward_target,
 )
 
 
@@ -296,4 +314,7 @@ def binary_cross_entropy_with_logits(
     pos_weight: TensorProxy | None = None,
 ) -> Differentiated:
     loss = bce_forward(a, target, weight, pos_weight, reduction)
-    return loss, lambda grad: [(a, bce_backward(grad, a, target, weight, pos_weight, reduction))]
+    return loss, lambda grad: [
+        (a, bce_backward(grad, a, target, weight, pos_weight, reduction)),
+        (target, bce_backward_target(grad, a, weight, pos_weight, reduction)),
+    ]

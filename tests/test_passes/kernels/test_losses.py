@@ -86,8 +86,10 @@ def test_mse_loss(reduction, dtype):
 def test_binary_cross_entropy_with_logits(reduction, weight, pos_weight):
     weight, pos_weight = (None if w is None else torch.full((5,), w) for w in (weight, pos_weight))
     name = "binary_cross_entropy_with_logits"
-    compare(
-        lambda a, y, w, p: F.binary_cross_entropy_with_logits(a, y, w, reduction=reduction, pos_weight=p),
-        torch.randn(4, 5, requires_grad=True), torch.rand(4, 5), weight, pos_weight,
-        kernels=[name, f"{name}_backward"], exact=False,
-    )  # fmt: skip
+    kernels = [name, f"{name}_backward"]
+    for learned in (False, True):
+        compare(
+            lambda a, y, w, p: F.binary_cross_entropy_with_logits(a, y, w, reduction=reduction, pos_weight=p),
+            torch.randn(4, 5, requires_grad=True), torch.rand(4, 5, requires_grad=learned), weight, pos_weight,
+            kernels=[*kernels, f"{name}_backward_target"] if learned else kernels, exact=False,
+        )  # fmt: skip
