@@ -185,22 +185,22 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `fsdp`, without the hybrid strategies, which need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
     parser.add_argument("--sharding-strategy", choices=strategies, default="zero3", help="default: zero3")
-    what = "the parameters of one collective: none, layer, block (default), model or a size in MB"
-    parser.add_argument("--bucketing-strategy", type=bucketing, default="block", metavar="WHAT", help=what)
+    what = "the parameters of one collective: auto (default), none, layer, block, model or a size in MB"
+    parser.add_argument("--bucketing-strategy", type=bucketing, default="auto", metavar="WHAT", help=what)
     what = "compute and communicate in bf16; shards and optimizer state keep their dtype"
     parser.add_argument("--mp-policy", choices=["bf16"], help=what)
 
 
 def bucketing(value: str) -> str | float:
     """An argparse type."""
-    if value in ("none", "layer", "block", "model"):
+    if value in ("auto", "none", "layer", "block", "model"):
         return value
     try:
         megabytes = float(value)
     except ValueError:
         megabytes = 0
     if not 0 < megabytes < math.inf:
-        raise argparse.ArgumentTypeError(f"{value!r}, not none, layer, block, model or a size in MB")
+        raise argparse.ArgumentTypeError(f"{value!r}, not auto, none, layer, block, model or a size in MB")
     return megabytes
 
 

@@ -42,7 +42,7 @@ def fsdp(
     model: M,
     *,
     sharding_strategy: ShardingStrategy | str | Mapping[str, Any] | Any = "zero3",
-    bucketing_strategy: str | float | Wrap = "block",
+    bucketing_strategy: str | float | Wrap = "auto",
     mesh: Mesh | None = None,
     mp_policy: MixedPrecisionPolicy | str | None = None,
     device: torch.device | str | None = None,
@@ -82,7 +82,8 @@ def fsdp(
             them: the first pattern that matches a parameter's name counts.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
-            block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap).
+            block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is
+            "block", with up to 4 buckets for each block where a calibrated ``cost_model`` says that the link is slow.
         mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy, a 2-D DeviceMesh (replicate, shard). Default:
             the default group, made from torchrun's environment if there is none (nccl for CUDA, else gloo).
         mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
@@ -102,7 +103,7 @@ def fsdp(
             together.
         prefetch: how many buckets may be gathered ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
             unless the model uses several at once. Default: 1; 3 if parameters are kept until backward has used them,
-            because gathering ahead then takes no more memory in the end.
+            because gathering ahead then takes no more memory in the end, or if "auto" splits blocks.
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
             bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
         activation_checkpointing: blocks that save only their inputs and are recomputed in backward: their class (or

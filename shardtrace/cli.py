@@ -76,11 +76,11 @@ def _parser() -> argparse.ArgumentParser:
             "--bucketing-strategy",
             metavar="B",
             type=_number_or_name,
-            help="for a factory: as in shardtrace.fsdp (block)",
+            help="for a factory: as in shardtrace.fsdp (auto)",
         )
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
-        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp (1)")
+        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp")
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")

@@ -286,7 +286,7 @@ def test_help(script, exit_of):
     [
         ("gpt2/train.py", "--batch-size=3", "not divisible by 2 ranks"),
         ("gpt2/train.py", "--seq-len=999", "longer than the 256 positions"),
-        ("gpt2/train.py", "--bucketing-strategy=blocks", "not none, layer, block, model or a size in MB"),
+        ("gpt2/train.py", "--bucketing-strategy=blocks", "not auto, none, layer, block, model or a size in MB"),
         ("gpt2/train.py", "--sharding-strategy=zero4", "invalid choice: 'zero4'"),
         ("gpt2/train.py", "--text=/nowhere", "no file '/nowhere'"),
         ("gpt2/train.py", f"--text={__file__}/../conftest.py", "no file"),

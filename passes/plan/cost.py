@@ -90,6 +90,7 @@ def _check_rates(rates: Link | Device) -> None:
 GLOO = Link(bandwidth=0.125e9, latency=200e-6)
 # A tenth of NVLink and a bit less than 100 Gbit/s InfiniBand; a kernel launch and a ring's hops over a few nodes.
 NCCL = Link(bandwidth=10e9, latency=30e-6)
+DEFAULT_LINKS = (GLOO, NCCL)
 # About 16 cores with AVX-512 at 2 GHz (2 units x 16 lanes x 2 FLOPs each), bf16 at twice that, eight channels of DDR4;
 # calling torch from Python takes a few microseconds.
 CPU = Device(flops=2e12, half_flops=4e12, bandwidth=200e9, overhead=3e-6)

@@ -60,6 +60,7 @@ class Plan:
         sum_dtype: dtype in which gradients of lower precision are added up over steps; None: their own dtype.
         regather: gather parameters again in backward (ZeRO-3) instead of keeping them (ZeRO-2).
         bucketing: "none", "layer", "block", "model", or a size in MB (of unsharded parameters).
+        pieces: how many buckets of about the same size a block's parameters make, if buckets are blocks.
         prefetch: how many buckets may be gathered ahead of use.
         max_inflight_bytes: limit of the bytes of buckets in flight; None: ``prefetch + 1`` times the trace's largest
             bucket.
@@ -83,6 +84,7 @@ class Plan:
     sum_dtype: dtypes.dtype | None = dtypes.float32
     regather: bool = True
     bucketing: str | float = "block"
+    pieces: int = 1
     prefetch: int = 1
     max_inflight_bytes: int | None = None
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen

@@ -323,12 +323,21 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
         strategy=" and ".join(STRATEGIES.get(name, name) for name in strategies),
         world_size=group.size() if group is not None else plan.world_size,
         rank=group.rank() if group is not None else plan.rank,
-        bucketing=f"{plan.bucketing:g} MB" if isinstance(plan.bucketing, int | float) else plan.bucketing,
+        bucketing=_bucketing(plan),
         prefetch=plan.prefetch,
         max_inflight_bytes=plan.max_inflight_bytes,
         cost=plan.cost,
         host_bytes=kept,
     )
+
+
+def _bucketing(plan: Plan) -> str:
+    """What a bucket carries, and why."""
+    if isinstance(plan.bucketing, int | float):
+        return f"{plan.bucketing:g} MB"
+    if plan.pieces == 1:
+        return plan.bucketing
+    return f"{plan.bucketing} in {plan.pieces} pieces, as the link is slow"
 
 
 def _device(traces: Sequence[TraceCtx]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from passes.compat import jitted_module, set_traced_device, traced_device
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
+from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
 from shardtrace.model.places import Owner
@@ -134,11 +135,14 @@ class ShardedState:
         entries = [e for e in self.entries if (e.strategy, e.precision) == (strategy, precision)]
         home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
+        pieces = self._pieces(entries)
+        default_prefetch = 1 if strategy.regathers and pieces == 1 else 3
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
-            "bucketing": options.bucketing,
-            "prefetch": options.prefetch if options.prefetch is not None else 1 if strategy.regathers else 3,
+            "bucketing": "block" if options.bucketing == "auto" else options.bucketing,
+            "pieces": pieces,
+            "prefetch": default_prefetch if options.prefetch is None else options.prefetch,
             "max_inflight_bytes": options.max_inflight_bytes,
             "cost": self.cost,
             "sum_dtype": _dtype(options.accumulation_dtype),
@@ -168,6 +172,17 @@ class ShardedState:
             param_dtype=_dtype(precision.param_dtype if precision else None),
             reduce_dtype=_dtype(precision.reduce_dtype if precision else None),
         )
+
+    def _pieces(self, entries: list[Entry]) -> int:
+        """The number of buckets for each block of the parameters that have one plan."""
+        if self.options.bucketing != "auto":
+            return 1
+        blocks: dict[str | None, list[Entry]] = {}
+        for e in entries:
+            blocks.setdefault(e.block, []).append(e)
+        blocks.pop(None, None)
+        sizes = [sum(e.stand_in.nbytes for e in block) for block in blocks.values()]  # in the dtype of use
+        return choose_pieces(max(sizes, default=0), len(sizes), entries[0].home.group.size(), self.cost.link)
 
     @cached_property
     def places(self) -> list[tuple[dict[str, nn.Parameter | None], str, Entry]]:

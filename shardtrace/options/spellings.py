@@ -11,7 +11,7 @@ _OURS = {
     "TransformerBlock": "bucketing_strategy",
     "auto_wrap": "bucketing_strategy",
 }
-_DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "block", "mp_policy": None}
+_DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "auto", "mp_policy": None}
 
 
 def canonical(

@@ -64,7 +64,7 @@ _ALIASES = {
     "hybrid_shard_zero2": ShardingStrategy.HYBRID_ZERO2,
 }
 
-BUCKETING_STRATEGIES = ("none", "layer", "block", "model")
+BUCKETING_STRATEGIES = ("auto", "none", "layer", "block", "model")
 
 
 def parse_sharding_strategy(value: Any) -> ShardingStrategy:
@@ -116,7 +116,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def parse_bucketing_strategy(value: Any) -> str | float:
-    """ "none", "layer", "block", "model" in any case (or an enum member of that name), or a positive size in MB."""
+    """One of ``BUCKETING_STRATEGIES`` in any case (or an enum member of that name), or a positive size in MB."""
     name = value.name if isinstance(value, Enum) else value
     if isinstance(name, str) and name.lower() in BUCKETING_STRATEGIES:
         return name.lower()

@@ -1,4 +1,5 @@
-from passes.plan.bucketing import Use, group_uses
+from passes.plan.bucketing import MB, Use, choose_pieces, group_uses
+from passes.plan.cost import GLOO, Link
 from passes.plan.plan import Member, Plan, ShardedParameter
 
 import pytest
@@ -61,3 +62,35 @@ def test_dtypes_devices_and_models_do_not_mix(other):
     first = uses("block", H0)
     plan = first[0].parameter.plan if other else None
     assert len(group_uses(first + uses("block", H0, plan=plan, **other))) == 2
+
+
+def test_a_block_in_pieces_of_consecutive_parameters():
+    plan = Plan("Model", world_size=2, pieces=2)
+    groups = group_uses(uses("block", H0, ("h.0.attn", "h.0"), H1, ("h.1.attn", "h.1"), EMBED, plan=plan))
+    assert [g.label for g in groups] == ["h.0.mlp", "h.0.attn", "h.1.mlp", "h.1.attn", "embed"]
+
+
+def test_pieces_cover_a_block_that_one_parameter_dominates():
+    plan = Plan("Model", world_size=2, pieces=4)
+    (whole,) = group_uses(uses("block", H0, plan=plan)[:1])
+    assert whole.label == "h.0"
+
+
+SLOW, FAST = Link(0.117e9, 300e-6), Link(300e9, 30e-6)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "blocks", "ranks", "link", "pieces"),
+    [
+        (7 * MB, 8, 2, SLOW, 3),
+        (7 * MB, 8, 2, GLOO, 1),  # nobody has measured it
+        (7 * MB, 8, 1, SLOW, 1),
+        (10_000, 8, 2, SLOW, 1),  # all of it takes less than a latency
+        (400 * MB, 32, 8, FAST, 1),  # 1.2 ms, and a latency for each of 96 collectives
+        (400 * MB, 32, 8, Link(12e9, 30e-6), 4),
+        (400 * MB, 32, 8, Link(10e9, 0), 4),
+        (0, 0, 8, SLOW, 1),
+    ],
+)
+def test_pieces_follow_from_the_link(block_bytes, blocks, ranks, link, pieces):
+    assert choose_pieces(block_bytes, blocks, ranks, link) == pieces

@@ -1,9 +1,10 @@
 """The shards of a bucket lie in one buffer. A gather packs nothing."""
 
 import copy
+from dataclasses import replace
 
 import shardtrace
-from passes.plan import Member, Plan, ShardedParameter
+from passes.plan import Link, Member, Plan, ShardedParameter, default_cost_model
 from passes.plan.layout import ShardLayout
 
 import torch
@@ -40,6 +41,15 @@ def test_the_shards_of_a_block_share_a_buffer_without_gaps(fake_ranks):
 def test_each_parameter_has_its_own_where_each_travels_alone(fake_ranks):
     fake_ranks(2)
     assert buffers(shardtrace.fsdp(Zoo(), bucketing_strategy="none")) == []
+
+
+def test_a_slow_link_splits_the_buffer_of_a_block(fake_ranks):
+    fake_ranks(2)
+    slow = replace(default_cost_model("cpu", "gloo"), link=Link(bandwidth=1e6, latency=1e-9))
+    block = ["blocks.0.norm", "blocks.0.down", "blocks.0.up.weight", "blocks.0.up.bias"]
+    split = buffers(shardtrace.fsdp(Zoo(), cost_model=slow))
+    assert not any({"blocks.0.down", "blocks.0.up.weight"} <= set(names) for names in split)
+    assert block in buffers(shardtrace.fsdp(Zoo(), cost_model=slow, bucketing_strategy="block"))
 
 
 def test_a_copy_of_the_model_has_buffers_of_its_own(fake_ranks):
