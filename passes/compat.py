@@ -15,7 +15,8 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,9 +158,92 @@ def set_traced_device(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def traced_device(tensor: torch.Tensor) -> torch.device:
-    """The device that :func:`set_traced_device` set."""
-    device: torch.device = tensor._thunder_device  # type: ignore[attr-defined]
+    """The device that :func:`set_traced_device` set, else the tensor's own."""
+    device: torch.device = getattr(tensor, "_thunder_device", tensor.device)
     return device
+
+
+def known_values() -> dict[int, Any]:
+    """The wrapped values that the running interpreter holds, by the ids of the objects; not numbers, strings and
+    tensors. An id is not used for another object while its value is held."""
+    from thunder.core.interpreter import get_interpreterruntimectx
+
+    known = {id: reference() for id, (reference,) in get_interpreterruntimectx()._known_wrappers.items()}
+    return {id: wrapped for id, wrapped in known.items() if wrapped is not None}
+
+
+@contextmanager
+def observing(
+    called: Callable[[Callable[..., Any], tuple[Any, ...]], None], assigned: Callable[[str], None]
+) -> Iterator[None]:
+    """Lets ``called(function, args)`` see each call that the running interpreter is about to make, and
+    ``assigned(name)`` each assignment to a variable that is global or of an enclosing function."""
+    from thunder.core.interpreter import INTERPRETER_CALLBACKS, get_interpretercompilectx
+
+    context = get_interpretercompilectx()
+    lookaside, callbacks = context._fn_lookaside, context._callbacks
+
+    def observed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        called(function, args)
+        return lookaside(function, *args, **kwargs)
+
+    def to_global(value: Any, name: str) -> Any:
+        assigned(name)
+        return value
+
+    store_deref = callbacks[INTERPRETER_CALLBACKS.STORE_DEREF_CALLBACK]
+
+    def to_cell(value: Any, name: str, cells: tuple[str, ...], free: tuple[str, ...]) -> Any:
+        if name in free:
+            assigned(name)
+        return store_deref(value, name, cells, free)
+
+    context._fn_lookaside = observed
+    context._callbacks = {
+        **callbacks,
+        INTERPRETER_CALLBACKS.STORE_GLOBAL_CALLBACK: to_global,
+        INTERPRETER_CALLBACKS.STORE_DEREF_CALLBACK: to_cell,
+    }
+    try:
+        yield
+    finally:
+        context._fn_lookaside, context._callbacks = lookaside, callbacks
+
+
+def side_effects() -> int:
+    """How many attributes and buffers tracing has set so far."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    return sum(map(len, get_jit_ctx()._additional_outputs.values()))
+
+
+def constraints() -> list[tuple[Any, ...]]:
+    """The checks that the prologue of the trace will make: tuples of a function of thunder.clang and its arguments."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    found: list[tuple[Any, ...]] = get_jit_ctx()._constraints
+    return found
+
+
+@contextmanager
+def without_constraints() -> Iterator[None]:
+    """Leaves out the checks that are added inside. Thunder compares each with all others."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    context = get_jit_ctx()
+    kept, context._constraints = context._constraints, []
+    try:
+        yield
+    finally:
+        context._constraints = kept
+
+
+def name_of_input(record: Any) -> str:
+    """The name that Thunder gives the proxy of a tensor with this provenance; empty if it makes one up."""
+    from thunder.core.jit_ext import _infer_name_postfix_from_provenance
+
+    postfix = _infer_name_postfix_from_provenance(record)
+    return f"t{postfix}" if postfix else ""
 
 
 # ---- jitted modules ----

@@ -42,13 +42,14 @@ class Compilation:
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
+        self.blocks: Any = None  # of the caller: what it knows of the blocks traced so far
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
         """Starts afresh, unless ``tracing`` (Thunder's context of it) is already under way."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
-            self.models, self.hidden = {}, {}
+            self.models, self.hidden, self.blocks = {}, {}, None
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None

@@ -18,7 +18,17 @@ from shardtrace.model.places import Place, places
 from shardtrace.model.refusal import compare_models, refusal
 from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
-from shardtrace.options.blocks import Checkpointed, Wrap, checkpointed_blocks, chosen_blocks, repeated_blocks
+from shardtrace.options.blocks import (
+    Checkpointed,
+    Repeated,
+    Wrap,
+    blocks_of_a_kind,
+    checkpointed_blocks,
+    chosen_blocks,
+)
+from shardtrace.options.blocks import (
+    repeated_blocks as find_blocks,
+)
 from shardtrace.options.options import Options, parse_options
 from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.ranks.failure import tell_others_of_failure
@@ -55,6 +65,7 @@ def fsdp(
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
     kernels: bool = True,
+    repeated_blocks: Repeated = "once",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
     check_steps: bool | None = None,
@@ -120,6 +131,10 @@ def fsdp(
         kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
             it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
             and the memory of eager PyTorch.
+        repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
+            fraction of the time. Blocks that differ in more than the values of their parameters are traced by
+            themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
+            "block" buckets.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
             of the group's first rank, else those of a slow link and a fast device.
@@ -158,11 +173,13 @@ def fsdp(
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         kernels=kernels,
+        repeated_blocks=repeated_blocks,
         spelling=spelling,
     )
     ignored = tuple(ignored_params)
     found = _parameters_to_shard(module, options, ignored)
     checkpointed = checkpointed_blocks(module, options.checkpointing)
+    repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
     strategies = assign(options.rules, [p.name for p in found])
     target = _device_of_compute(device, mesh, found, options)
     host = host_memory(options.offload, target)
@@ -191,7 +208,7 @@ def fsdp(
     state.claim_shards()
     if entries and target.type == "cpu":
         keep_freed_memory()
-    attach(module, state, checkpointed.values(), no_sync=no_sync)
+    attach(module, state, checkpointed.values(), repeated, no_sync=no_sync)
     return _jit_again(model) if isinstance(model, ThunderModule) else model
 
 
@@ -205,8 +222,11 @@ def ddp(model: M, **options: Any) -> M:
 def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> list[Place]:
     """All parameters that are neither ignored nor sharded by an earlier call for a submodule."""
     exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
-    blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
-    return places(module, exclude, blocks)
+    return places(module, exclude, _blocks(module, options))
+
+
+def _blocks(module: nn.Module, options: Options) -> list[str]:
+    return find_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
 
 
 def _device_of_compute(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
 from passes.pipeline import Compilation, ShardParameters, pipeline
+from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
@@ -35,6 +36,7 @@ from torch import nn
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
+REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
 CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are recomputed in backward
 
 
@@ -106,6 +108,15 @@ def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     return _interpret_block(original, module, *args, **kwargs)
 
 
+def _trace_block(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces the call of one of several equal blocks, from ``__call__`` on: most of the time goes there."""
+    unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
+    compilation = _compilation()
+    compilation.blocks = compilation.blocks or TracedBlocks()
+    blocks: TracedBlocks = compilation.blocks
+    return blocks.call(unwrap(module).__dict__[REPEATED], call, module, args, kwargs)
+
+
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces a module's forward. Marks the lines that it adds if its activations are recomputed in backward."""
     if CHECKPOINTED not in unwrap(module).__dict__:
@@ -166,8 +177,11 @@ def _name_of(parameter: nn.Parameter, value: Any) -> str:
 
 
 @functools.cache
-def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = None) -> type[nn.Module]:
-    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
+def sharded_class(
+    cls: Any, *, root: bool, repeated: bool = False, no_sync: Callable[..., Any] | None = None
+) -> type[nn.Module]:
+    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one, which may be a
+    ``repeated`` block.
 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
     Instances can be deep-copied, but not pickled.
@@ -205,6 +219,8 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
+    if repeated:
+        namespace["__call__"] = _traced_once(cls.__call__)
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
@@ -212,6 +228,15 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     if hasattr(cls, "save_pretrained"):
         namespace["save_pretrained"] = whole_only(cls.save_pretrained)
     return type(cls.__name__, (cls,), namespace)
+
+
+def _traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs)
+
+    register_general_jit_lookaside(__call__)(functools.partial(_trace_block, call))
+    return __call__
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,19 +251,23 @@ def attach(
     model: nn.Module,
     state: ShardedState,
     checkpointed: Iterable[nn.Module] = (),
+    repeated: Mapping[str, nn.Module] | None = None,
     *,
     no_sync: Callable[..., Any] | None = None,
 ) -> None:
     """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed or have a ``save_pretrained``."""
+    checkpointed, have a ``save_pretrained``, or are ``repeated`` blocks (by their names)."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module in checkpointed:
         module.__dict__[CHECKPOINTED] = True
-    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(checkpointed)
+    names = {module: name for name, module in (repeated or {}).items()}
+    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(checkpointed, names)
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward on the instance overrides the class's; submodules with their own sharding are no parts
         if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__dict__[PART_ATTRIBUTE] = state
-            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]
+            if module in names:
+                module.__dict__[REPEATED] = names[module]
+            module.__class__ = sharded_class(type(module), root=False, repeated=module in names)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
+from shardtrace.options.blocks import Checkpointed, Repeated, Wrap, is_wrap
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
@@ -37,6 +37,7 @@ class Options:
     offload: CPUOffloadPolicy | None
     checkpointing: Checkpointed = field(repr=False)
     kernels: bool
+    repeated_blocks: Repeated = field(repr=False)
 
 
 def parse_options(
@@ -53,6 +54,7 @@ def parse_options(
     offload_policy: Any,
     activation_checkpointing: Checkpointed,
     kernels: bool,
+    repeated_blocks: Any,
     spelling: Mapping[str, Any],
 ) -> Options:
     """Checks the arguments of :func:`shardtrace.fsdp` with these names.
@@ -77,6 +79,7 @@ def parse_options(
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
         kernels=kernels,
+        repeated_blocks=repeated_blocks,
     )
 
 

@@ -1,0 +1,95 @@
+"""What the interpretation of a block reads and changes beside tensors. Changes nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from passes.compat import known_values, observing, side_effects
+
+from thunder.core.interpreter import ProvenanceRecord, is_opaque
+from thunder.core.proxies import TensorProxy
+
+# Methods of builtin containers and iterators that change them. Those of other classes are made of these.
+MUTATORS = frozenset(
+    """__delattr__ __delitem__ __iadd__ __iand__ __imul__ __ior__ __isub__ __ixor__ __next__ __setattr__ __setitem__
+    add append appendleft clear difference_update discard extend extendleft insert intersection_update move_to_end pop
+    popitem popleft remove reverse rotate send setdefault sort symmetric_difference_update update write""".split()  # noqa: SIM905
+)
+# Two calls of their functions give different results.
+FICKLE_MODULES = frozenset({"_random", "numpy.random", "random", "secrets", "time", "uuid"})
+# The ways in which a value is reached that was there before. (Values that are made have others, such as BUILD_LIST.)
+REACHED = ("BINARY_SUBSCR", "INPUT_ARGS", "INPUT_FN", "INPUT_KWARGS", "LOAD_ATTR", "LOOKASIDE")
+
+
+class Read:
+    """An attribute that was read: of which object, how it was reached, and its name."""
+
+    def __init__(self, record: ProvenanceRecord, owner: Any, name: str) -> None:
+        self.record, self.owner, self.name = record, owner, name
+
+
+class Observer:
+    """``reads``: the attributes that were read, by object and name. ``obstacle``: the first thing that was done which a
+    second instance would have to do again; empty if there was none."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, str], Read] = {}
+        self.obstacle = ""
+        self._before = known_values()
+        self._side_effects = side_effects()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with observing(self._call, self._assignment):
+            yield
+        if side_effects() != self._side_effects:
+            self._refuse("sets an attribute or a buffer")
+
+    def _refuse(self, why: str) -> None:
+        self.obstacle = self.obstacle or why
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Sees each call before it is made. Arguments are wrapped values."""
+        if function is getattr:
+            owner, name = args[0], args[1].value
+            self.reads.setdefault((id(owner.value), name), Read(owner.provenance, owner.value, name))
+            return
+        name = getattr(function, "__name__", "")
+        if name in MUTATORS and args and is_opaque(function) and not self._is_new(args[0]):
+            self._refuse(f"changes a {type(args[0].value).__name__} that was there before ({name})")
+        elif name == "__getitem__" and args and isinstance(args[0].value, dict) and isinstance(args[1].value, str):
+            self._read_of_dict(args[0], args[1].value)
+        elif is_opaque(function) and _module_of(function) in FICKLE_MODULES:
+            self._refuse(f"calls {_module_of(function)}.{name}")
+
+    def _read_of_dict(self, wrapped: Any, name: str) -> None:
+        """An attribute that is read through the ``__dict__`` of its object counts as read, unless nn.Module does so to
+        find its parameters."""
+        record = wrapped.provenance
+        if _inst(record) == "LOAD_ATTR" and record.inputs[1].value == "__dict__":
+            self.reads.setdefault((id(wrapped.value), name), Read(record.inputs[0], None, name))
+
+    def _assignment(self, name: str) -> None:
+        self._refuse(f"assigns to {name}, a variable outside of it")
+
+    def _is_new(self, wrapped: Any) -> bool:
+        """True for an object that was made since the observation began."""
+        if isinstance(wrapped.value, TensorProxy):  # a tensor is changed by a line, which is written again
+            return True
+        record = wrapped.provenance
+        while _inst(record) in ("LIST_APPEND", "LIST_EXTEND"):
+            record = record.inputs[0]
+        return id(wrapped.value) not in self._before and _inst(record) not in REACHED
+
+
+def _inst(record: ProvenanceRecord) -> str:
+    inst = record.inst
+    return str(getattr(inst, "opname", None) or getattr(inst, "value", inst))
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", None)
+    found = getattr(function, "__module__", None) or (type(owner).__module__ if owner is not None else "")
+    return str(found)

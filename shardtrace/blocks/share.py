@@ -1,0 +1,127 @@
+"""The call of a block: traced if it is the first of its kind, otherwise written again from what the first one left.
+
+Note [Safe]. Two calls are of one kind if their modules have equal structures (:mod:`shardtrace.blocks.structure`),
+their inputs and torch's modes are equal but for the values of tensors, and every plain attribute that tracing read has
+the same value in both. What tracing did besides adding lines must be nothing (:mod:`shardtrace.blocks.observe`). The
+prologue checks the parameters, the buffers and these attributes of each instance. In doubt a block is traced by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
+
+from passes.compat import constraints, interpret
+from shardtrace.blocks.observe import Observer
+from shardtrace.blocks.structure import CannotShare, inputs_key, structure
+from shardtrace.blocks.template import Template, fits, is_own, make_template, tensors_of, write_again
+
+from thunder.core.interpreter import INTERPRETER_SIGNALS, ProvenanceRecord, PseudoInst, unwrap, wrap
+from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
+from thunder.core.pytree import tree_flatten, tree_unflatten
+
+Call = Callable[..., Any]
+
+
+class TracedBlocks:
+    """The blocks that one tracing has met. ``shared`` counts the calls that were written again, by the name of the
+    block that was traced; ``alone`` says why others were traced by themselves."""
+
+    def __init__(self) -> None:
+        self.shared: Counter[str] = Counter()
+        self.alone: dict[str, str] = {}
+        self._templates: dict[Hashable, list[Template]] = {}
+        self._unshareable: dict[Hashable, str] = {}
+        self._inside = False
+
+    def call(self, name: str, function: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a block in the running interpreter. ``module``, arguments and result are wrapped values.
+
+        Args:
+            name: the block's, for messages.
+            function: what is to be traced, called with ``module`` and the arguments.
+        """
+        if self._inside:  # a block within a block is traced with it
+            return interpret(function, module, *args, **kwargs)
+        m, root = unwrap(module), module.provenance
+        try:
+            with suppress(ValueError):  # a value that cannot be a proxy; the key refuses it
+                recursively_proxy(*args, **kwargs)
+            flat, spec = _inputs(args, kwargs)
+            key = structure(m), inputs_key(flat, spec)
+            tensors = tensors_of(flat)
+            if is_own(tensors, m):
+                raise CannotShare("takes one of its own parameters")
+            hash(key)
+        except (CannotShare, TypeError) as why:
+            self.alone[name] = str(why)
+            return interpret(function, module, *args, **kwargs)
+        if key in self._unshareable:
+            self.alone[name] = self._unshareable[key]
+            return interpret(function, module, *args, **kwargs)
+        trace = get_jit_ctx().computation_trace
+        for template in self._templates.get(key, ()):
+            difference = fits(template, m)
+            if not difference:
+                outputs = write_again(template, trace, m, root, tensors)
+                self.shared[template.name] += 1
+                self.alone.pop(name, None)
+                return _wrapped(tree_unflatten(outputs, template.spec), root)
+            self.alone[name] = f"its {difference} differs from that of {template.name}"
+        return self._trace(key, name, function, module, args, kwargs, flat)
+
+    def _trace(
+        self,
+        key: Hashable,
+        name: str,
+        function: Call,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flat: list[Any],
+    ) -> Any:
+        """Traces a block and keeps what further ones need."""
+        lines, checks = get_jit_ctx().computation_trace.scopes[-1], constraints()
+        before, checked = len(lines), len(checks)
+        observer = Observer()
+        self._inside = True
+        try:
+            with observer.watching():
+                result = interpret(function, module, *args, **kwargs)
+        finally:
+            self._inside = False
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return result
+        try:
+            if not _same(_inputs(args, kwargs)[0], flat):
+                raise CannotShare("changes a list or dict that it is given")
+            template = make_template(
+                name,
+                unwrap(module),
+                module.provenance,
+                tensors_of(flat),
+                lines[before:],
+                unwrap(result),
+                observer,
+                checks[checked:],
+            )
+        except CannotShare as why:
+            self._unshareable[key] = self.alone[name] = str(why)
+            return result
+        self._templates.setdefault(key, []).append(template)
+        return result
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    flat, spec = tree_flatten((tuple(map(unwrap, args)), {name: unwrap(v) for name, v in kwargs.items()}))
+    return flat, spec
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _wrapped(result: Any, root: ProvenanceRecord) -> Any:
+    return wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[root]))

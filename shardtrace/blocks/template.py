@@ -1,0 +1,262 @@
+"""The lines of a traced block, and how they are written again for another instance."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from passes.checkpoint_activations import Call
+from passes.compat import constraints, name_of_input, proxied_values, without_constraints
+from shardtrace.blocks.observe import Observer
+from shardtrace.blocks.provenance import Unknown, attribute, leads_to, moved, value_of
+from shardtrace.blocks.structure import PLAIN, CannotShare
+
+from thunder import clang
+from thunder.core.interpreter import ProvenanceRecord, wrap
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, proxy
+from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_unflatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from torch import nn
+
+
+class Capture(NamedTuple):
+    """A parameter or buffer that a block's lines read: its proxy, and where the block has it."""
+
+    proxy: TensorProxy
+    record: ProvenanceRecord
+
+
+class ReadValue(NamedTuple):
+    """A plain attribute that tracing has read: the record of its object, its name and its value."""
+
+    owner: ProvenanceRecord
+    name: str
+    value: Any
+
+
+class Guard(NamedTuple):
+    """A check of the prologue on another plain value that tracing has read."""
+
+    check: Any
+    record: ProvenanceRecord
+    expected: tuple[Any, ...]
+
+
+class Made(NamedTuple):
+    """A value that the lines compute, with its tags from then."""
+
+    proxy: Proxy
+    tags: frozenset[Any]
+
+
+class Template(NamedTuple):
+    """A traced block. Values of the outside are the ``inputs`` of its call, or ``captures``."""
+
+    name: str
+    root: ProvenanceRecord
+    inputs: tuple[TensorProxy, ...]
+    captures: tuple[Capture, ...]
+    reads: tuple[ReadValue, ...]
+    guards: tuple[Guard, ...]
+    lines: tuple[BoundSymbol, ...]
+    made: tuple[Made, ...]
+    outputs: tuple[Any, ...]
+    spec: Any
+
+
+def make_template(
+    name: str,
+    module: nn.Module,
+    root: ProvenanceRecord,
+    inputs: Sequence[TensorProxy],
+    lines: Sequence[BoundSymbol],
+    result: Any,
+    observer: Observer,
+    added: Iterable[tuple[Any, ...]],
+) -> Template:
+    """The template of ``lines``, which were just traced.
+
+    Args:
+        root: where the ``module`` comes from.
+        inputs: the tensors that it was called with, each once.
+        result: what it returned.
+        added: the checks that tracing it added to the prologue.
+
+    Raises:
+        CannotShare: if the lines do not tell all that another instance would do.
+    """
+    if observer.obstacle:
+        raise CannotShare(observer.obstacle)
+    read, made = _values(lines, {p.name for p in inputs})
+    captures = tuple(_captures(read, module, root))
+    outputs, spec = _flat(result)
+    known = made.keys() | {p.name for p in inputs} | {c.proxy.name for c in captures}
+    for o in outputs:
+        if (isinstance(o, Proxy) and o.name not in known) or not isinstance(o, (Proxy, *PLAIN, type(None))):
+            raise CannotShare(f"returns a {type(o).__name__} that it does not make")
+    reads = tuple(_reads(observer, module, root))
+    guards = tuple(
+        Guard(c[0], c[1].history, c[2:])
+        for c in added
+        if len(c) > 2
+        and isinstance(c[1], Proxy)
+        and not isinstance(c[1], TensorProxy)
+        and str(getattr(c[1].history.inst, "value", "")) == "BINARY_SUBSCR"
+        and leads_to(c[1].history, root)
+    )
+    snapshot = tuple(b.from_bsym() for b in lines)
+    return Template(
+        name, root, tuple(inputs), captures, reads, guards, snapshot, tuple(made.values()), tuple(outputs), spec
+    )
+
+
+def _flat(result: Any) -> tuple[list[Any], Any]:
+    try:
+        flat, spec = tree_flatten(result)
+    except (ValueError, TypeError):
+        raise CannotShare(f"returns a {type(result).__name__}") from None
+    return flat, spec
+
+
+def _values(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str, Proxy], dict[str, Made]]:
+    """The values that lines read and do not make, besides inputs, and those that they make, by their names."""
+    read: dict[str, Proxy] = {}
+    made: dict[str, Made] = {}
+
+    def visit(b: BoundSymbol) -> None:
+        for p in b.flat_proxy_args:
+            if p.name not in made and p.name not in inputs:
+                read.setdefault(p.name, p)
+        for part in b.subsymbols:
+            visit(part)
+        for p in b.flat_proxy_outs:
+            if p.name not in inputs and p.name not in read:  # a line may return what it is given
+                made.setdefault(p.name, Made(p, frozenset(p.tags)))
+
+    for b in lines:
+        visit(b)
+    return read, made
+
+
+def _captures(read: Mapping[str, Proxy], module: nn.Module, root: ProvenanceRecord) -> Iterator[Capture]:
+    wrapped = {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    for name, p in read.items():
+        value = wrapped.get(name)
+        if value is None or isinstance(p, NumberProxy):
+            raise CannotShare(f"reads {name}, which is neither an argument nor its own")
+        if leads_to(value.provenance, root):
+            yield Capture(value.value, value.provenance)
+        elif id(value.original_value) in own:
+            raise CannotShare(f"reads its {name} by another way than itself")
+
+
+def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Iterator[ReadValue]:
+    for read in observer.reads.values():
+        if not leads_to(read.record, root):
+            continue
+        try:
+            value = getattr(value_of(read.record, root, module), read.name)
+        except (Unknown, AttributeError, KeyError, IndexError, TypeError, RuntimeError):
+            continue  # an attribute of a tensor or of a value that was computed, or one that is not there
+        if isinstance(value, PLAIN):
+            yield ReadValue(read.record, read.name, value)
+
+
+# ---- another instance ----
+
+
+def fits(template: Template, module: nn.Module) -> str:
+    """Which plain attribute that tracing has read is another one in ``module``; empty if none is."""
+    for read in template.reads:
+        try:
+            value = getattr(value_of(read.owner, template.root, module), read.name)
+        except (Unknown, AttributeError, KeyError, IndexError, TypeError):
+            return read.name
+        if type(value) is not type(read.value) or value != read.value:
+            return read.name
+    for guard in template.guards:
+        try:
+            value = value_of(guard.record, template.root, module)
+        except (Unknown, AttributeError, KeyError, IndexError, TypeError):
+            return str(guard.record)
+        if (type(value), value) != (type(guard.expected[0]), guard.expected[0]):
+            return str(guard.record)
+    return ""
+
+
+def write_again(
+    template: Template, trace: TraceCtx, module: nn.Module, root: ProvenanceRecord, inputs: Sequence[TensorProxy]
+) -> list[Any]:
+    """Adds the template's lines to ``trace`` for another instance. Returns its outputs, flat."""
+    names: dict[str, Proxy] = {old.name: new for old, new in zip(template.inputs, inputs, strict=True)}
+    names |= _captured(template, module, root)
+    _guard(template, trace, root)
+    with tracectx(trace):
+        names |= {p.name: p.replace(name=None, tags=set(tags)) for p, tags in template.made}
+    calls: dict[Hashable, Call] = {}
+    trace.scopes[-1].extend(_renamed(b, names, calls) for b in template.lines)
+    return [names.get(o.name, o) if isinstance(o, Proxy) else o for o in template.outputs]
+
+
+def _captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
+    """The proxies of the instance's own parameters and buffers, which the prologue will unpack and check."""
+    known = {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}
+    found: dict[str, Proxy] = {}
+    for p, record in template.captures:
+        there = moved(record, template.root, root)
+        value = value_of(there, root, module)
+        before = known.get(name_of_input(there))
+        # wrapping a tensor twice would give its .grad a name twice, which Thunder refuses
+        if before is not None and before.original_value is value:
+            found[p.name] = before.value
+            continue
+        with without_constraints():
+            new = wrap(value, provenance=there).value
+        constraints().append((clang.check_tensor_shape_and_metadata, new))
+        found[p.name] = new
+    return found
+
+
+def _guard(template: Template, trace: TraceCtx, root: ProvenanceRecord) -> None:
+    if root == template.root:
+        return
+    with tracectx(trace):
+        for read in template.reads:
+            record = attribute(moved(read.owner, template.root, root), read.name)
+            check = clang.check_string_value if isinstance(read.value, str) else clang.check_number_type_and_value
+            constraints().append((check, proxy(read.value, history=record), read.value))
+        for guard in template.guards:
+            record = moved(guard.record, template.root, root)
+            constraints().append((guard.check, proxy(guard.expected[0], history=record), *guard.expected))
+
+
+def _renamed(bsym: BoundSymbol, names: Mapping[str, Proxy], calls: dict[Hashable, Call]) -> BoundSymbol:
+    """A line with other proxies. (``from_bsym_swap_proxies`` would follow a chain: a block's input is the last one's
+    output, which has a new name too.) Lines of a checkpointed call stay those of one call, but of another."""
+
+    def swap(values: Any) -> Any:
+        flat, spec = tree_flatten_with_dataclass(values)
+        return tree_unflatten([names.get(v.name, v) if isinstance(v, Proxy) else v for v in flat], spec)
+
+    return bsym.from_bsym(
+        args=swap(bsym.args),
+        kwargs=swap(bsym.kwargs),
+        output=swap(bsym.output),
+        subsymbols=[_renamed(part, names, calls) for part in bsym.subsymbols],
+        tags={calls.setdefault(tag, Call()) if isinstance(tag, Call) else tag for tag in bsym.tags},
+    )
+
+
+def tensors_of(flat: Iterable[Any]) -> tuple[TensorProxy, ...]:
+    """The tensors among the inputs of a call, each once."""
+    return tuple({p.name: p for p in flat if isinstance(p, TensorProxy)}.values())
+
+
+def is_own(tensors: Iterable[TensorProxy], module: nn.Module) -> bool:
+    """True if a tensor is a parameter or buffer of the module."""
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    names = {p.name for p in tensors}
+    values = (v for v in proxied_values() if isinstance(v.value, TensorProxy))
+    return any(v.value.name in names and id(v.original_value) in own for v in values)
