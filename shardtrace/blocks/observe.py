@@ -8,6 +8,7 @@ from typing import Any
 
 from passes.compat import known_values, observing, side_effects
 
+import torch
 from thunder.core.interpreter import ProvenanceRecord, is_opaque
 from thunder.core.proxies import TensorProxy
 
@@ -21,6 +22,9 @@ MUTATORS = frozenset(
 FICKLE_MODULES = frozenset({"_random", "numpy.random", "random", "secrets", "time", "uuid"})
 # The ways in which a value is reached that was there before. (Values that are made have others, such as BUILD_LIST.)
 REACHED = ("BINARY_SUBSCR", "INPUT_ARGS", "INPUT_FN", "INPUT_KWARGS", "LOAD_ATTR", "LOOKASIDE")
+
+# Context managers that keep the mode that they found. It is the same for all blocks of a kind.
+MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast)
 
 
 class Read:
@@ -76,7 +80,7 @@ class Observer:
 
     def _is_new(self, wrapped: Any) -> bool:
         """True for an object that was made since the observation began."""
-        if isinstance(wrapped.value, TensorProxy):  # a tensor is changed by a line, which is written again
+        if isinstance(wrapped.value, (TensorProxy, *MODES)):  # a line changes a tensor, and is written again
             return True
         record = wrapped.provenance
         while _inst(record) in ("LIST_APPEND", "LIST_EXTEND"):
@@ -90,6 +94,5 @@ def _inst(record: ProvenanceRecord) -> str:
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    owner = getattr(function, "__self__", None)
-    found = getattr(function, "__module__", None) or (type(owner).__module__ if owner is not None else "")
-    return str(found)
+    owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))  # of a method
+    return str(getattr(function, "__module__", None) or owner.__module__)

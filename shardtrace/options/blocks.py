@@ -47,20 +47,17 @@ Repeated = str | type[nn.Module] | Collection[type[nn.Module]]
 def blocks_of_a_kind(model: nn.Module, chosen: Any, buckets: Collection[str]) -> dict[str, nn.Module]:
     """The modules that are traced once for all of their class, by their qualified names.
 
-    ``chosen`` is "once" (the ``buckets``, which are names of blocks), "inline" (none), or a class or several. Classes
-    with one instance are left out. Raises ValueError for anything else, or for a class without instances.
+    ``chosen`` is "once" (the ``buckets``, which are names of blocks), "inline" (none), or a class or several. Raises
+    ValueError for anything else, or for a class without instances.
     """
     if chosen == "inline":
         return {}
     modules = dict(model.named_modules())
     if chosen == "once":
-        found = {name: modules[name] for name in buckets}
+        return {name: modules[name] for name in buckets}
     elif is_wrap(chosen) and (isinstance(chosen, type) or not callable(chosen)):
-        found = {name: modules[name] for name in chosen_blocks(model, chosen)}
-    else:
-        raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
-    count = Counter(type(module) for module in found.values())
-    return {name: module for name, module in found.items() if count[type(module)] > 1}
+        return {name: modules[name] for name in chosen_blocks(model, chosen)}
+    raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
 
 
 Checkpointed = int | type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any] | None

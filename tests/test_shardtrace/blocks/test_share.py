@@ -1,0 +1,590 @@
+"""A repeated block is traced once. The trace is the one that tracing every block gives, but for the names in it."""
+
+import copy
+import random
+
+import shardtrace
+from passes.checkpoint_activations import Call
+from passes.pipeline import ShardParameters
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from thunder.core.proxies import Proxy
+from thunder.core.pytree import tree_flatten_with_dataclass
+from torch import nn
+
+D = 3
+
+
+def weight():
+    return nn.Parameter(torch.randn(D, D) / 2)
+
+
+class Net(nn.Module):
+    """Calls its blocks one after the other."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        return self.run(x).sum()
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = weight()
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w) + x
+
+
+def lines(trace):
+    """The lines of a trace, with values numbered in the order in which they appear."""
+    numbers, calls = {}, {}
+
+    def value(v):
+        if not isinstance(v, Proxy):
+            return v if isinstance(v, (str, int, float, bool, type(None))) else type(v)
+        kind = (getattr(v, "shape", None), getattr(v, "dtype", None), getattr(v, "requires_grad", None))
+        return numbers.setdefault(v.name, len(numbers)), *map(str, kind), *sorted(map(str, v.tags))
+
+    def tag(t):
+        return calls.setdefault(t, len(calls)) if isinstance(t, Call) else type(t)
+
+    def line(b):
+        values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))[0]
+        return (
+            b.sym.id,
+            [value(v) for v in values],
+            [line(s) for s in b.subsymbols],
+            sorted(map(str, map(tag, b.tags))),
+        )
+
+    return [line(b) for b in trace.bound_symbols]
+
+
+def compiled(net, *inputs, **options):
+    """A jitted copy of a net, its result and its gradients."""
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net), **options))
+    TABLE.clear()
+    torch.manual_seed(0)
+    loss = cmodel(*inputs)
+    loss.backward()
+    return cmodel, [loss.detach(), *(p.grad for p in cmodel.parameters() if p.requires_grad), *cmodel.buffers()]
+
+
+def blocks_of(cmodel):
+    """Which calls were written again, and why others were not."""
+    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, ShardParameters))
+    blocks = first.compilation.blocks
+    return (dict(blocks.shared), blocks.alone) if blocks else ({}, {})
+
+
+def compare(net, *inputs, real=True, **options):
+    """Compiles a net once with every block traced and once with each kind traced once. Returns :func:`blocks_of`."""
+    inputs = inputs or (torch.randn(2, D, generator=torch.Generator().manual_seed(1)),)
+    inline, wanted = compiled(net, *inputs, **options | {"repeated_blocks": "inline"})
+    once, found = compiled(net, *inputs, **options)
+    for kind in ("last_traces", "last_backward_traces", "last_epilogue_traces"):
+        mine, others = (getattr(thunder.compile_stats(c), kind)[-1] for c in (once, inline))
+        assert lines(mine) == lines(others)
+    if real:
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
+    assert blocks_of(inline) == ({}, {})
+    return blocks_of(once)
+
+
+# ---- blocks that are traced once ----
+
+
+class Dropped(Plain):
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), self.p, self.training)
+
+
+class Tied(Plain):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        return super().forward(x) @ self.shared
+
+
+class Masked(Plain):
+    """A buffer, keywords, None, a tuple as argument and as result."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(2, D)))
+
+    def forward(self, x, pair=None, *, scale=2.0, more=True):
+        x = super().forward(x) * self.mask * scale
+        if pair is not None:
+            x = x + pair[0] * pair[1]
+        return x, (x, x.sum()) if more else None
+
+
+class MaskedNet(Net):
+    def run(self, x):
+        pair = None
+        for block in self.blocks:
+            x, pair = block(x, pair, scale=3.0)
+        return x * pair[1]
+
+
+class Detached(Plain):
+    def forward(self, x):
+        with torch.no_grad():
+            gate = torch.sigmoid(super().forward(x))
+        return super().forward(x) * gate
+
+
+class InPlace(Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        y += x
+        return F.relu(y.mul_(2), inplace=True)
+
+
+class Same(Plain):
+    def forward(self, x, skip):
+        return (x, super().forward(x)) if skip else (super().forward(x), x)
+
+
+class SameNet(Net):
+    def run(self, x):
+        for i, block in enumerate(self.blocks):
+            x, y = block(x, i < 2)
+            x = x * y
+        return x
+
+
+class Hidden(Net):
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return x.sum() + kept[0].sum() * kept[1].detach().sum()
+
+
+class Thrice(Net):
+    def run(self, x):
+        return self.blocks[1](self.blocks[0](self.blocks[0](self.blocks[0](x))))
+
+
+class Checkpointing(Net):
+    """Checkpoints some calls and not others."""
+
+    def run(self, x):
+        x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+        for block in self.blocks:
+            x = block(x)
+        return torch.utils.checkpoint.checkpoint(self.blocks[2], x, use_reentrant=False)
+
+
+class Autocast(Net):
+    def run(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().run(x).float()
+
+
+class Drawn(Plain):
+    def forward(self, x):
+        return super().forward(x) + torch.rand_like(x) * torch.randn(D)
+
+
+class Numbered(Plain):
+    """Hugging Face's blocks have a number that they only use for a cache."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+
+class Norm(Plain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def tied():
+    shared = weight()
+    return Net(*(Tied(shared) for _ in range(3)))
+
+
+def of_two_kinds():
+    return Net(Plain(), Dropped(), Plain(), Dropped())
+
+
+@pytest.mark.parametrize(
+    ("make", "shared"),
+    [
+        (lambda: Net(Plain(), Plain(), Plain()), {"blocks.0": 2}),
+        (lambda: Net(Dropped(), Dropped()), {"blocks.0": 1}),
+        (lambda: MaskedNet(*(Masked() for _ in range(4))), {"blocks.1": 2}),
+        (lambda: Net(Detached(), Detached()), {"blocks.0": 1}),
+        (lambda: Net(InPlace(), InPlace()), {"blocks.0": 1}),
+        (lambda: SameNet(*(Same() for _ in range(4))), {"blocks.0": 1, "blocks.2": 1}),
+        (lambda: Hidden(Plain(), Plain()), {"blocks.0": 1}),
+        (lambda: Thrice(Plain(), Plain()), {"blocks.0": 3}),
+        (lambda: Checkpointing(*(Plain() for _ in range(3))), {"blocks.0": 4}),
+        (lambda: Autocast(Plain(), Plain()), {"blocks.0": 1}),
+        (lambda: Net(Drawn(), Drawn()), {"blocks.0": 1}),
+        (lambda: Net(*map(Numbered, range(3))), {"blocks.0": 2}),
+        (lambda: Net(Norm(), Norm()), {"blocks.0": 1}),
+        (of_two_kinds, {"blocks.0": 1, "blocks.1": 1}),
+        (tied, {"blocks.0": 2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_blocks_that_are_traced_once(make, shared, fake_ranks):
+    fake_ranks(1)
+    assert compare(make()) == (shared, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "zero2"},
+        {"sharding_strategy": "zero3", "mp_policy": "bf16"},
+        {"sharding_strategy": "ddp"},
+        {"bucketing_strategy": "none"},
+        {"activation_checkpointing": Dropped},
+        {"activation_checkpointing": nn.Tanh},
+    ],
+    ids=str,
+)
+def test_sharded(options, fake_ranks):
+    class Deep(Dropped):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x):
+            return self.act(super().forward(x))
+
+    fake_ranks(2)
+    assert compare(Net(Deep(), Deep(), Deep()), real=False, **options) == ({"blocks.0": 2}, {})
+
+
+def test_a_checkpointed_block_is_another_kind(fake_ranks):
+    fake_ranks(2)
+    net = Net(*(Plain() for _ in range(4)))
+    assert compare(net, real=False, activation_checkpointing=2)[0] == {"blocks.0": 1, "blocks.1": 1}
+
+
+def test_by_class(fake_ranks):
+    fake_ranks(2)
+    net = Net(nn.Sequential(Plain(), Dropped()), nn.Sequential(Plain(), Dropped()))
+    assert compare(net, real=False)[0] == {"blocks.0": 1}
+    kinds = {"blocks.0.0": 1, "blocks.0.1": 1}  # of the class and of its subclass
+    assert compare(net, real=False, repeated_blocks=Plain)[0] == kinds
+
+
+def test_modes_and_shapes(fake_ranks):
+    """A block that was traced for other shapes, without gradients or in training mode is traced again."""
+    fake_ranks(1)
+    net = Net(Dropped(), Dropped())
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net)))
+    for rows in (2, 4):
+        assert cmodel(torch.ones(rows, D)).requires_grad
+    with torch.no_grad():
+        assert not cmodel(torch.ones(2, D)).requires_grad
+    cmodel.eval(), net.eval()
+    x = torch.randn(2, D)
+    assert torch.equal(cmodel(x), net(x))
+    assert blocks_of(cmodel) == ({"blocks.0": 1}, {})
+
+
+# ---- blocks that are not ----
+
+
+class Held(Plain):
+    """Reads a number that it holds in one of many ways."""
+
+    def __init__(self, number, read):
+        super().__init__()
+        self.number, self.items, self.table = number, [number, 2.0], {"number": number}
+        self._number, self.named = number, f"_{number}"
+        self.read = read
+
+    @property
+    def twice(self):
+        return 2 * self._number
+
+    def forward(self, x):
+        return super().forward(x) * self.read(self)
+
+
+READS = {
+    "attribute": lambda m: m.number,
+    "property": lambda m: m.twice,
+    "getattr": lambda m: getattr(m, "num" + "ber"),
+    "default": lambda m: getattr(m, "number", None),
+    "dict": lambda m: m.__dict__["number"],
+    "get": lambda m: m.__dict__.get("number"),
+    "vars": lambda m: vars(m)["number"],
+    "item of a list": lambda m: m.items[0],
+    "item of a dict": lambda m: m.table["number"],
+    "string": lambda m: float(m.named[1:]),
+    "branch": lambda m: 3.0 if m.number > 1 else 5.0,
+    "length": lambda m: float(len(m.named)) if m.named == "_1" else 7.0,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_other_plain_values_are_not_shared(how, fake_ranks):
+    fake_ranks(1)
+    shared, _ = compare(Net(*(Held(n, READS[how]) for n in (1, 1, 2))))
+    assert shared in ({"blocks.0": 1}, {})
+
+
+class Config:
+    def __init__(self, number):
+        self.number = number
+
+
+class Configured(Plain):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x):
+        return super().forward(x) * self.config.number
+
+
+class Appending(Plain):
+    def forward(self, x, losses):
+        losses.append(super().forward(x).sum())
+        return super().forward(x)
+
+
+class AppendingNet(Net):
+    def run(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
+SEEN, TABLE = [], {}
+
+
+class Escaping(Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        SEEN.append(y.sum())
+        return y
+
+
+class EscapingNet(Net):
+    def forward(self, x):
+        return super().forward(x) + SEEN[-1] * SEEN[-2]
+
+
+class Storing(Plain):
+    def forward(self, x):
+        TABLE[len(TABLE)] = x
+        return super().forward(x) * len(TABLE)
+
+
+class Keeping(Plain):
+    def __init__(self):
+        super().__init__()
+        self.kept = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.kept = y.sum()
+        return y
+
+
+class KeepingNet(Net):
+    def forward(self, x):
+        return super().forward(x) + sum(block.kept for block in self.blocks)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class OwnFunction(Plain):
+    def forward(self, x):
+        return Double.apply(super().forward(x))
+
+
+def hooked():
+    net = Net(Plain(), Plain(), Plain())
+    net.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    return net
+
+
+def frozen():
+    net = Net(*(Plain() for _ in range(4)))
+    net.blocks[:2].requires_grad_(False)
+    return net
+
+
+def with_own_forward():
+    net = Net(Plain(), Plain())
+    net.blocks[1].act = nn.Tanh()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "shared", "reason"),
+    [
+        (lambda: Net(*(Dropped(p) for p in (0.1, 0.2, 0.1))), {"blocks.0": 1}, "its p differs"),
+        (lambda: Net(*(Configured(Config(n)) for n in (1, 2))), {}, ""),
+        (lambda: AppendingNet(Appending(), Appending()), {}, "a list or dict that it is given"),
+        (lambda: EscapingNet(Escaping(), Escaping()), {}, "changes a list that was there before (append)"),
+        (lambda: Net(Storing(), Storing()), {}, "changes a dict that was there before (__setitem__)"),
+        (lambda: KeepingNet(Keeping(), Keeping()), {}, "changes a Keeping that was there before (__setattr__)"),
+        (hooked, {"blocks.0": 1}, "has hooks"),
+        (frozen, {"blocks.0": 1, "blocks.2": 1}, ""),
+        (with_own_forward, {}, ""),
+    ],
+)
+def test_blocks_that_are_traced_by_themselves(make, shared, reason, fake_ranks):
+    fake_ranks(1)
+    found, alone = compare(make())
+    assert found == shared
+    assert any(reason in why for why in alone.values()) or not reason
+
+
+def test_an_autograd_function(fake_ranks):
+    fake_ranks(1)
+    net, x = Net(OwnFunction(), OwnFunction()), torch.randn(2, D)
+    (_, inline), (_, found) = (compiled(net, x, repeated_blocks=how) for how in ("inline", "once"))
+    assert all(torch.equal(a, b) for a, b in zip(inline, found, strict=True))
+
+
+def test_python_numbers_that_are_drawn(fake_ranks):
+    """Thunder traces such a number as a constant, each block its own."""
+
+    class Random(Plain):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if random.random() < 0.5 else 2.0)
+
+    fake_ranks(1)
+    _, alone = blocks_of(compiled(Net(Random(), Random()), torch.ones(2, D))[0])
+    assert "random" in alone["blocks.1"]
+
+
+# ---- changes after a step was compiled ----
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_changed_attribute_compiles_another_step(place, fake_ranks):
+    fake_ranks(1)
+    net, x = Net(*(Held(1.0, READS["attribute"]) for _ in range(3))), torch.randn(2, D)
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net)))
+    assert torch.equal(cmodel(x), net(x))
+    for model in (net, cmodel):
+        model.get_submodule(f"blocks.{place}").number = 3.0
+    assert torch.equal(cmodel(x), net(x))
+    assert blocks_of(cmodel)[0] == {"blocks.0": 1} or place == 0
+
+
+def test_a_block_in_another_mode(fake_ranks):
+    fake_ranks(1)
+    net, x = Net(*(Dropped(1.0) for _ in range(3))).eval(), torch.randn(2, D)
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net)))
+    assert torch.equal(cmodel(x), net(x))
+    for model in (net, cmodel):
+        model.get_submodule("blocks.2").train()
+    assert torch.equal(cmodel(x), net(x))
+    assert not net(x).any()
+
+
+def test_a_frozen_block(fake_ranks):
+    fake_ranks(1)
+    cmodel = thunder.jit(shardtrace.fsdp(Net(Plain(), Plain(), Plain())))
+    cmodel(torch.ones(2, D)).backward()
+    cmodel.zero_grad()
+    cmodel.get_submodule("blocks.1").requires_grad_(False)
+    cmodel(torch.ones(2, D)).backward()
+    assert [p.grad is None for p in cmodel.parameters()] == [False, True, False]
+
+
+# ---- any mix ----
+
+
+class Anything(nn.Module):
+    """A block whose trace depends on everything that it is made with."""
+
+    def __init__(self, width, number, activation, bias, trainable, depth):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(D if i == 0 else width, width, bias=bias) for i in range(depth))
+        self.out = nn.Parameter(torch.randn(width, D), requires_grad=trainable)
+        self.number, self.activation = number, activation
+
+    def forward(self, x):
+        for layer in self.inner:
+            x = self.activation(layer(x) * self.number)
+        return x @ self.out
+
+
+KINDS = st.builds(
+    Anything,
+    st.sampled_from([2, 4]),
+    st.sampled_from([1, 2.0, 2, True]),
+    st.sampled_from([torch.tanh, torch.relu]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+)
+
+
+@given(st.lists(KINDS, min_size=2, max_size=5))
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink would take minutes
+def test_any_mix_of_blocks(blocks):
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        x = torch.randn(2, D, requires_grad=True)
+        net = Net(*blocks)
+        kinds = {
+            (
+                m.out.shape,
+                m.out.requires_grad,
+                type(m.number),
+                m.number,
+                m.activation,
+                len(m.inner),
+                m.inner[0].bias is None,
+            )
+            for m in blocks
+        }
+        shared, _ = compare(net, x)
+        assert sum(shared.values()) <= len(blocks) - len(kinds)
+    finally:
+        dist.destroy_process_group()
