@@ -70,6 +70,11 @@ def function_of(bsym: BoundSymbol) -> Any:
     return (bsym._call_ctx or {}).get(bsym.sym.name)
 
 
+def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -> BoundSymbol:
+    """The line ``bsym`` as a call of the function that the line ``other`` calls. ``changes``: its args and output."""
+    return bsym.from_bsym(sym=other.sym, _call_ctx=other._call_ctx, **changes)
+
+
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
     """The shape of a proxy, inside or outside a trace. A dimension is itself a proxy if values are symbolic."""
     return tuple(proxy._shape)

@@ -25,6 +25,7 @@ from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
+from passes.share_fusions import share_fusions
 from passes.share_overflow import share_overflow
 
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -199,6 +200,8 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(regather),
         # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
+        # after lowering, when fusions exist; after save_shards, which makes unequal what it repairs
+        PassAfterLowering(share_fusions),
         # after lowering, when backward exists; before the passes that work on reduced gradients
         PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
         # after autodiff and lowering, when the results of backward are known; before schedule, which puts the waits
