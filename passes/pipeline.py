@@ -31,6 +31,7 @@ from passes.share_overflow import share_overflow
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
 
+REMARK = " | "  # in a trace's provenance, between the pass and its remark
 Run = Callable[[TraceCtx], TraceCtx]
 
 
@@ -43,7 +44,7 @@ class Compilation:
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
-        self.blocks: Any = None  # of the caller: what it knows of the blocks traced so far
+        self.blocks: Any = None  # of the tracer: the blocks traced so far; as a text, a remark on the trace
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
@@ -85,8 +86,9 @@ class Pass(Transform):
             raise
         self.seconds = time.perf_counter() - start
 
-    def sign(self, trace: TraceCtx) -> None:
-        trace.set_provenance(TraceProvenance(f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"))
+    def sign(self, trace: TraceCtx, remark: str = "") -> None:
+        took = f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"
+        trace.set_provenance(TraceProvenance(took + (REMARK + remark if remark else "")))
 
 
 class ShardParameters(Pass):
@@ -105,7 +107,7 @@ class ShardParameters(Pass):
             prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
         if computation is not computation_trace:
             self.sign(prologue)
-            self.sign(computation)
+            self.sign(computation, str(self.compilation.blocks or ""))
         if epilogue_trace is not None and self.compilation.models:
             epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
         return prologue, computation, epilogue_trace

@@ -11,6 +11,7 @@ from passes.compat import known_values, observing, side_effects
 import torch
 from thunder.core.interpreter import ProvenanceRecord, is_opaque
 from thunder.core.proxies import TensorProxy
+from torch import nn
 
 # Methods of builtin containers and iterators that change them. Those of other classes are made of these.
 MUTATORS = frozenset(
@@ -23,6 +24,11 @@ FICKLE_MODULES = frozenset({"_random", "numpy.random", "random", "secrets", "tim
 # The ways in which a value is reached that was there before. (Values that are made have others, such as BUILD_LIST.)
 REACHED = ("BINARY_SUBSCR", "INPUT_ARGS", "INPUT_FN", "INPUT_KWARGS", "LOAD_ATTR", "LOOKASIDE")
 
+# Builtin functions that read nothing of a module but its class and identity, or whose reads are seen.
+HARMLESS = frozenset(
+    """__call__ __contains__ __eq__ __get__ __getitem__ __hash__ __init__ __iter__ __len__ __ne__ __new__ callable
+    getattr hasattr id isinstance len next setattr super type vars""".split()  # noqa: SIM905
+)
 # Context managers that keep the mode that they found. It is the same for all blocks of a kind.
 MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast)
 
@@ -56,17 +62,19 @@ class Observer:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Sees each call before it is made. Arguments are wrapped values."""
-        if function is getattr:
-            owner, name = args[0], args[1].value
-            self.reads.setdefault((id(owner.value), name), Read(owner.provenance, owner.value, name))
-            return
         name = getattr(function, "__name__", "")
+        if function is getattr or (name == "__getattribute__" and len(args) > 1):
+            owner, attribute = args[0], args[1].value
+            self.reads.setdefault((id(owner.value), attribute), Read(owner.provenance, owner.value, attribute))
+            return
         if name in MUTATORS and args and is_opaque(function) and not self._is_new(args[0]):
             self._refuse(f"changes a {type(args[0].value).__name__} that was there before ({name})")
         elif name == "__getitem__" and args and isinstance(args[0].value, dict) and isinstance(args[1].value, str):
             self._read_of_dict(args[0], args[1].value)
         elif is_opaque(function) and _module_of(function) in FICKLE_MODULES:
             self._refuse(f"calls {_module_of(function)}.{name}")
+        elif is_opaque(function) and name not in HARMLESS and any(isinstance(a.value, nn.Module) for a in args):
+            self._refuse(f"passes a module to {name}, which may read anything of it")
 
     def _read_of_dict(self, wrapped: Any, name: str) -> None:
         """An attribute that is read through the ``__dict__`` of its object counts as read, unless nn.Module does so to

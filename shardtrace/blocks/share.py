@@ -18,8 +18,10 @@ from shardtrace.blocks.observe import Observer
 from shardtrace.blocks.structure import CannotShare, inputs_key, structure
 from shardtrace.blocks.template import Template, fits, is_own, make_template, tensors_of, write_again
 
+from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import INTERPRETER_SIGNALS, ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
+from thunder.core.options import CACHE_OPTIONS
 from thunder.core.pytree import tree_flatten, tree_unflatten
 
 Call = Callable[..., Any]
@@ -27,14 +29,28 @@ Call = Callable[..., Any]
 
 class TracedBlocks:
     """The blocks that one tracing has met. ``shared`` counts the calls that were written again, by the name of the
-    block that was traced; ``alone`` says why others were traced by themselves."""
+    block that was traced; ``alone`` says why others were traced and not written again."""
 
     def __init__(self) -> None:
         self.shared: Counter[str] = Counter()
         self.alone: dict[str, str] = {}
         self._templates: dict[Hashable, list[Template]] = {}
         self._unshareable: dict[Hashable, str] = {}
+        self._first: dict[type, tuple[str, Hashable, Hashable]] = {}  # of each class: the name and the key
         self._inside = False
+
+    def forget(self) -> None:
+        """Lets go of the lines, once tracing is over."""
+        self._templates.clear()
+
+    def __str__(self) -> str:
+        parts = [f"{name} was traced once for {n + 1} calls" for name, n in self.shared.items()]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.alone.items():
+            reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            parts.append(f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} traced too: {why}")
+        return "; ".join(parts)
 
     def call(self, name: str, function: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a block in the running interpreter. ``module``, arguments and result are wrapped values.
@@ -43,7 +59,8 @@ class TracedBlocks:
             name: the block's, for messages.
             function: what is to be traced, called with ``module`` and the arguments.
         """
-        if self._inside:  # a block within a block is traced with it
+        if self._inside or get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
+            # a block within a block is traced with it; symbolic shapes cannot be compared
             return interpret(function, module, *args, **kwargs)
         m, root = unwrap(module), module.provenance
         try:
@@ -70,6 +87,10 @@ class TracedBlocks:
                 self.alone.pop(name, None)
                 return _wrapped(tree_unflatten(outputs, template.spec), root)
             self.alone[name] = f"its {difference} differs from that of {template.name}"
+        first, *kind = self._first.setdefault(type(m), (name, *key))
+        if key not in self._templates and first != name:
+            what = "submodules or attributes" if kind[0] != key[0] else "inputs"
+            self.alone[name] = f"its {what} differ from those of {first}"
         return self._trace(key, name, function, module, args, kwargs, flat)
 
     def _trace(

@@ -16,8 +16,7 @@ from torch import nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # nn.Module's own, which are compared in another way or do not matter to a forward
 OWN = frozenset(vars(nn.Module())) - {"training"}
-# shardtrace's; and numbers of a block, which may differ as long as tracing does not read them (see Template)
-OTHERS = frozenset({"_shardtrace", "_shardtrace_part_of"})
+OTHERS = frozenset({"_shardtrace_part_of"})  # the sharded model around it
 PLAIN = (bool, int, float, complex, str)
 
 
@@ -51,6 +50,8 @@ def structure(module: nn.Module) -> Hashable:
         return (type(v),) if isinstance(v, PLAIN) else value(v)
 
     def visit(m: nn.Module) -> Hashable:
+        if "_shardtrace" in m.__dict__:
+            raise CannotShare(f"{type(m).__name__} has a sharding of its own")
         for hooks in HOOKS:
             if getattr(m, hooks):
                 raise CannotShare(f"{type(m).__name__} has hooks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,11 +29,13 @@ class Capture(NamedTuple):
 
 
 class ReadValue(NamedTuple):
-    """A plain attribute that tracing has read: the record of its object, its name and its value."""
+    """A plain attribute that tracing has read: the record of its object, its name and its value. ``stored``: whether
+    the object has it as such, not as a property."""
 
     owner: ProvenanceRecord
     name: str
     value: Any
+    stored: bool
 
 
 class Guard(NamedTuple):
@@ -157,11 +160,13 @@ def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Ite
         if not leads_to(read.record, root):
             continue
         try:
-            value = getattr(value_of(read.record, root, module), read.name)
+            owner = value_of(read.record, root, module)
+            value = getattr(owner, read.name)
         except (Unknown, AttributeError, KeyError, IndexError, TypeError, RuntimeError):
             continue  # an attribute of a tensor or of a value that was computed, or one that is not there
         if isinstance(value, PLAIN):
-            yield ReadValue(read.record, read.name, value)
+            stored = isinstance(inspect.getattr_static(owner, read.name, None), PLAIN)
+            yield ReadValue(read.record, read.name, value, stored)
 
 
 # ---- another instance ----
@@ -223,7 +228,7 @@ def _guard(template: Template, trace: TraceCtx, root: ProvenanceRecord) -> None:
     if root == template.root:
         return
     with tracectx(trace):
-        for read in template.reads:
+        for read in (read for read in template.reads if read.stored):
             record = attribute(moved(read.owner, template.root, root), read.name)
             check = clang.check_string_value if isinstance(read.value, str) else clang.check_number_type_and_value
             constraints().append((check, proxy(read.value, history=record), read.value))

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from passes.pipeline import REMARK
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.modules import map_modules
@@ -256,6 +257,7 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     if not forward:
         notes.append("It was not called yet. There is no trace: call it once, then inspect it again.")
     times = profile.times(forward) if profile is not None else None
+    notes += [f"Blocks: {remark}." for trace in forward if (remark := str(trace.get_provenance()).partition(REMARK)[2])]
     if times is not None:
         steps = count(times.steps, "step")
         notes.append(f"Times are medians over {steps} on this rank. Reasons for a line's position rest on predictions.")

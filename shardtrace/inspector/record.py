@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
+from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, read_line
@@ -214,7 +215,7 @@ def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
     """The name of the pass that made a trace, and the seconds it took."""
     if trace.get_provenance() is None:
         return "traced", None
-    text = str(trace.get_provenance()).removeprefix("# Constructed by ")
+    text = str(trace.get_provenance()).removeprefix("# Constructed by ").partition(REMARK)[0]
     took = TOOK.search(text)
     return TOOK.sub("", text), float(took[1]) / 1e3 if took else None
 

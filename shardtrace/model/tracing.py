@@ -112,9 +112,10 @@ def _trace_block(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs:
     """Traces the call of one of several equal blocks, from ``__call__`` on: most of the time goes there."""
     unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
     compilation = _compilation()
-    compilation.blocks = compilation.blocks or TracedBlocks()
-    blocks: TracedBlocks = compilation.blocks
-    return blocks.call(unwrap(module).__dict__[REPEATED], call, module, args, kwargs)
+    if compilation.blocks is None:
+        compilation.blocks = TracedBlocks()
+        compilation.at_end_of_tracing.append(compilation.blocks.forget)
+    return compilation.blocks.call(unwrap(module).__dict__[REPEATED], call, module, args, kwargs)
 
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
