@@ -57,6 +57,7 @@ options = {
     "world_size": 64,
     "mp_policy": "bf16",
     "cost_model": cluster,
+    "bucketing_strategy": "block",
     "jit_options": {"executors": ["torchcompile"]},  # fuses element-wise lines, as nvFuser does on a GPU
 }
 step = shardtrace.inspect(model, (batch, batch), **options)  # ZeRO-3, a bucket for each block, prefetch 1

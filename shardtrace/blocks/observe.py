@@ -27,7 +27,7 @@ REACHED = ("BINARY_SUBSCR", "INPUT_ARGS", "INPUT_FN", "INPUT_KWARGS", "LOAD_ATTR
 # Builtin functions that read nothing of a module but its class and identity, or whose reads are seen.
 HARMLESS = frozenset(
     """__call__ __contains__ __eq__ __get__ __getitem__ __hash__ __init__ __iter__ __len__ __ne__ __new__ callable
-    getattr hasattr id isinstance len next setattr super type vars""".split()  # noqa: SIM905
+    getattr hasattr id isinstance iter len next setattr super type vars""".split()  # noqa: SIM905
 )
 # Context managers that keep the mode that they found. It is the same for all blocks of a kind.
 MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast)
