@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
 
 from contenders import Contender, World, use_fsdp2, use_shardtrace
 from model import GPT, GPTConfig
-from terminal import progress_bar
 
 WORDS, TOKENS, BATCH, WIDTH, HEADS = 256, 128, 4, 384, 6
 COMPILED = ["sdpa", "torch_kernels", "torchcompile"]
@@ -58,15 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--only", default="", help="a regular expression of names")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # the contender that this process is a rank of
+    parser.add_argument("--contender", help=argparse.SUPPRESS)  # the contender that this process is a rank of
     options = parser.parse_args(arguments)
-    if options.run is not None:
-        measure(next(c for c in CONTENDERS if c.name == options.run), options.blocks[0])
+    if options.contender is not None:
+        measure(next(c for c in CONTENDERS if c.name == options.contender), options.blocks[0])
         return
     field = [c for c in CONTENDERS if re.search(options.only, c.name)]
     runs = [(c, n) for n in options.blocks for c in field]
     rows = []
-    with progress_bar(iterable=runs, desc="first step", unit="run") as bar:
+    with tqdm(runs, desc="first step", unit="run") as bar:
         for contender, blocks in bar:
             bar.set_postfix_str(f"{contender.name}, {blocks} blocks")
             with tempfile.TemporaryDirectory(prefix="shardtrace-inductor-") as cache:
@@ -82,13 +82,13 @@ def start(name: str, blocks: int, cache: str) -> float:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, "--run", name, "--blocks", str(blocks)],
+        [sys.executable, "-W", "ignore", *command, "--contender", name, "--blocks", str(blocks)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found = [line.partition(RESULT)[2] for line in done.stdout.splitlines() if RESULT in line]
+    found = re.findall(rf"{RESULT}([\d.]+) ", done.stdout)  # lines of two ranks may run together
     if done.returncode or not found:
         raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}")
     return max(map(float, found))
@@ -112,7 +112,7 @@ def measure(contender: Contender, blocks: int) -> None:
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-    print(f"{RESULT}{seconds[0] - min(seconds[1:]):.3f}", flush=True)
+    print(f"{RESULT}{seconds[0] - min(seconds[1:]):.3f} ", flush=True)
     dist.destroy_process_group()
 
 
