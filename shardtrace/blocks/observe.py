@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,12 +41,31 @@ class Read:
         self.record, self.owner, self.name = record, owner, name
 
 
+class Seen:
+    """A list, dict or set that was there before and was used, with what it held then."""
+
+    def __init__(self, container: Any) -> None:
+        self.container, self.held = container, _contents(container)
+
+    def is_unchanged(self) -> bool:
+        now = _contents(self.container)
+        return len(now) == len(self.held) and all(map(operator.is_, now, self.held))
+
+
+def _contents(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
+
+
 class Observer:
-    """``reads``: the attributes that were read, by object and name. ``obstacle``: the first thing that was done which a
-    second instance would have to do again; empty if there was none."""
+    """``reads``: the attributes that were read, by object and name; ``seen``: the containers that were used, by their
+    ids. ``obstacle``: the first thing that was done which a second instance would have to do again; empty if there was
+    none."""
 
     def __init__(self) -> None:
         self.reads: dict[tuple[int, str], Read] = {}
+        self.seen: dict[int, Seen] = {}
         self.obstacle = ""
         self._before = known_values()
         self._side_effects = side_effects()
@@ -67,6 +87,11 @@ class Observer:
             owner, attribute = args[0], args[1].value
             self.reads.setdefault((id(owner.value), attribute), Read(owner.provenance, owner.value, attribute))
             return
+        if args and isinstance(args[0].value, (dict, list, set)) and not self._is_new(args[0]):
+            wrapped = args[0]  # Thunder reads a copy of a container that it has made an input
+            container = wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
+            if id(container) not in self.seen:
+                self.seen[id(container)] = Seen(container)
         if name in MUTATORS and args and is_opaque(function) and not self._is_new(args[0]):
             self._refuse(f"changes a {type(args[0].value).__name__} that was there before ({name})")
         elif name == "__getitem__" and args and isinstance(args[0].value, dict) and isinstance(args[1].value, str):

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.checkpoint_activations import Call
-from passes.compat import constraints, name_of_input, proxied_values, without_constraints
-from shardtrace.blocks.observe import Observer
+from passes.compat import constraints, name_of_input, proxied_values, side_effects, without_constraints
+from shardtrace.blocks.observe import Observer, Seen
 from shardtrace.blocks.provenance import Unknown, attribute, leads_to, moved, value_of
 from shardtrace.blocks.structure import PLAIN, CannotShare
 
@@ -38,6 +38,14 @@ class ReadValue(NamedTuple):
     stored: bool
 
 
+class Outside(NamedTuple):
+    """A plain attribute of an object that does not belong to the block, with its value when it was read."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
 class Guard(NamedTuple):
     """A check of the prologue on another plain value that tracing has read."""
 
@@ -61,6 +69,9 @@ class Template(NamedTuple):
     inputs: tuple[TensorProxy, ...]
     captures: tuple[Capture, ...]
     reads: tuple[ReadValue, ...]
+    outside: tuple[Outside, ...]
+    seen: tuple[Seen, ...]
+    side_effects: int
     guards: tuple[Guard, ...]
     lines: tuple[BoundSymbol, ...]
     made: tuple[Made, ...]
@@ -110,7 +121,19 @@ def make_template(
     )
     snapshot = tuple(b.from_bsym() for b in lines)
     return Template(
-        name, root, tuple(inputs), captures, reads, guards, snapshot, tuple(made.values()), tuple(outputs), spec
+        name=name,
+        root=root,
+        inputs=tuple(inputs),
+        captures=captures,
+        reads=reads,
+        outside=tuple(_outside(observer, root)),
+        seen=tuple(observer.seen.values()),
+        side_effects=side_effects(),
+        guards=guards,
+        lines=snapshot,
+        made=tuple(made.values()),
+        outputs=tuple(outputs),
+        spec=spec,
     )
 
 
@@ -169,11 +192,28 @@ def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Ite
             yield ReadValue(read.record, read.name, value, stored)
 
 
+def _outside(observer: Observer, root: ProvenanceRecord) -> Iterator[Outside]:
+    for read in observer.reads.values():
+        if isinstance(read.owner, Proxy) or leads_to(read.record, root):
+            continue
+        value = inspect.getattr_static(read.owner, read.name, None)
+        if isinstance(value, PLAIN):
+            yield Outside(read.owner, read.name, value)
+
+
 # ---- another instance ----
 
 
 def fits(template: Template, module: nn.Module) -> str:
-    """Which plain attribute that tracing has read is another one in ``module``; empty if none is."""
+    """Which plain value that tracing has read is another one in ``module``, or now; empty if none is."""
+    if side_effects() != template.side_effects:  # Thunder sets attributes after the step, not while it traces
+        return "view of an attribute that was set since"
+    for owner, name, value in template.outside:
+        if inspect.getattr_static(owner, name, None) != value:
+            return f"{type(owner).__name__}.{name}"
+    for seen in template.seen:
+        if not seen.is_unchanged():
+            return f"view of a {type(seen.container).__name__}"
     for read in template.reads:
         try:
             value = getattr(value_of(read.owner, template.root, module), read.name)

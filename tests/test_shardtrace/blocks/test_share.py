@@ -361,6 +361,54 @@ def test_other_plain_values_are_not_shared(how, fake_ranks):
     assert shared in ({"blocks.0": 1}, {})
 
 
+class Shared:
+    number = 1.0
+
+
+OUTER, OUTER_LIST, OUTER_OBJECT, outer_number = {"number": 1.0}, [1.0], Shared(), 1.0
+
+
+class Looking(Plain):
+    """Reads a number that does not belong to it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        return super().forward(x) * self.look()
+
+
+class Changing(Net):
+    """Changes the numbers before each block."""
+
+    def run(self, x):
+        global outer_number
+        for number, block in enumerate(self.blocks):
+            OUTER["number"] = OUTER_LIST[0] = OUTER_OBJECT.number = outer_number = number + 2.0
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda: OUTER["number"],
+        lambda: OUTER.get("number"),
+        lambda: sum(v for v in OUTER.values()),
+        lambda: OUTER_LIST[0],
+        lambda: sum(OUTER_LIST),
+        lambda: OUTER_OBJECT.number,
+        lambda: outer_number,
+    ],
+)
+def test_what_the_model_changes_between_blocks(look, fake_ranks):
+    fake_ranks(1)
+    found, alone = compare(Changing(Looking(look), Looking(look)))
+    assert found == {}
+    assert "its view of" in alone["blocks.1"]
+
+
 class Config:
     def __init__(self, number):
         self.number = number
