@@ -37,6 +37,7 @@ class TracedBlocks:
         self._templates: dict[Hashable, list[Template]] = {}
         self._unshareable: dict[Hashable, str] = {}
         self._first: dict[type, tuple[str, Hashable, Hashable]] = {}  # of each class: the name and the key
+        self._other_kind: dict[str, str] = {}  # of a block that begins another kind: the first of its class
         self._inside = False
 
     def forget(self) -> None:
@@ -47,7 +48,8 @@ class TracedBlocks:
         parts = [f"{name} was traced once for {n + 1} calls" for name, n in self.shared.items()]
         reasons: dict[str, list[str]] = {}
         for name, why in self.alone.items():
-            reasons.setdefault(why, []).append(name)
+            if name not in self._other_kind or self._other_kind[name] in self.shared:  # two layers are no blocks
+                reasons.setdefault(why, []).append(name)
         for why, names in reasons.items():
             parts.append(f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} traced too: {why}")
         return "; ".join(parts)
@@ -91,6 +93,7 @@ class TracedBlocks:
         if key not in self._templates and first != name:
             what = "submodules or attributes" if kind[0] != key[0] else "inputs"
             self.alone[name] = f"its {what} differ from those of {first}"
+            self._other_kind[name] = first
         return self._trace(key, name, function, module, args, kwargs, flat)
 
     def _trace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 from passes.checkpoint_activations import Call
@@ -188,7 +189,7 @@ def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Ite
         except (Unknown, AttributeError, KeyError, IndexError, TypeError, RuntimeError):
             continue  # an attribute of a tensor or of a value that was computed, or one that is not there
         if isinstance(value, PLAIN):
-            stored = isinstance(inspect.getattr_static(owner, read.name, None), PLAIN)
+            stored = isinstance(_stored(owner, read.name), PLAIN)
             yield ReadValue(read.record, read.name, value, stored)
 
 
@@ -196,9 +197,15 @@ def _outside(observer: Observer, root: ProvenanceRecord) -> Iterator[Outside]:
     for read in observer.reads.values():
         if isinstance(read.owner, Proxy) or leads_to(read.record, root):
             continue
-        value = inspect.getattr_static(read.owner, read.name, None)
+        value = _stored(read.owner, read.name)
         if isinstance(value, PLAIN):
             yield Outside(read.owner, read.name, value)
+
+
+def _stored(owner: Any, name: str) -> Any:
+    """An attribute as its object has it, without calling a property; None if there is none."""
+    value = inspect.getattr_static(owner, name, None)
+    return getattr(owner, name, None) if isinstance(value, MemberDescriptorType) else value  # of __slots__
 
 
 # ---- another instance ----
@@ -209,7 +216,7 @@ def fits(template: Template, module: nn.Module) -> str:
     if side_effects() != template.side_effects:  # Thunder sets attributes after the step, not while it traces
         return "view of an attribute that was set since"
     for owner, name, value in template.outside:
-        if inspect.getattr_static(owner, name, None) != value:
+        if _stored(owner, name) != value:
             return f"{type(owner).__name__}.{name}"
     for seen in template.seen:
         if not seen.is_unchanged():
