@@ -318,6 +318,21 @@ def test_modes_and_shapes(fake_ranks):
     assert blocks_of(cmodel) == ({"blocks.0": 1}, {})
 
 
+class HalfDetached(Net):
+    def run(self, x):
+        x = self.blocks[0](x)
+        with torch.no_grad():
+            y = self.blocks[1](x)
+        return self.blocks[2](x) * y
+
+
+def test_without_gradients_it_is_another_kind(fake_ranks):
+    fake_ranks(1)
+    found, alone = compare(HalfDetached(Plain(), Plain(), Plain()))
+    assert found == {"blocks.0": 1}
+    assert list(alone) == ["blocks.1"]
+
+
 # ---- blocks that are not ----
 
 
@@ -326,8 +341,8 @@ class Held(Plain):
 
     def __init__(self, number, read):
         super().__init__()
-        self.number, self.items, self.table = number, [number, 2.0], {"number": number}
-        self._number, self.named = number, f"_{number}"
+        self.number = self._number = number
+        self.named = f"_{number}"
         self.read = read
 
     @property
@@ -346,8 +361,6 @@ READS = {
     "dict": lambda m: m.__dict__["number"],
     "get": lambda m: m.__dict__.get("number"),
     "vars": lambda m: vars(m)["number"],
-    "item of a list": lambda m: m.items[0],
-    "item of a dict": lambda m: m.table["number"],
     "string": lambda m: float(m.named[1:]),
     "branch": lambda m: 3.0 if m.number > 1 else 5.0,
     "length": lambda m: float(len(m.named)) if m.named == "_1" else 7.0,
@@ -358,7 +371,21 @@ READS = {
 def test_other_plain_values_are_not_shared(how, fake_ranks):
     fake_ranks(1)
     shared, _ = compare(Net(*(Held(n, READS[how]) for n in (1, 1, 2))))
-    assert shared in ({"blocks.0": 1}, {})
+    assert shared == {"blocks.0": 1}
+
+
+class Listing(Plain):
+    def __init__(self, number):
+        super().__init__()
+        self.items, self.table = [number, 2.0], {"number": number}
+
+    def forward(self, x):
+        return super().forward(x) * self.items[0] * self.table["number"]
+
+
+def test_other_values_in_containers_are_not_shared(fake_ranks):
+    fake_ranks(1)
+    assert compare(Net(*(Listing(n) for n in (1, 1, 2))))[0] == {"blocks.0": 1}
 
 
 class Shared:
