@@ -26,7 +26,6 @@ import shardtrace  # noqa: F401  before thunder: makes it importable on the newe
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 from contenders import Contender, World, use_fsdp2, use_shardtrace
@@ -38,11 +37,9 @@ RESULT = "seconds:"
 
 
 def use_fsdp2_compiled_whole(model: GPT, world: World) -> nn.Module:
-    for block in model.h:
-        fully_shard(block, mesh=world.mesh())
-    fully_shard(model, mesh=world.mesh())
-    model.compile()
-    return model
+    sharded = use_fsdp2(model, world, reshard=True)
+    sharded.compile()
+    return sharded
 
 
 CONTENDERS = [

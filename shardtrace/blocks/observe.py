@@ -1,13 +1,14 @@
-"""What the interpretation of a block reads and changes beside tensors. Changes nothing itself."""
+"""Watches what tracing a block reads and changes, apart from tensors. Changes nothing itself."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.compat import known_values, observing, side_effects
+from shardtrace.blocks.provenance import step_of
 
 import torch
 from thunder.core.interpreter import ProvenanceRecord, is_opaque
@@ -34,11 +35,13 @@ HARMLESS = frozenset(
 MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast)
 
 
-class Read:
-    """An attribute that was read: of which object, how it was reached, and its name."""
+class Read(NamedTuple):
+    """An attribute that was read: how its object was reached, the object (None: only its ``__dict__`` was seen), and
+    the name."""
 
-    def __init__(self, record: ProvenanceRecord, owner: Any, name: str) -> None:
-        self.record, self.owner, self.name = record, owner, name
+    record: ProvenanceRecord
+    owner: Any
+    name: str
 
 
 class Seen:
@@ -105,7 +108,7 @@ class Observer:
         """An attribute that is read through the ``__dict__`` of its object counts as read, unless nn.Module does so to
         find its parameters."""
         record = wrapped.provenance
-        if _inst(record) == "LOAD_ATTR" and record.inputs[1].value == "__dict__":
+        if step_of(record) == "LOAD_ATTR" and record.inputs[1].value == "__dict__":
             self.reads.setdefault((id(wrapped.value), name), Read(record.inputs[0], None, name))
 
     def _assignment(self, name: str) -> None:
@@ -116,14 +119,9 @@ class Observer:
         if isinstance(wrapped.value, (TensorProxy, *MODES)):  # a line changes a tensor, and is written again
             return True
         record = wrapped.provenance
-        while _inst(record) in ("LIST_APPEND", "LIST_EXTEND"):
+        while step_of(record) in ("LIST_APPEND", "LIST_EXTEND"):
             record = record.inputs[0]
-        return id(wrapped.value) not in self._before and _inst(record) not in REACHED
-
-
-def _inst(record: ProvenanceRecord) -> str:
-    inst = record.inst
-    return str(getattr(inst, "opname", None) or getattr(inst, "value", inst))
+        return id(wrapped.value) not in self._before and step_of(record) not in REACHED
 
 
 def _module_of(function: Callable[..., Any]) -> str:

@@ -1,4 +1,5 @@
-"""Where a value comes from: Thunder's provenance records, led from one module to another and evaluated."""
+"""Thunder's provenance records, which tell where a value comes from: rewriting them for another module, and evaluating
+them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
 class Unknown(Exception):
     """A record that cannot be evaluated."""
+
+
+def step_of(record: ProvenanceRecord) -> str:
+    """The last step on the way to a value, such as "LOAD_ATTR": the name of an instruction, or Thunder's own."""
+    return str(record.inst.value if isinstance(record.inst, PseudoInst) else record.inst.opname)
 
 
 def leads_to(record: ProvenanceRecord, root: ProvenanceRecord) -> bool:
@@ -37,7 +43,7 @@ def attribute(owner: ProvenanceRecord, name: str) -> ProvenanceRecord:
 
 
 def value_of(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> Any:
-    """What a record stands for that leads to ``root``, whose value is given.
+    """The value at the end of a record that starts from ``root``, whose own value is ``value``.
 
     Raises:
         Unknown: if it leads elsewhere, or through a call.
@@ -45,14 +51,13 @@ def value_of(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> An
     """
     if record is root or record == root:
         return value
-    inst = record.inst
-    name = inst.value if isinstance(inst, PseudoInst) else inst.opname
-    if name == "CONSTANT":
+    step = step_of(record)
+    if step == "CONSTANT":
         return record.value
-    if name == "OPAQUE" and getattr(record.inputs[0].value, "__name__", "") == "__getitem__":
+    if step == "OPAQUE" and getattr(record.inputs[0].value, "__name__", "") == "__getitem__":
         key, owner = record.inputs[1].inputs
         return value_of(owner, root, value)[value_of(key, root, value)]
-    if name not in ("LOAD_ATTR", "BINARY_SUBSCR"):
-        raise Unknown(f"a value that is reached by {name}")
+    if step not in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        raise Unknown(f"a value that is reached by {step}")
     owner, key = (value_of(i, root, value) for i in record.inputs)
-    return getattr(owner, key) if name == "LOAD_ATTR" else owner[key]
+    return getattr(owner, key) if step == "LOAD_ATTR" else owner[key]

@@ -1,8 +1,8 @@
 """The call of a block: traced if it is the first of its kind, otherwise written again from what the first one left.
 
 Note [Safe]. Two calls are of one kind if their modules have equal structures (:mod:`shardtrace.blocks.structure`),
-their inputs and torch's modes are equal but for the values of tensors, and every plain attribute that tracing read has
-the same value in both. What tracing did besides adding lines must be nothing (:mod:`shardtrace.blocks.observe`). The
+their inputs and torch's modes are equal apart from the values of tensors, and every plain attribute that tracing read
+has the same value in both. Tracing must have done nothing but add lines (:mod:`shardtrace.blocks.observe`). The
 prologue checks the parameters, the buffers and these attributes of each instance. In doubt a block is traced by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Keys that are equal for two calls of blocks only if the same lines come of both, but for the names of tensors."""
+"""Keys that are equal for two calls of blocks only if both trace to the same lines, apart from the names of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # nn.Module's own, which are compared in another way or do not matter to a forward
 OWN = frozenset(vars(nn.Module())) - {"training"}
-OTHERS = frozenset({"_shardtrace_part_of"})  # the sharded model around it
 PLAIN = (bool, int, float, complex, str)
 
 
@@ -57,7 +56,7 @@ def structure(module: nn.Module) -> Hashable:
                 raise CannotShare(f"{type(m).__name__} has hooks")
         if "forward" in m.__dict__:
             raise CannotShare(f"{type(m).__name__} has a forward of its own")
-        others = ((k, attribute(v)) for k, v in sorted(m.__dict__.items()) if k not in OWN | OTHERS)
+        others = ((k, attribute(v)) for k, v in sorted(m.__dict__.items()) if k not in OWN)
         return (
             type(m),
             tuple((k, tensor(p)) for k, p in m._parameters.items()),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from passes.checkpoint_activations import Call
 from passes.compat import constraints, name_of_input, proxied_values, side_effects, without_constraints
 from shardtrace.blocks.observe import Observer, Seen
-from shardtrace.blocks.provenance import Unknown, attribute, leads_to, moved, value_of
+from shardtrace.blocks.provenance import Unknown, attribute, leads_to, moved, step_of, value_of
 from shardtrace.blocks.structure import PLAIN, CannotShare
 
 from thunder import clang
@@ -117,7 +117,7 @@ def make_template(
         if len(c) > 2
         and isinstance(c[1], Proxy)
         and not isinstance(c[1], TensorProxy)
-        and str(getattr(c[1].history.inst, "value", "")) == "BINARY_SUBSCR"
+        and step_of(c[1].history) == "BINARY_SUBSCR"
         and leads_to(c[1].history, root)
     )
     snapshot = tuple(b.from_bsym() for b in lines)
@@ -167,8 +167,7 @@ def _values(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str, P
 
 
 def _captures(read: Mapping[str, Proxy], module: nn.Module, root: ProvenanceRecord) -> Iterator[Capture]:
-    wrapped = {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}
-    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    wrapped, own = _wrapped_tensors(), _own(module)
     for name, p in read.items():
         value = wrapped.get(name)
         if value is None or isinstance(p, NumberProxy):
@@ -254,7 +253,7 @@ def write_again(
 
 def _captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
     """The proxies of the instance's own parameters and buffers, which the prologue will unpack and check."""
-    known = {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}
+    known = _wrapped_tensors()
     found: dict[str, Proxy] = {}
     for p, record in template.captures:
         there = moved(record, template.root, root)
@@ -308,7 +307,15 @@ def tensors_of(flat: Iterable[Any]) -> tuple[TensorProxy, ...]:
 
 def is_own(tensors: Iterable[TensorProxy], module: nn.Module) -> bool:
     """True if a tensor is a parameter or buffer of the module."""
-    own = {id(t) for t in (*module.parameters(), *module.buffers())}
-    names = {p.name for p in tensors}
-    values = (v for v in proxied_values() if isinstance(v.value, TensorProxy))
-    return any(v.value.name in names and id(v.original_value) in own for v in values)
+    own, wrapped = _own(module), _wrapped_tensors()
+    return any(p.name in wrapped and id(wrapped[p.name].original_value) in own for p in tensors)
+
+
+def _own(module: nn.Module) -> set[int]:
+    """The ids of a module's parameters and buffers."""
+    return {id(t) for t in (*module.parameters(), *module.buffers())}
+
+
+def _wrapped_tensors() -> dict[str, Any]:
+    """The wrapped values of the tensors that tracing has read, by the names of their proxies."""
+    return {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}

@@ -333,12 +333,12 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
 
 
 def _bucketing(plan: Plan) -> str:
-    """What a bucket carries, and why."""
+    """How parameters are grouped into buckets, and why."""
     if isinstance(plan.bucketing, int | float):
         return f"{plan.bucketing:g} MB"
     if plan.pieces == 1:
         return plan.bucketing
-    return f"{plan.bucketing} in {plan.pieces} pieces, as the link is slow"
+    return f"{plan.bucketing}, split into {plan.pieces} because the link is slow"
 
 
 def _device(traces: Sequence[TraceCtx]) -> str:

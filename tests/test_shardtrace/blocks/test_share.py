@@ -1,4 +1,4 @@
-"""A repeated block is traced once. The trace is the one that tracing every block gives, but for the names in it."""
+"""A repeated block is traced once. The trace is the same as if every block had been traced, apart from names."""
 
 import copy
 import random
