@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
     from thunder.core.proxies import TensorProxy
     from thunder.core.symbol import BoundSymbol, Symbol
+    from thunder.core.trace import TraceCtx
     from thunder.core.transform_common import Transform
     from thunder.extend import Executor
 
@@ -63,6 +64,14 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
         bsym._call_ctx = {name: fn}
 
     return Symbol(name=name, meta=meta, _bind_postprocess=bind, **options)
+
+
+def set_signature(trace: TraceCtx, name: str) -> None:
+    """Makes a trace print, and run, as a function of this name with the trace's arguments."""
+    from thunder.core.codeutils import SigInfo
+
+    trace._siginfo = SigInfo(name)
+    trace._siginfo.args = [(a.name, None) for a in trace.args]
 
 
 def function_of(bsym: BoundSymbol) -> Any:
@@ -241,6 +250,15 @@ def without_constraints() -> Iterator[None]:
         yield
     finally:
         context._constraints = kept
+
+
+def names_of_users() -> dict[Any, TensorProxy]:
+    """The proxies that get the name of a variable of the user's program when tracing is over: by ``variableify`` of the
+    old one."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    found: dict[Any, TensorProxy] = get_jit_ctx()._proxy_swapmap
+    return found
 
 
 def name_of_input(record: Any) -> str:

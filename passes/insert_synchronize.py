@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from passes.analysis.recognise import names
 from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
+from passes.outline import block_of
 from passes.plan import Bucket, Enlisted, Member, ShardedParameter
 from passes.plan.bucketing import Group, Use, group_uses
 
@@ -87,6 +89,8 @@ def _find_uses(
         if bsym.sym is prims.unpack_trivial:
             continue
         is_return = bsym.sym is prims.python_return
+        block = block_of(bsym)
+        used = names([bsym.args[i] for i in block.differentiable]) if block else None  # None: all
         proxies = _outputs(bsym) if is_return else bsym.flat_proxy_args
         for p in proxies:
             parameter = known.get(p.name)
@@ -94,6 +98,8 @@ def _find_uses(
                 continue
             first_use.setdefault(parameter, i)
             canonical.setdefault(parameter, inputs[p.name])
+            if used is not None and p.name not in used:
+                continue
             if inputs[p.name].requires_grad and (is_return or not is_constant_for_vjp(bsym)):
                 trainable.add(parameter)
     return first_use, canonical, trainable

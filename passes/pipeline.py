@@ -6,8 +6,9 @@ Each pass is one Thunder Transform, so that each stage shows up by its name in `
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
+from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
 from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
@@ -184,6 +186,16 @@ class CompareRanks(Pass):
         return new
 
 
+def _inner(transforms: Sequence[Transform]) -> Inner:
+    """The passes of :func:`pipeline` that a block's own trace goes through, which has no collectives."""
+
+    def before(unsharded: Collection[str]) -> list[Run]:
+        own = [keep_random, checkpoint_activations, functools.partial(regather, unsharded=unsharded)]
+        return [*own, *(t.run for t in transforms if isinstance(t, PassBeforeAutodiff))]
+
+    return Inner(before, [share_fusions, *(t.run for t in transforms if isinstance(t, PassAfterLowering))])
+
+
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
     return [
@@ -211,6 +223,8 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *(t for t in transforms if isinstance(t, Pass)),
+        # the last one before autodiff, which differentiates what it makes of the calls of blocks
+        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(transforms)), "outline"),
         # last, because executors and fusions change the order of lines
         PassAfterLowering(schedule, scheduled=True),
         CompareRanks(compilation),

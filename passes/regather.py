@@ -7,7 +7,7 @@ link, and with it the memory of the whole parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from passes.analysis.recognise import (
@@ -25,17 +25,19 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace
 
 
-def regather(computation: TraceCtx) -> TraceCtx:
+def regather(computation: TraceCtx, *, unsharded: Collection[str] = ()) -> TraceCtx:
     """Tags the gathers of ZeRO-3 buckets, and all lines that depend only on their parameters and on constants.
 
     Random lines are not tagged, because a second draw would differ, and lines whose results are returned are not. A
     composite symbol may mix parameters with activations, as a product does that first broadcasts its weight. It is
     replaced by its parts if autodiff would do so anyway, so that the parts that use only parameters can be tagged.
+
+    ``unsharded`` are the names of inputs that are gathered parameters, which backward will be given again: a block's.
     """
-    if not any(_is_regathered(b) for b in computation.bound_symbols):
+    if not unsharded and not any(_is_regathered(b) for b in computation.bound_symbols):
         return computation
-    returned = names(computation.bound_symbols[-1].args[0]["output"])
-    derived = Derived(set(), constant_inputs(computation), returned)
+    returned = names(computation.bound_symbols[-1].args[0])
+    derived = Derived(set(unsharded), constant_inputs(computation) - set(unsharded), returned)
     new = from_trace(computation)
     for bsym in computation.bound_symbols:
         new.bound_symbols += _tagged(bsym, derived)

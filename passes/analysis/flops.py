@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from passes.analysis.calls import lines_within, part_of
 from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
@@ -44,7 +45,7 @@ def work(bsym: BoundSymbol) -> Work:
         count = rule(tensors, outs) if function is None else 3 * rule(tensors[:-1], tensors[-1:])
         return Work(0, count) if outs[0].dtype.bytes <= 2 else Work(count, 0)
     full = half = 0
-    for part in bsym.subsymbols:
+    for part in lines_within(bsym):
         done = work(part)
         full, half = full + done.full, half + done.half
     return Work(full, half)
@@ -70,6 +71,8 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     found = properties(bsym.sym)
     if found & (Property.FREE | Property.VIEW):
         return 0
+    if part_of(bsym) is not None:
+        return sum(map(bytes_moved, lines_within(bsym)))
     if Property.CAST in found:
         return sum(sum(_sizes(pair).values()) for pair in _changed(bsym))
     read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from passes.analysis.calls import Part, part_of
 from passes.analysis.dry_run import Values, blank, dry_run, storage_key, storages
 from passes.analysis.recognise import (
     bucket_of,
@@ -32,7 +33,7 @@ from passes.comm.symbols import GATHERS, REDUCTIONS, all_gather
 import torch
 from thunder.core import prims
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 
@@ -140,6 +141,9 @@ class _Memory:
         unsharded = unsharded_values(trace)
         temporary = []
         self.on_host |= _on_host(trace)
+        for name, value in _saved_for_calls(trace).items():
+            if name not in self.values:  # given only a backward
+                self._hold(name, value, "saved", born=0)
         for name, value in _sums(trace).items():
             self._hold(name, value, "gradients", born=0)
         for self.line, bsym in enumerate(trace.bound_symbols):
@@ -183,6 +187,8 @@ class _Memory:
 
     def _call(self, bsym: BoundSymbol, unsharded: Container[str]) -> int:
         """Runs a line. Returns the bytes that it needs besides its outputs."""
+        if (part := part_of(bsym)) is not None:
+            return self._call_part(bsym, part)
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
         if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
@@ -194,6 +200,25 @@ class _Memory:
             for name, future in arguments.items():
                 self._hold(name, future, "in_flight")  # again: it may have released what it held
         return temporary
+
+    def _call_part(self, bsym: BoundSymbol, part: Part) -> int:
+        """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
+        function uses it."""
+        values = {p.name: self.values[a.name] for p, a in zip(part.trace.args, bsym.args, strict=True)}
+        inside = _Memory()
+        if part.saved:
+            self._release(next(a.name for p, a in zip(part.trace.args, bsym.args, strict=True) if p.name == part.saved))
+            values |= zip((o.name for o in _unpacked(part)), values.pop(part.saved), strict=True)
+        for name, value in values.items():
+            inside._hold(name, value, "inputs", born=0)
+            if any(storage_key(s) in self.holders for s in storages(value)):
+                inside._hold(CALLER + name, value, "inputs", born=0)
+        rows = inside.run(part.trace).lines
+        results = part.trace.bound_symbols[-1].args[0]
+        for o, result in zip(bsym.output, results, strict=True):
+            kept = [inside.values[p.name] for p in result] if isinstance(result, list) else inside.values[result.name]
+            self._hold(o.name, kept, "activations")
+        return max(row.during for row in rows) - rows[-1].total
 
     def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
         """Makes ``name`` hold ``value`` and nothing else. Storages that no name held before come into being."""
@@ -295,13 +320,28 @@ def _results(trace: TraceCtx) -> set[str]:
     return names(result["output"] if isinstance(result, dict) and "output" in result else result)
 
 
-def _saved(trace: TraceCtx) -> tuple[TensorProxy, ...]:
-    """The tensors that a forward saves for its backward."""
+def _unpacked(part: Part) -> list[TensorProxy]:
+    """What forward saved for a block's backward, as this one names it."""
+    return list(next(b for b in part.trace.bound_symbols if b.sym.id == prims.PrimIDs.UNPACK_SEQUENCE).output)
+
+
+def _saved_for_calls(trace: TraceCtx) -> Values:
+    """What forward saved for the blocks' backwards that a trace calls, by the names of the lists."""
+    found: Values = {}
+    for bsym in trace.bound_symbols:
+        part = part_of(bsym)
+        if part is not None and part.saved:
+            found[bsym.args[0].name] = [blank(o) for o in _unpacked(part)]
+    return found
+
+
+def _saved(trace: TraceCtx) -> tuple[Proxy, ...]:
+    """What a forward saves for its backward: tensors, and a list for each block that it calls."""
     returned = trace.bound_symbols[-1].args
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or len(returned) != 2:
         return ()
-    _, (saved, _) = returned
-    return tuple(p for p in saved if isinstance(p, TensorProxy))
+    _, (saved, other) = returned
+    return tuple(p for p in (*saved, *other) if isinstance(p, TensorProxy | AnyProxy))
 
 
 def _rows(buffers: list[Buffer], temporary: list[int], persistent: int) -> list[LineMemory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.analysis.calls import part_of
 from passes.analysis.flops import bytes_moved, is_free, work
 from passes.analysis.recognise import bucket_of, is_gather, is_offload
 from passes.plan import Bucket, CostModel
@@ -14,6 +15,10 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     takes :func:`link_seconds`."""
     if is_free(bsym):
         return 0.0
+    if (part := part_of(bsym)) is not None:
+        if cost not in part.facts:
+            part.facts[cost] = sum(compute_seconds(cost, b) for b in part.trace.bound_symbols)
+        return float(part.facts[cost])
     done = work(bsym)
     return cost.compute_seconds(done.full, done.half, bytes_moved(bsym))
 

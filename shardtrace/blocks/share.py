@@ -1,4 +1,7 @@
-"""The call of a block: traced if it is the first of its kind, otherwise written again from what the first one left.
+"""The call of a block: traced if it is the first of its kind, otherwise known from what the first one left.
+
+From the second one on, each call is a line of the trace (:mod:`shardtrace.blocks.call`), and so is the first. A block
+whose lines cannot stand in a function has them written again for each call.
 
 Note [Safe]. Two calls are of one kind if their modules have equal structures (:mod:`shardtrace.blocks.structure`),
 their inputs and torch's modes are equal apart from the values of tensors, and every plain attribute that tracing read
@@ -9,11 +12,12 @@ prologue checks the parameters, the buffers and these attributes of each instanc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from passes.compat import constraints, interpret
+from shardtrace.blocks.call import CannotCall, Outlined, ParameterOf, call, make_block
 from shardtrace.blocks.observe import Observer
 from shardtrace.blocks.structure import CannotShare, inputs_key, structure
 from shardtrace.blocks.template import Template, fits, is_own, make_template, tensors_of, write_again
@@ -22,16 +26,28 @@ from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import INTERPRETER_SIGNALS, ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
+from thunder.core.trace import TraceCtx
+from torch import nn
 
 Call = Callable[..., Any]
 
 
 class TracedBlocks:
-    """The blocks that one tracing has met. ``shared`` counts the calls that were written again, by the name of the
-    block that was traced; ``alone`` says why others were traced and not written again."""
+    """The blocks that one tracing has met. ``shared`` counts the calls that were not traced, by the name of the block
+    that was; ``written`` says why the lines of such a block stand there for each call; ``alone`` says why others were
+    traced.
 
-    def __init__(self) -> None:
+    Args:
+        parameter_of: gives the sharded parameter of a tensor, or None.
+        obstacle: why no block becomes a call; empty if they may.
+    """
+
+    def __init__(self, parameter_of: ParameterOf, obstacle: str = "") -> None:
+        self.parameter_of, self.obstacle = parameter_of, obstacle
+        self.written: dict[str, str] = {}
+        self._outlined: dict[str, Outlined] = {}  # by the name of the block that was traced
         self.shared: Counter[str] = Counter()
         self.alone: dict[str, str] = {}
         self._templates: dict[Hashable, list[Template]] = {}
@@ -43,9 +59,10 @@ class TracedBlocks:
     def forget(self) -> None:
         """Lets go of the lines, once tracing is over."""
         self._templates.clear()
+        self._outlined.clear()
 
     def __str__(self) -> str:
-        parts = [f"{name} was traced once for {n + 1} calls" for name, n in self.shared.items()]
+        parts = [f"{name} was traced once for {n + 1} calls{self._why_written(name)}" for name, n in self.shared.items()]
         reasons: dict[str, list[str]] = {}
         for name, why in self.alone.items():
             if name not in self._other_kind or self._other_kind[name] in self.shared:  # two layers are no blocks
@@ -53,6 +70,9 @@ class TracedBlocks:
         for why, names in reasons.items():
             parts.append(f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} traced too: {why}")
         return "; ".join(parts)
+
+    def _why_written(self, name: str) -> str:
+        return f" (its lines stand in the trace for each call: {self.written[name]})" if name in self.written else ""
 
     def call(self, name: str, function: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a block in the running interpreter. ``module``, arguments and result are wrapped values.
@@ -84,7 +104,7 @@ class TracedBlocks:
         for template in self._templates.get(key, ()):
             difference = fits(template, m)
             if not difference:
-                outputs = write_again(template, trace, m, root, tensors)
+                outputs = self._again(template, trace, m, name, root, tensors)
                 self.shared[template.name] += 1
                 self.alone.pop(name, None)
                 return _wrapped(tree_unflatten(outputs, template.spec), root)
@@ -95,6 +115,29 @@ class TracedBlocks:
             self.alone[name] = f"its {what} differ from those of {first}"
             self._other_kind[name] = first
         return self._trace(key, name, function, module, args, kwargs, flat)
+
+    def _again(
+        self,
+        template: Template,
+        trace: TraceCtx,
+        module: nn.Module,
+        name: str,
+        root: ProvenanceRecord,
+        tensors: Sequence[TensorProxy],
+    ) -> list[Any]:
+        """Adds another call to the trace. Returns its outputs, flat."""
+        outlined = self._outlined.get(template.name)
+        if outlined is None and template.name not in self.written:
+            try:
+                if self.obstacle or len(trace.scopes) > 1:
+                    raise CannotCall(self.obstacle or "torch.utils.checkpoint or an autograd.Function calls it")
+                outlined = make_block(template, trace, type(module).__name__, self.parameter_of)
+                self._outlined[template.name] = outlined
+            except CannotCall as why:
+                self.written[template.name] = str(why)
+        if outlined is None or len(trace.scopes) > 1:
+            return write_again(template, trace, module, root, tensors)
+        return call(outlined, template, trace, module, name, root, tensors)
 
     def _trace(
         self,

@@ -75,6 +75,7 @@ class Template(NamedTuple):
     side_effects: int
     guards: tuple[Guard, ...]
     lines: tuple[BoundSymbol, ...]
+    traced: tuple[BoundSymbol, ...]
     made: tuple[Made, ...]
     outputs: tuple[Any, ...]
     spec: Any
@@ -103,7 +104,7 @@ def make_template(
     """
     if observer.obstacle:
         raise CannotShare(observer.obstacle)
-    read, made = _values(lines, {p.name for p in inputs})
+    read, made = values_of(lines, {p.name for p in inputs})
     captures = tuple(_captures(read, module, root))
     outputs, spec = _flat(result)
     known = made.keys() | {p.name for p in inputs} | {c.proxy.name for c in captures}
@@ -132,6 +133,7 @@ def make_template(
         side_effects=side_effects(),
         guards=guards,
         lines=snapshot,
+        traced=tuple(lines),
         made=tuple(made.values()),
         outputs=tuple(outputs),
         spec=spec,
@@ -146,7 +148,7 @@ def _flat(result: Any) -> tuple[list[Any], Any]:
     return flat, spec
 
 
-def _values(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str, Proxy], dict[str, Made]]:
+def values_of(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str, Proxy], dict[str, Made]]:
     """The values that lines read and do not make, besides inputs, and those that they make, by their names."""
     read: dict[str, Proxy] = {}
     made: dict[str, Made] = {}
@@ -167,7 +169,7 @@ def _values(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str, P
 
 
 def _captures(read: Mapping[str, Proxy], module: nn.Module, root: ProvenanceRecord) -> Iterator[Capture]:
-    wrapped, own = _wrapped_tensors(), _own(module)
+    wrapped, own = wrapped_tensors(), _own(module)
     for name, p in read.items():
         value = wrapped.get(name)
         if value is None or isinstance(p, NumberProxy):
@@ -242,8 +244,8 @@ def write_again(
 ) -> list[Any]:
     """Adds the template's lines to ``trace`` for another instance. Returns its outputs, flat."""
     names: dict[str, Proxy] = {old.name: new for old, new in zip(template.inputs, inputs, strict=True)}
-    names |= _captured(template, module, root)
-    _guard(template, trace, root)
+    names |= captured(template, module, root)
+    guard_reads(template, trace, root)
     with tracectx(trace):
         names |= {p.name: p.replace(name=None, tags=set(tags)) for p, tags in template.made}
     calls: dict[Hashable, Call] = {}
@@ -251,9 +253,9 @@ def write_again(
     return [names.get(o.name, o) if isinstance(o, Proxy) else o for o in template.outputs]
 
 
-def _captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
+def captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
     """The proxies of the instance's own parameters and buffers, which the prologue will unpack and check."""
-    known = _wrapped_tensors()
+    known = wrapped_tensors()
     found: dict[str, Proxy] = {}
     for p, record in template.captures:
         there = moved(record, template.root, root)
@@ -270,7 +272,7 @@ def _captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> 
     return found
 
 
-def _guard(template: Template, trace: TraceCtx, root: ProvenanceRecord) -> None:
+def guard_reads(template: Template, trace: TraceCtx, root: ProvenanceRecord) -> None:
     if root == template.root:
         return
     with tracectx(trace):
@@ -307,7 +309,7 @@ def tensors_of(flat: Iterable[Any]) -> tuple[TensorProxy, ...]:
 
 def is_own(tensors: Iterable[TensorProxy], module: nn.Module) -> bool:
     """True if a tensor is a parameter or buffer of the module."""
-    own, wrapped = _own(module), _wrapped_tensors()
+    own, wrapped = _own(module), wrapped_tensors()
     return any(p.name in wrapped and id(wrapped[p.name].original_value) in own for p in tensors)
 
 
@@ -316,6 +318,6 @@ def _own(module: nn.Module) -> set[int]:
     return {id(t) for t in (*module.parameters(), *module.buffers())}
 
 
-def _wrapped_tensors() -> dict[str, Any]:
+def wrapped_tensors() -> dict[str, Any]:
     """The wrapped values of the tensors that tracing has read, by the names of their proxies."""
     return {v.value.name: v for v in proxied_values() if isinstance(v.value, TensorProxy)}

@@ -19,7 +19,8 @@ from typing import Any
 
 from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
-from passes.pipeline import Compilation, ShardParameters, pipeline
+from passes.outline import enlist
+from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
@@ -55,6 +56,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         raise
     if state.options.kernels:
         enlist_kernels(get_compile_data())
+    enlist(get_compile_data())
     transforms = get_compile_data().transforms
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
@@ -110,12 +112,19 @@ def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
 
 def _trace_block(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces the call of one of several equal blocks, from ``__call__`` on: most of the time goes there."""
-    unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
+    state: ShardedState = unwrap(module).__dict__[PART_ATTRIBUTE]
+    state.check_part(unwrap(module))
     compilation = _compilation()
     if compilation.blocks is None:
-        compilation.blocks = TracedBlocks()
+        compilation.blocks = TracedBlocks(lambda t: state.by_stand_in.get(id(t)), _why_no_calls())
         compilation.at_end_of_tracing.append(compilation.blocks.forget)
     return compilation.blocks.call(unwrap(module).__dict__[REPEATED], call, module, args, kwargs)
+
+
+def _why_no_calls() -> str:
+    """Why the lines of blocks must stand in the trace; empty if they may be calls."""
+    others = [t for t in get_compile_data().transforms if not isinstance(t, Pass) and t not in watching.get()]
+    return f"{type(others[0]).__name__} is to see them" if others else ""
 
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,14 @@
 """A repeated block is traced once. The trace is the same as if every block had been traced, apart from names."""
 
 import copy
+import itertools
 import random
 
 import shardtrace
+from passes.analysis import collectives
+from passes.analysis.calls import CallOf
 from passes.checkpoint_activations import Call
+from passes.outline import block_of
 from passes.pipeline import ShardParameters
 
 import pytest
@@ -15,6 +19,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_flatten_with_dataclass
+from thunder.core.symbol import BoundSymbolTag
+from thunder.core.transform_common import Transform, dce
 from torch import nn
 
 D = 3
@@ -50,33 +56,46 @@ class Plain(nn.Module):
 
 
 def lines(trace):
-    """The lines of a trace, with values numbered in the order in which they appear."""
-    numbers, calls = {}, {}
+    """The lines of a trace, with values numbered in the order in which they appear, and those of a block for its
+    call."""
+    numbers, scopes, calls = itertools.count(), itertools.count(), {}
 
-    def value(v):
-        if not isinstance(v, Proxy):
-            return v if isinstance(v, (str, int, float, bool, type(None))) else type(v)
-        kind = (getattr(v, "shape", None), getattr(v, "dtype", None), getattr(v, "requires_grad", None))
-        return numbers.setdefault(v.name, len(numbers)), *map(str, kind), *sorted(map(str, v.tags))
+    def tag(t, scope):
+        return calls.setdefault((t, scope), len(calls)) if isinstance(t, Call) else type(t)
 
-    def tag(t):
-        return calls.setdefault(t, len(calls)) if isinstance(t, Call) else type(t)
+    def read(bsyms, known, scope=None):
+        def value(v):
+            if not isinstance(v, Proxy):
+                return v if isinstance(v, (str, int, float, bool, type(None))) else type(v)
+            if v.name not in known:
+                known[v.name] = next(numbers)
+            kind = (getattr(v, "shape", None), getattr(v, "dtype", None), getattr(v, "requires_grad", None))
+            return known[v.name], *map(str, kind), *sorted(map(str, v.tags))
 
-    def line(b):
-        values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))[0]
-        return (
-            b.sym.id,
-            [value(v) for v in values],
-            [line(s) for s in b.subsymbols],
-            sorted(map(str, map(tag, b.tags))),
-        )
+        def line(b):
+            values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))
+            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, (CallOf, BoundSymbolTag)))
+            return b.sym.id, [value(v) for v in values[0]], [line(s) for s in b.subsymbols], tags
 
-    return [line(b) for b in trace.bound_symbols]
+        for b in bsyms:
+            block = block_of(b)
+            if block is None:
+                yield line(b)
+            else:
+                inside = {p.name: known[a.name] for p, a in zip(block.inputs, b.args, strict=True)}
+                yield from read(block.trace.bound_symbols[len(block.inputs) : -1], inside, next(scopes))
+                known.update({o.name: inside[p.name] for p, o in zip(block.outputs, b.output, strict=True)})
+
+    return list(read(trace.bound_symbols, {}))
 
 
-def compiled(net, *inputs, **options):
+class Onlooker(Transform):
+    """A transform of a user, which is to see the lines of blocks."""
+
+
+def compiled(net, *inputs, transforms=(), **options):
     """A jitted copy of a net, its result and its gradients."""
-    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net), **options))
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(net), **options), transforms=list(transforms))
     TABLE.clear()
     torch.manual_seed(0)
     loss = cmodel(*inputs)
@@ -92,17 +111,34 @@ def blocks_of(cmodel):
 
 
 def compare(net, *inputs, real=True, **options):
-    """Compiles a net once with every block traced and once with each kind traced once. Returns :func:`blocks_of`."""
+    """Compiles a net with every block traced, with each kind as calls, and with its lines written for each call.
+    Returns :func:`blocks_of`."""
     inputs = inputs or (torch.randn(2, D, generator=torch.Generator().manual_seed(1)),)
     inline, wanted = compiled(net, *inputs, **options | {"repeated_blocks": "inline"})
-    once, found = compiled(net, *inputs, **options)
-    for kind in ("last_traces", "last_backward_traces", "last_epilogue_traces"):
-        mine, others = (getattr(thunder.compile_stats(c), kind)[-1] for c in (once, inline))
-        assert lines(mine) == lines(others)
-    if real:
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
     assert blocks_of(inline) == ({}, {})
+    written, found = compiled(net, *inputs, transforms=[Onlooker()], **options)
+    for kind in ("last_traces", "last_backward_traces", "last_epilogue_traces"):
+        mine, others = (getattr(thunder.compile_stats(c), kind)[-1] for c in (written, inline))
+        assert lines(mine) == lines(others)
+    assert not real or same(found, wanted)
+    once, found = compiled(net, *inputs, **options)
+    traced = [dce(thunder.last_traces(c)[0]) for c in (once, inline)]
+    assert lines(traced[0]) == lines(traced[1])
+    assert sent(once) == sent(inline)
+    assert not real or same(found, wanted)
+    assert blocks_of(once) == blocks_of(written)
     return blocks_of(once)
+
+
+def same(some, others):
+    assert [a is None for a in some] == [b is None for b in others]
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True) if a is not None)
+
+
+def sent(cmodel):
+    """The collectives of a step."""
+    traces = (thunder.last_traces(cmodel)[-1], *thunder.last_backward_traces(cmodel)[-1:])
+    return [sorted(map(str, collectives(trace))) for trace in traces]
 
 
 # ---- blocks that are traced once ----

@@ -1,0 +1,421 @@
+"""Pass: a block that is called many times is differentiated and lowered once.
+
+Tracing leaves one line for each call of a block, with the block's own trace behind it (:class:`Block`):
+
+    x1 = Block(x0, w, b)
+
+This pass finds out what each call needs: which of its inputs need a gradient, which results get one, and which
+parameters are gathered again in backward. Calls that need the same share a :class:`Variant`. By its grad rule, autodiff
+makes two lines of the call:
+
+    x1, saved = Block_forward(x0, w, b)
+    gx0, gw, gb = Block_backward(saved, x0, w, gx1)
+
+Both functions are made once, of the block's trace, by the passes that the whole trace goes through. ``saved`` is a list
+of what only the block's backward reads, which empties it, so that memory is freed as early as without the call.
+Parameters, inputs and results are passed instead of saved. In ZeRO-3, backward thus gets the parameters from its own
+gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from passes.analysis.calls import Part
+from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
+from passes.comm.symbols import synchronize
+from passes.compat import compile_data_and_stats, set_signature, symbol_that_calls
+
+from thunder.core import prims
+from thunder.core.prims import OpTags
+from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.transform_common import dce
+from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
+from thunder.executors.passes import del_last_used, transform_for_execution
+from thunder.extend import OperatorExecutor
+from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
+
+Run = Callable[[TraceCtx], TraceCtx]
+
+
+class Inner(NamedTuple):
+    """The passes that a block's own trace goes through. Those ``before`` autodiff are made for the names of the inputs
+    that are parameters which backward gathers again."""
+
+    before: Callable[[Collection[str]], Sequence[Run]]
+    after: Sequence[Run]
+
+
+class Block:
+    """A traced block. It is the id of the symbol whose lines call it.
+
+    Args:
+        name: of its class; an identifier, unique in the trace that calls it.
+        lines: what tracing its first call recorded.
+        inputs: the values that the lines read and do not make: those of the call, its parameters, its buffers.
+        outputs: the tensors that the call returns.
+        taken: names that its values must not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lines: Sequence[BoundSymbol],
+        inputs: Sequence[TensorProxy],
+        outputs: Sequence[TensorProxy],
+        taken: Collection[str],
+    ) -> None:
+        self.name = name
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        trace = _function(name, self.inputs, lines, self.outputs, taken)
+        self.trace = dce(trace)
+        self.is_random = any(map(is_random, self.trace.bound_symbols))
+        self._variants: dict[Needs, Variant] = {}
+
+    @cached_property
+    def symbol(self) -> Symbol:
+        return _symbol(self.name, self._meta, self, tags=[OpTags.RANDOM_OP] if self.is_random else [])
+
+    def _meta(self, *args: Any) -> tuple[TensorProxy, ...]:
+        return tuple(TensorProxy(like=o, tags=set(o.tags)) for o in self.outputs)
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """The numbers of the inputs through which a gradient may flow."""
+        found: set[str] = set()
+        for bsym in self.trace.bound_symbols:
+            if not is_return(bsym) and not is_unpack(bsym) and not is_constant_for_vjp(bsym):
+                found |= names(bsym.flat_proxy_args)
+        return frozenset(i for i, p in enumerate(self.inputs) if p.name in found)
+
+    def variant(self, needs: Needs, inner: Inner, trace: TraceCtx) -> Variant:
+        """The variant for these needs. A new one gets a name that is unique in ``trace``, like its functions."""
+        if needs not in self._variants:
+            name = unique_name(trace, self.name) if self._variants else self.name
+            self._variants[needs] = Variant(name, self, needs, inner)
+        return self._variants[needs]
+
+
+class Needs(NamedTuple):
+    """What calls of a block need: the numbers of the inputs that need a gradient, of the outputs that get one, and of
+    the inputs that are parameters which backward gathers again."""
+
+    gradients: frozenset[int]
+    outputs: frozenset[int]
+    regathered: frozenset[int]
+
+
+class Parts(NamedTuple):
+    """A differentiated block. Its backward takes what forward saved, if anything, and the inputs, outputs and gradients
+    of outputs with these numbers."""
+
+    forward: Part
+    backward: Part | None
+    saves: bool
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cotangents: tuple[int, ...]
+    gradients: tuple[int, ...]  # the numbers of the inputs whose gradients backward returns
+    results: tuple[TensorProxy, ...]  # these gradients
+
+
+class Variant:
+    """A block as some of its calls need it. It is the id of the symbol whose lines call it, until these are lowered."""
+
+    def __init__(self, name: str, block: Block, needs: Needs, inner: Inner) -> None:
+        self.name, self.block, self.needs, self.inner = name, block, needs, inner
+
+    @cached_property
+    def symbol(self) -> Symbol:
+        return _symbol(self.name, self.block.symbol.meta, self, tags=self.block.symbol.tags)
+
+    # ---- without gradients ----
+
+    def execute(self, *args: Any) -> Any:
+        """Adds the line that runs the block where nothing is differentiated."""
+        return _symbol(self.plain.name, self.block.symbol.meta, self.plain, tags=self.block.symbol.tags)(*args)
+
+    @cached_property
+    def plain(self) -> Part:
+        stages = _Stages(_prepared(self.block, Needs(frozenset(), frozenset(), frozenset())))
+        for run in self.inner.before(()):
+            stages.add(run)
+        last = stages.last.bound_symbols[-1]
+        stages.add(lambda t: _with_lines(t, [*t.bound_symbols[:-1], last.from_bsym(args=(last.args[0]["output"],))]))
+        stages.add(lambda t: transform_for_execution(t, _executors()))
+        stages.add(del_last_used)
+        for run in self.inner.after:
+            stages.add(run)
+        return Part(self.name, stages.traces)
+
+    # ---- with gradients ----
+
+    def differentiate(self, *args: Any) -> Any:
+        """The grad rule of a call."""
+        parts, outputs = self.parts, self.block.outputs
+        tags = self.block.symbol.tags
+
+        def forward_meta(*args: Any) -> tuple[Any, ...]:
+            results = tuple(TensorProxy(like=o, requires_grad=False, tags=set()) for o in outputs)
+            return (*results, AnyProxy(None, prefix="saved")) if parts.saves else results
+
+        results = _symbol(parts.forward.name, forward_meta, parts.forward, tags=tags)(*args)
+        outs, saved = results[: len(outputs)], results[len(outputs) :]
+        if parts.backward is not None:
+            given = (*saved, *(args[i] for i in parts.inputs), *(outs[i] for i in parts.outputs))
+            cotangents = tuple(get_grad(outs[i]) for i in parts.cotangents)
+
+            def backward_meta(*args: Any) -> tuple[TensorProxy, ...]:
+                return tuple(TensorProxy(like=g, requires_grad=False, tags=set()) for g in parts.results)
+
+            gradients = _symbol(parts.backward.name, backward_meta, parts.backward)(*given, *cotangents)
+            for i, gradient in zip(parts.gradients, gradients, strict=True):
+                put_grad(args[i], gradient)
+        return outs
+
+    @cached_property
+    def parts(self) -> Parts:
+        needs, name = self.needs, self.name
+        stages = _Stages(_prepared(self.block, needs))
+        for run in self.inner.before({self.block.inputs[i].name for i in needs.regathered}):
+            stages.add(run)
+        stages.add(grad_transform_on_trace)
+        stages.add(lambda t: transform_for_execution(t, _executors()))
+        forward, backward = split_into_forward_and_backward(_with_all_outputs(stages.last))
+        forward = stages.add(lambda _: del_last_used(forward))
+        backwards = _Stages()
+        if backward is not None:
+            backwards.add(lambda _: del_last_used(backward, clear_mutable_collections=True))
+        for run in self.inner.after:
+            stages.add(run)
+            if backward is not None:
+                backwards.add(run)
+        return _assemble(name, stages, backwards)
+
+
+class _Stages:
+    """The traces of a function, one for each pass that changed it."""
+
+    def __init__(self, *traces: TraceCtx) -> None:
+        self.traces = list(traces)
+
+    @property
+    def last(self) -> TraceCtx:
+        return self.traces[-1]
+
+    def add(self, run: Run) -> TraceCtx:
+        new = run(self.traces[-1] if self.traces else None)  # type: ignore[arg-type]
+        if not self.traces or new is not self.traces[-1]:
+            self.traces.append(new)
+        return new
+
+
+class BlockExecutor(OperatorExecutor):
+    """Differentiates and lowers the calls of blocks. Has no state: the calls' symbols know their blocks."""
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return isinstance(bsym.sym.id, Variant)
+
+    def get_grad_transform(self, sym: Symbol) -> Any:
+        return sym.id.differentiate
+
+    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
+        return bsym.sym.id.execute
+
+
+executor = BlockExecutor("shardtrace_blocks", version="0.1")
+
+
+def enlist(data: Any) -> None:
+    """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
+    if executor not in data.executors_list:
+        data.executors_list = (executor, *data.executors_list)
+
+
+def unique_name(trace: TraceCtx, base: str) -> str:
+    """``base``, or with a number if the trace has this name already. It has it from now on."""
+    name, n = base, 2
+    while trace.has_name(name):
+        name, n = f"{base}_{n}", n + 1
+    trace.add_name(name)
+    return name
+
+
+def block_of(bsym: BoundSymbol) -> Block | None:
+    """The block that a traced line calls; None if it does something else."""
+    return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
+
+
+def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
+    """Returns the computation with each call of a block as a call of the variant that it needs.
+
+    ``inner`` are the passes that blocks go through.
+    """
+    lines = computation.bound_symbols
+    if not any(block_of(b) for b in lines):
+        return computation
+    differentiated, read = _differentiated(computation), _with_gradients(lines)
+    again = {o.name for b in lines if b.sym.id == synchronize.id and b.args[1].plan.regather for o in b.flat_proxy_outs}
+    new = from_trace(computation)
+    for bsym in lines:
+        block = block_of(bsym)
+        if block is not None:
+            needs = Needs(
+                frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated),
+                frozenset(i for i, o in enumerate(bsym.output) if o.name in read),
+                frozenset(i for i, a in enumerate(bsym.args) if a.name in again),
+            )
+            bsym = bsym.from_bsym(sym=block.variant(needs, inner, new).symbol)
+        new.bound_symbols.append(bsym)
+    return new
+
+
+def _differentiated(computation: TraceCtx) -> set[str]:
+    """The names of values that depend on an input which requires a gradient."""
+    found = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
+    for bsym in computation.bound_symbols:
+        if not found.isdisjoint(names(bsym.flat_proxy_args)) and not is_constant_for_vjp(bsym):
+            found |= names(bsym.flat_proxy_outs)
+    return found
+
+
+def _with_gradients(lines: Sequence[BoundSymbol]) -> set[str]:
+    """The names of values that get a gradient: those that are returned, or that lines read whose results get one."""
+    found = names(lines[-1].args[0]["output"])
+    for bsym in reversed(lines[:-1]):
+        if not found.isdisjoint(names(bsym.flat_proxy_outs)) and not is_constant_for_vjp(bsym):
+            found |= names(bsym.flat_proxy_args)
+    return found
+
+
+# ---- the trace of a block ----
+
+
+def _function(
+    name: str,
+    args: Sequence[Proxy],
+    lines: Sequence[BoundSymbol],
+    result: Any,
+    taken: Collection[str],
+    *,
+    unpacking: Sequence[BoundSymbol] = (),
+) -> TraceCtx:
+    """A trace that is a function of ``args``."""
+    trace = TraceCtx()
+    trace.names = set(taken)
+    trace.args = tuple(args)
+    set_signature(trace, name)
+    trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
+    trace.bound_symbols += [*unpacking, *lines]
+    with tracectx(trace):
+        prims.python_return(result)
+    return trace
+
+
+def _with_lines(trace: TraceCtx, lines: Sequence[BoundSymbol]) -> TraceCtx:
+    new = from_trace(trace)
+    new.bound_symbols = list(lines)
+    return new
+
+
+def _prepared(block: Block, needs: Needs) -> TraceCtx:
+    """The block's trace as Thunder's autodiff takes it: with marks on the inputs that need a gradient, and only the
+    outputs that get one as results. The others are listed beside them."""
+    new = from_trace(block.trace)
+    new.names = set(block.trace.names)
+    with tracectx(TraceCtx()):  # the names are taken in the block's own trace
+        args = [_as_input(p, i in needs.gradients) for i, p in enumerate(block.inputs)]
+    new.args = tuple(args)
+    swap = {p.name: a for p, a in zip(block.inputs, args, strict=True)}
+    *lines, _ = block.trace.bound_symbols
+    new.bound_symbols = [
+        prims.unpack_trivial.bind(swap[b.output.name], name=b.output.name, output=swap[b.output.name])
+        if is_unpack(b)
+        else _copy(b)
+        for b in lines
+    ]
+    results = tuple(o for i, o in enumerate(block.outputs) if i in needs.outputs)
+    everything = {"output": results, "flat_args": tuple(args), "outputs": block.outputs}
+    with tracectx(new):
+        prims.python_return(everything)
+    return new
+
+
+def _copy(bsym: BoundSymbol) -> BoundSymbol:
+    """A copy whose parts and tags, which Thunder's passes change in place, are its own."""
+    return bsym.from_bsym(subsymbols=[_copy(part) for part in bsym.subsymbols], tags=set(bsym.tags))
+
+
+def _as_input(proxy: TensorProxy, differentiated: bool) -> TensorProxy:
+    tags = proxy.tags & {ProxyTag.STATIC_MEMORY_LOCATION}
+    return TensorProxy(like=proxy, name=proxy.name, requires_grad=differentiated, tags=tags)
+
+
+def _with_all_outputs(joint: TraceCtx) -> TraceCtx:
+    """The joint trace with all outputs of the block as those of forward."""
+    *lines, last = joint.bound_symbols
+    results = last.args[0]
+    return _with_lines(joint, [*lines, last.from_bsym(args=({**results, "fw_flat_out": results["outputs"]},))])
+
+
+def _executors() -> Any:
+    data, _ = compile_data_and_stats()
+    return data.executors_list
+
+
+def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
+    """The functions of a block, of the traces that Thunder's split and the passes after it left."""
+    forward, backward = forwards.last, backwards.last if backwards.traces else None
+    result, (saved, other) = forward.bound_symbols[-1].args
+    args, outputs = forward.args, result["flat_output"]
+    numbers = {p.name: i for i, p in enumerate(args)}
+    out_numbers = {p.name: i for i, p in enumerate(outputs)}
+    kept = [p for p in (*saved, *other) if p.name not in numbers and p.name not in out_numbers]
+    returned = (*outputs, kept) if kept else tuple(outputs)
+    lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
+    forwards.add(lambda t: _signed(del_last_used(_function(f"{name}_forward", args, lines, returned, t.names))))
+    first = Part(f"{name}_forward", forwards.traces)
+    if backward is None:
+        return Parts(first, None, bool(kept), (), (), (), (), ())
+
+    gradients = backward.bound_symbols[-1].args[0]
+    lines = [b for b in backward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
+    read = set().union(names(gradients), *(names(b.flat_proxy_args) for b in lines))
+    cotangents = [(i, c) for i, c in enumerate(backward.args[1]) if c is not None and c.name in read]
+    given_args = [i for p, i in numbers.items() if p in read]
+    given_outs = [i for p, i in out_numbers.items() if p in read]
+    wanted = [i for i, g in enumerate(gradients) if g is not None]
+    results = tuple(gradients[i] for i in wanted)
+    inputs = [*(args[i] for i in given_args), *(outputs[i] for i in given_outs), *(c for _, c in cotangents)]
+    unpacking = []
+    if kept:
+        with tracectx(backward):
+            collection = CollectionProxy(list(kept), name="saved" if not backward.has_name("saved") else None)
+            inputs.insert(0, collection)
+        unpacking = [prims.unpack_sequence.bind(collection, len(kept), output=list(kept))]
+    function = _function(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
+    backwards.add(lambda _: _signed(del_last_used(function, clear_mutable_collections=True)))
+    second = Part(f"{name}_backward", backwards.traces, saved=inputs[0].name if kept else "")
+    return Parts(
+        forward=first,
+        backward=second,
+        saves=bool(kept),
+        inputs=tuple(given_args),
+        outputs=tuple(given_outs),
+        cotangents=tuple(i for i, _ in cotangents),
+        gradients=tuple(wanted),
+        results=results,
+    )
+
+
+def _signed(trace: TraceCtx) -> TraceCtx:
+    trace.set_provenance(TraceProvenance("shardtrace: outline"))
+    return trace
+
+
+def _symbol(name: str, meta: Any, what: Any, *, tags: Sequence[Any] | None = None) -> Symbol:
+    return symbol_that_calls(name, meta, what, id=what, is_prim=True, executor=executor, tags=list(tags or []))
