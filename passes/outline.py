@@ -145,7 +145,7 @@ class Variant:
         for run in self.inner.before(()):
             stages.add(run)
         last = stages.last.bound_symbols[-1]
-        stages.add(lambda t: _with_lines(t, [*t.bound_symbols[:-1], last.from_bsym(args=(last.args[0]["output"],))]))
+        stages.add(lambda t: _with_lines(t, [*t.bound_symbols[:-1], last.from_bsym(args=(last.args[0]["outputs"],))]))
         stages.add(lambda t: transform_for_execution(t, _executors()))
         stages.add(del_last_used)
         for run in self.inner.after:
@@ -233,7 +233,7 @@ executor = BlockExecutor("shardtrace_blocks", version="0.1")
 def enlist(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
-        data.executors_list = (executor, *data.executors_list)
+        data.executors_list = (*data.executors_list, executor)
 
 
 def unique_name(trace: TraceCtx, base: str) -> str:

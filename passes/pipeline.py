@@ -186,18 +186,19 @@ class CompareRanks(Pass):
         return new
 
 
-def _inner(transforms: Sequence[Transform]) -> Inner:
+def _inner(users: Sequence[Pass]) -> Inner:
     """The passes of :func:`pipeline` that a block's own trace goes through, which has no collectives."""
 
     def before(unsharded: Collection[str]) -> list[Run]:
         own = [keep_random, checkpoint_activations, functools.partial(regather, unsharded=unsharded)]
-        return [*own, *(t.run for t in transforms if isinstance(t, PassBeforeAutodiff))]
+        return [*own, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
-    return Inner(before, [share_fusions, *(t.run for t in transforms if isinstance(t, PassAfterLowering))])
+    return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
+    users = [t for t in transforms if isinstance(t, Pass)]
     return [
         # first, because the next pass needs to know which inputs are parameters; they are shards from here on
         ShardParameters(compilation),
@@ -222,9 +223,9 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         # for gradients ahead of it
         PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
-        *(t for t in transforms if isinstance(t, Pass)),
+        *users,
         # the last one before autodiff, which differentiates what it makes of the calls of blocks
-        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(transforms)), "outline"),
+        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
         # last, because executors and fusions change the order of lines
         PassAfterLowering(schedule, scheduled=True),
         CompareRanks(compilation),

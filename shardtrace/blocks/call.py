@@ -9,10 +9,11 @@ from passes.analysis.calls import CallOf
 from passes.analysis.recognise import changes_values, names
 from passes.analysis.symbols import properties
 from passes.compat import names_of_users
-from passes.outline import Block, block_of, unique_name
+from passes.outline import Block, block_of, enlist, unique_name
 from passes.plan import ShardedParameter
 from shardtrace.blocks.template import Template, captured, guard_reads, values_of, wrapped_tensors
 
+from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -44,6 +45,8 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
     """
     _refuse_buckets(template, parameter_of)
     lines = [b for b in template.lines if OpTags.CTX_MANAGER_ENTER_EXIT_OP not in (b.sym.tags or ())]
+    if len(lines) < 2:
+        raise CannotCall("there is only one")
     if any(map(changes_values, lines)):
         raise CannotCall("they change values in place")
     outputs = _outputs(template)
@@ -56,6 +59,7 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
     aliases = _aliases(lines, {p.name for p in inputs})
     if any(o.name in aliases for o in outputs):
         raise CannotCall("they return a view of an input")
+    enlist(get_compile_data())
     users = names_of_users()
     block = Block(
         unique_name(trace, class_name),

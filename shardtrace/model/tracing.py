@@ -19,7 +19,6 @@ from typing import Any
 
 from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
-from passes.outline import enlist
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
@@ -56,7 +55,6 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
         raise
     if state.options.kernels:
         enlist_kernels(get_compile_data())
-    enlist(get_compile_data())
     transforms = get_compile_data().transforms
     transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
 
