@@ -208,7 +208,7 @@ class _Stages:
         return self.traces[-1]
 
     def add(self, run: Run) -> TraceCtx:
-        new = run(self.traces[-1] if self.traces else None)  # type: ignore[arg-type]
+        new = run(self.traces[-1] if self.traces else TraceCtx())
         if not self.traces or new is not self.traces[-1]:
             self.traces.append(new)
         return new

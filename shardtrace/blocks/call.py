@@ -95,7 +95,7 @@ def _refuse_buckets(template: Template, parameter_of: ParameterOf) -> None:
 def _inputs(template: Template) -> list[TensorProxy]:
     """The tensors of the call, those of the block, and those of elsewhere, each once."""
     given = {p.name: p for p in (*template.inputs, *(c.proxy for c in template.captures))}
-    read, _ = values_of(template.lines, given.keys())
+    read, _ = values_of(template.lines, set(given))
     return [*given.values(), *(p for name, p in read.items() if name not in given)]
 
 
@@ -137,10 +137,10 @@ def call(
 
 
 def _replace_first(outlined: Outlined, template: Template, lines: list[BoundSymbol]) -> None:
-    """Puts a call in place of the lines that were traced, unless torch.utils.checkpoint holds them. ``lines`` end with
-    the second call."""
+    """Puts a call in place of the lines that were traced, unless torch.utils.checkpoint or a checkpointed module holds
+    them. ``lines`` end with the second call."""
     at = next((i for i, b in enumerate(lines) if b is template.traced[0]), None)
-    if at is None:
+    if at is None or lines[at].tags != template.lines[0].tags:
         return
     first = lines[-1].from_bsym(args=outlined.inputs, output=outlined.outputs, tags={CallOf(template.name)})
     lines[at : at + len(template.traced)] = [first]
