@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import CallOf
+from passes.analysis.calls import Block, CallOf, block_of, unique_name
 from passes.analysis.recognise import changes_values, names
 from passes.analysis.symbols import properties
 from passes.compat import names_of_users
-from passes.outline import Block, block_of, enlist, unique_name
+from passes.outline import enlist
 from passes.plan import ShardedParameter
 from shardtrace.blocks.template import Template, captured, guard_reads, values_of, wrapped_tensors
 
@@ -60,13 +60,16 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
     if any(o.name in aliases for o in outputs):
         raise CannotCall("they return a view of an input")
     enlist(get_compile_data())
-    users = names_of_users()
+    names_in = names_of_users()
+    with tracectx(TraceCtx()):  # tags are copied: Thunder changes those of the lines that it has traced
+        made = {variableify(p): names_in.get(variableify(p), p).replace(tags=set(tags)) for p, tags in template.made}
+    own = {**names_in, **made}
     block = Block(
         unique_name(trace, class_name),
-        [b.from_bsym_swap_proxies(users) for b in lines],
-        [users.get(variableify(p), p) for p in inputs],
-        [users.get(variableify(p), p) for p in outputs],
-        trace.names | {p.name for p in users.values()},
+        [b.from_bsym_swap_proxies(own) for b in lines],
+        [own.get(variableify(p), p) for p in inputs],
+        [own.get(variableify(p), p) for p in outputs],
+        trace.names | {p.name for p in own.values()},
     )
     return Outlined(block, inputs, outputs)
 
