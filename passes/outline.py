@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Part
+from passes.analysis.origins import marked
 from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
 from passes.comm.symbols import synchronize
 from passes.compat import compile_data_and_stats, set_signature, symbol_that_calls
@@ -59,6 +60,7 @@ class Block:
         inputs: the values that the lines read and do not make: those of the call, its parameters, its buffers.
         outputs: the tensors that the call returns.
         taken: names that its values must not have.
+        module: the qualified name of the module that was called.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class Block:
         inputs: Sequence[TensorProxy],
         outputs: Sequence[TensorProxy],
         taken: Collection[str],
+        module: str = "",
     ) -> None:
-        self.name = name
+        self.name, self.module = name, module
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        trace = _function(name, self.inputs, lines, self.outputs, taken)
+        trace = _function(name, self.inputs, [*map(marked, lines)], self.outputs, taken)
         self.trace = dce(trace)
         self.is_random = any(map(is_random, self.trace.bound_symbols))
         self._variants: dict[Needs, Variant] = {}
@@ -150,7 +153,7 @@ class Variant:
         stages.add(del_last_used)
         for run in self.inner.after:
             stages.add(run)
-        return Part(self.name, stages.traces)
+        return Part(self.name, stages.traces, traced=self.block.trace, module=self.block.module)
 
     # ---- with gradients ----
 
@@ -194,7 +197,7 @@ class Variant:
             stages.add(run)
             if backward is not None:
                 backwards.add(run)
-        return _assemble(name, stages, backwards)
+        return _assemble(name, self.block, stages, backwards)
 
 
 class _Stages:
@@ -210,8 +213,15 @@ class _Stages:
     def add(self, run: Run) -> TraceCtx:
         new = run(self.traces[-1] if self.traces else None)  # type: ignore[arg-type]
         if not self.traces or new is not self.traces[-1]:
+            if new.get_provenance() is None:
+                new.set_provenance(TraceProvenance(f"shardtrace: {_name_of(run)}"))
             self.traces.append(new)
         return new
+
+
+def _name_of(run: Run) -> str:
+    name: str = getattr(getattr(run, "func", run), "__name__", "")  # of a function, or of a partial one
+    return name if name.isidentifier() else "outline"
 
 
 class BlockExecutor(OperatorExecutor):
@@ -248,6 +258,11 @@ def unique_name(trace: TraceCtx, base: str) -> str:
 def block_of(bsym: BoundSymbol) -> Block | None:
     """The block that a traced line calls; None if it does something else."""
     return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
+
+
+def traced_block(bsym: BoundSymbol) -> Block | None:
+    """The block that a line calls before it is differentiated and lowered; None if it does something else."""
+    return bsym.sym.id.block if isinstance(bsym.sym.id, Variant) else block_of(bsym)
 
 
 def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
@@ -367,7 +382,7 @@ def _executors() -> Any:
     return data.executors_list
 
 
-def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
+def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) -> Parts:
     """The functions of a block, of the traces that Thunder's split and the passes after it left."""
     forward, backward = forwards.last, backwards.last if backwards.traces else None
     result, (saved, other) = forward.bound_symbols[-1].args
@@ -378,7 +393,7 @@ def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
     returned = (*outputs, kept) if kept else tuple(outputs)
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     forwards.add(lambda t: _signed(del_last_used(_function(f"{name}_forward", args, lines, returned, t.names))))
-    first = Part(f"{name}_forward", forwards.traces)
+    first = Part(f"{name}_forward", forwards.traces, traced=block.trace, module=block.module)
     if backward is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
 
@@ -399,7 +414,8 @@ def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
         unpacking = [prims.unpack_sequence.bind(collection, len(kept), output=list(kept))]
     function = _function(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
     backwards.add(lambda _: _signed(del_last_used(function, clear_mutable_collections=True)))
-    second = Part(f"{name}_backward", backwards.traces, saved=inputs[0].name if kept else "")
+    emptied = inputs[0].name if kept else ""
+    second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
     return Parts(
         forward=first,
         backward=second,

@@ -59,6 +59,7 @@ class Buffer:
     bytes: int
     born: int
     freed: int | None = None
+    inner: str = ""  # in a list of what a block saves: the name that its function has for it
 
 
 class LineMemory(NamedTuple):

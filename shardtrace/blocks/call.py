@@ -67,6 +67,7 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
         [users.get(variableify(p), p) for p in inputs],
         [users.get(variableify(p), p) for p in outputs],
         trace.names | {p.name for p in users.values()},
+        template.name,
     )
     return Outlined(block, inputs, outputs)
 

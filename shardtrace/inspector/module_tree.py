@@ -34,11 +34,9 @@ def module_costs(record: Record) -> dict[Name, Cost]:
         add("parameters", p.module, p.bytes)
         add("shards", p.module, p.shard_bytes)
     for phase in record.phases:
-        starts = phase.timeline.starts
-        for i, module in enumerate(phase.modules):
-            if module is not None:
-                add(phase.name, module, starts[i + 1] - starts[i])
-                add("lines", module, 1)
+        for _, module, taken in phase.work():
+            add(phase.name, module, taken)
+            add("lines", module, 1)
     names = {name for counter in sums.values() for name in counter}
     return {name: Cost(*(sums[field][name] for field in Cost._fields)) for name in names}
 
@@ -47,8 +45,8 @@ def first_lines(record: Record) -> dict[Name, str]:
     """The first line of each module, as "phase:line"."""
     found: dict[Name, str] = {}
     for phase in record.phases:
-        for i, module in enumerate(phase.modules):
-            for name in ancestors(module) if module is not None else ():
+        for i, module, _ in phase.work():
+            for name in ancestors(module):
                 found.setdefault(name, f"{phase.name}:{i}")
     return found
 

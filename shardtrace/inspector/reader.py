@@ -1,0 +1,49 @@
+"""Reads bound symbols as lines. The function of a block is read once for all lines that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from passes.analysis.calls import Part, part_of
+from passes.analysis.seconds import compute_seconds
+from passes.outline import Block, traced_block
+from passes.plan import CostModel
+from shardtrace.inspector.lines import Function, Line, read_line
+from shardtrace.inspector.modules import ModuleMap, assign_modules, modules_of_traced
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+
+class Reader:
+    """Reads the traces of one compilation, which all stay alive meanwhile."""
+
+    def __init__(self, model: ModuleMap, cost: CostModel) -> None:
+        self._model, self._cost = model, cost
+        self._lines: dict[int, Line] = {}  # by id: traces share bound symbols
+        self._functions: dict[Part | Block, Function] = {}
+
+    def lines(self, bsyms: Sequence[BoundSymbol]) -> tuple[Line, ...]:
+        return tuple(map(self._line, bsyms))
+
+    def _line(self, bsym: BoundSymbol) -> Line:
+        if id(bsym) not in self._lines:
+            called = part_of(bsym) or traced_block(bsym)
+            line = read_line(bsym)
+            self._lines[id(bsym)] = line if called is None else line._replace(function=self._function(called))
+        return self._lines[id(bsym)]
+
+    def _function(self, called: Part | Block) -> Function:
+        if called not in self._functions:
+            traced = called.traced if isinstance(called, Part) else called.trace
+            lines = called.trace.bound_symbols
+            origins = modules_of_traced(traced.bound_symbols, self._model, called.module)
+            self._functions[called] = Function(
+                name=called.name,
+                module=called.module,
+                lines=self.lines(lines),
+                modules=tuple(assign_modules(lines, self._model, {}, origins, called.module)),
+                seconds=tuple(compute_seconds(self._cost, b) for b in lines),
+            )
+        return self._functions[called]
