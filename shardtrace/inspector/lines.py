@@ -35,6 +35,9 @@ class Table(Generic[T]):
     def __iter__(self) -> Any:
         return iter(self._places)
 
+    def __contains__(self, value: T) -> bool:
+        return value in self._places
+
 
 class Type(NamedTuple):
     """The type of a value as Thunder prints it (device, dtype, shape), and its size in bytes."""

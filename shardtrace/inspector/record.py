@@ -90,18 +90,19 @@ class Phase(NamedTuple):
                 continue
             seconds, function = starts[i + 1] - starts[i], line.function
             if function is None:
-                yield Work(i, module, seconds)
+                yield Work(i, None, module, seconds)
                 continue
-            total = sum(function.seconds)
-            for part, predicted in zip(function.modules, function.seconds, strict=True):
-                if part is not None:
-                    yield Work(i, function.module_in(module, part), seconds * predicted / total if total else 0.0)
+            total = sum(function.seconds) or 1.0
+            for k, (inner, predicted) in enumerate(zip(function.modules, function.seconds, strict=True)):
+                if inner is not None:
+                    yield Work(i, k, function.module_in(module, inner), seconds * predicted / total)
 
 
 class Work(NamedTuple):
-    """A line of compute, of an executed trace or of a function that its line number ``line`` calls."""
+    """Line number ``line`` of an executed trace, or line number ``part`` of the function that it calls."""
 
     line: int
+    part: int | None
     module: Name
     seconds: float
 
