@@ -9,7 +9,7 @@ a kernel or the backend of a process group allocates for itself.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -206,20 +206,26 @@ class _Memory:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
         function uses it."""
         values = {p.name: self.values[a.name] for p, a in zip(part.trace.args, bsym.args, strict=True)}
-        inside = _Memory()
         if part.saved:
             self._release(next(a.name for p, a in zip(part.trace.args, bsym.args, strict=True) if p.name == part.saved))
             values |= zip((o.name for o in _unpacked(part)), values.pop(part.saved), strict=True)
+        by_caller = [any(storage_key(s) in self.holders for s in storages(value)) for value in values.values()]
+        results, temporary = _run_part(part, values, by_caller)
+        for o, result in zip(bsym.output, part.trace.bound_symbols[-1].args[0], strict=True):
+            if isinstance(result, list):
+                self._hold(o.name, [results[p.name] for p in result], "activations")
+                self._name_inside(o.name, {p.name: results[p.name] for p in result})
+            else:
+                self._hold(o.name, results[result.name], "activations")
+        return temporary
+
+    def _name_inside(self, holder: str, values: Values) -> None:
+        """Tells what the buffers of ``holder``, a list, are."""
         for name, value in values.items():
-            inside._hold(name, value, "inputs", born=0)
-            if any(storage_key(s) in self.holders for s in storages(value)):
-                inside._hold(CALLER + name, value, "inputs", born=0)
-        rows = inside.run(part.trace).lines
-        results = part.trace.bound_symbols[-1].args[0]
-        for o, result in zip(bsym.output, results, strict=True):
-            kept = [inside.values[p.name] for p in result] if isinstance(result, list) else inside.values[result.name]
-            self._hold(o.name, kept, "activations")
-        return max(row.during for row in rows) - rows[-1].total
+            for key in map(storage_key, storages(value)):
+                buffer = self.buffer_of.get(key)
+                if buffer is not None and buffer.name == holder and not buffer.inner:
+                    buffer.inner = name
 
     def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
         """Makes ``name`` hold ``value`` and nothing else. Storages that no name held before come into being."""
@@ -266,6 +272,82 @@ class _Memory:
                     self._begin(key, Buffer(name, kind, buffer.bytes, self.line))
                 else:
                     buffer.kind = kind
+
+
+# ---- calls of blocks ----
+
+
+class _Layout(NamedTuple):
+    """How a tensor lies in the memory with this number."""
+
+    storage: int
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Outcome(NamedTuple):
+    """What a function makes of arguments that lie in the first storages: the layouts of its results by name, the bytes
+    of further storages that it makes for them, and the bytes that it needs besides."""
+
+    results: Mapping[str, _Layout]
+    made: Sequence[int]
+    temporary: int
+
+
+class _Storages:
+    """Storages of tensors, numbered in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.all: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+
+    def layout(self, value: torch.Tensor) -> _Layout:
+        storage = value.untyped_storage()
+        number = self._numbers.setdefault(storage_key(storage), len(self.all))
+        if number == len(self.all):
+            self.all.append(storage)
+        return _Layout(number, value.storage_offset(), value.shape, value.stride(), value.dtype)
+
+    def tensor(self, layout: _Layout) -> torch.Tensor:
+        value = torch.empty(0, dtype=layout.dtype, device="meta")
+        return value.set_(self.all[layout.storage], layout.offset, layout.shape, layout.strides)  # type: ignore[call-overload, no-any-return]
+
+
+def _run_part(part: Part, values: Values, by_caller: Sequence[bool]) -> tuple[Values, int]:
+    """Runs the function of a block; ``values`` are its inputs by name, some of which the caller holds meanwhile.
+
+    Returns the results by name, and the bytes that it needs besides them. They depend only on the layouts of the
+    inputs and on which of them share memory, so that most calls are like one before.
+    """
+    known = _Storages()
+    layouts = tuple(map(known.layout, values.values()))
+    like = _Outcome, layouts, tuple(s.nbytes() for s in known.all), tuple(by_caller)
+    if like not in part.facts:
+        part.facts[like] = _outcome(part, values, by_caller)
+    outcome: _Outcome = part.facts[like]
+    known.all += [torch.UntypedStorage(nbytes, device="meta") for nbytes in outcome.made]
+    return {name: known.tensor(layout) for name, layout in outcome.results.items()}, outcome.temporary
+
+
+def _outcome(part: Part, values: Values, by_caller: Sequence[bool]) -> _Outcome:
+    inside, known = _Memory(), _Storages()
+    for (name, value), held in zip(values.items(), by_caller, strict=True):
+        known.layout(value)
+        inside._hold(name, value, "inputs", born=0)
+        if held:
+            inside._hold(CALLER + name, value, "inputs", born=0)
+    given = len(known.all)
+    rows = inside.run(part.trace).lines
+    results = {p.name: known.layout(inside.values[p.name]) for p in _returned(part)}
+    made = [s.nbytes() for s in known.all[given:]]
+    return _Outcome(results, made, max(row.during for row in rows) - rows[-1].total)
+
+
+def _returned(part: Part) -> list[TensorProxy]:
+    """The results of a function, also those in its list of what is saved."""
+    return [p for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
 
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
