@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from passes.analysis.calls import Part, part_of
 from passes.analysis.seconds import compute_seconds
@@ -21,18 +20,21 @@ class Reader:
 
     def __init__(self, model: ModuleMap, cost: CostModel) -> None:
         self._model, self._cost = model, cost
-        self._lines: dict[int, Line] = {}  # by id: traces share bound symbols
+        self._lines: dict[Hashable, Line] = {}
         self._functions: dict[Part | Block, Function] = {}
 
     def lines(self, bsyms: Sequence[BoundSymbol]) -> tuple[Line, ...]:
         return tuple(map(self._line, bsyms))
 
     def _line(self, bsym: BoundSymbol) -> Line:
-        if id(bsym) not in self._lines:
+        # traces share bound symbols and their parts; copies differ in tags and headers, which a line does not show
+        values = (*map(id, bsym.flat_args), *map(id, bsym.flat_outs))
+        key = id(bsym.sym), bsym.source_filename, bsym.source_positions, values
+        if key not in self._lines:
             called = part_of(bsym) or traced_block(bsym)
             line = read_line(bsym)
-            self._lines[id(bsym)] = line if called is None else line._replace(function=self._function(called))
-        return self._lines[id(bsym)]
+            self._lines[key] = line if called is None else line._replace(function=self._function(called))
+        return self._lines[key]
 
     def _function(self, called: Part | Block) -> Function:
         if called not in self._functions:
