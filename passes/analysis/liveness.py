@@ -9,15 +9,16 @@ a kernel or the backend of a process group allocates for itself.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import Part, part_of
-from passes.analysis.dry_run import Values, blank, dry_run, storage_key, storages
+from passes.analysis.dry_run import Result, Values, blank, dry_run, storage_key, storages
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
+    is_collective,
     is_deletion,
     is_issue,
     is_offload,
@@ -27,8 +28,10 @@ from passes.analysis.recognise import (
     names,
     unsharded_values,
 )
+from passes.analysis.rehearse import rehearse
 from passes.comm.kept_gradients import accumulate, accumulated
 from passes.comm.symbols import GATHERS, REDUCTIONS, all_gather
+from passes.plan import Bucket
 
 import torch
 from thunder.core import prims
@@ -135,6 +138,7 @@ class _Memory:
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
         self.line = 0
+        self.facts: dict[Any, Any] = {}  # what collectives do with memory
 
     def run(self, trace: TraceCtx) -> Liveness:
         shards = _shards(trace)
@@ -164,7 +168,7 @@ class _Memory:
     def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
         """The memory that is alive when ``forward`` has returned, with which its backward starts."""
         then = _Memory(persistent)
-        then.on_host = self.on_host
+        then.on_host, then.facts = self.on_host, self.facts
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
@@ -193,7 +197,7 @@ class _Memory:
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
         if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
-        outputs, temporary = dry_run(bsym, arguments)
+        outputs, temporary = self._dry_run(bsym, arguments)
         for name, value in outputs.items():
             self._hold(name, value, _kind(bsym, name, unsharded))
         if is_wait(bsym):
@@ -202,6 +206,14 @@ class _Memory:
                 self._hold(name, future, "in_flight")  # again: it may have released what it held
         return temporary
 
+    def _dry_run(self, bsym: BoundSymbol, arguments: Values) -> Result:
+        if not is_collective(bsym):
+            return dry_run(bsym, arguments)
+        made = [o.name for o in bsym.flat_proxy_outs]
+        return rehearse(
+            self.facts, (bsym.sym.id, _work_of(bucket_of(bsym))), arguments, made, lambda: dry_run(bsym, arguments)
+        )
+
     def _call_part(self, bsym: BoundSymbol, part: Part) -> int:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
         function uses it."""
@@ -209,8 +221,10 @@ class _Memory:
         if part.saved:
             self._release(next(a.name for p, a in zip(part.trace.args, bsym.args, strict=True) if p.name == part.saved))
             values |= zip((o.name for o in _unpacked(part)), values.pop(part.saved), strict=True)
-        by_caller = [any(storage_key(s) in self.holders for s in storages(value)) for value in values.values()]
-        results, temporary = _run_part(part, values, by_caller)
+        by_caller = frozenset(n for n, v in values.items() if any(storage_key(s) in self.holders for s in storages(v)))
+        results, temporary = rehearse(
+            part.facts, by_caller, values, _returned(part), lambda: _run_function(part, values, by_caller)
+        )
         for o, result in zip(bsym.output, part.trace.bound_symbols[-1].args[0], strict=True):
             if isinstance(result, list):
                 self._hold(o.name, [results[p.name] for p in result], "activations")
@@ -274,80 +288,26 @@ class _Memory:
                     buffer.kind = kind
 
 
-# ---- calls of blocks ----
-
-
-class _Layout(NamedTuple):
-    """How a tensor lies in the memory with this number."""
-
-    storage: int
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Outcome(NamedTuple):
-    """What a function makes of arguments that lie in the first storages: the layouts of its results by name, the bytes
-    of further storages that it makes for them, and the bytes that it needs besides."""
-
-    results: Mapping[str, _Layout]
-    made: Sequence[int]
-    temporary: int
-
-
-class _Storages:
-    """Storages of tensors, numbered in the order in which they are met."""
-
-    def __init__(self) -> None:
-        self.all: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}
-
-    def layout(self, value: torch.Tensor) -> _Layout:
-        storage = value.untyped_storage()
-        number = self._numbers.setdefault(storage_key(storage), len(self.all))
-        if number == len(self.all):
-            self.all.append(storage)
-        return _Layout(number, value.storage_offset(), value.shape, value.stride(), value.dtype)
-
-    def tensor(self, layout: _Layout) -> torch.Tensor:
-        value = torch.empty(0, dtype=layout.dtype, device="meta")
-        return value.set_(self.all[layout.storage], layout.offset, layout.shape, layout.strides)  # type: ignore[call-overload, no-any-return]
-
-
-def _run_part(part: Part, values: Values, by_caller: Sequence[bool]) -> tuple[Values, int]:
-    """Runs the function of a block; ``values`` are its inputs by name, some of which the caller holds meanwhile.
-
-    Returns the results by name, and the bytes that it needs besides them. They depend only on the layouts of the
-    inputs and on which of them share memory, so that most calls are like one before.
-    """
-    known = _Storages()
-    layouts = tuple(map(known.layout, values.values()))
-    like = _Outcome, layouts, tuple(s.nbytes() for s in known.all), tuple(by_caller)
-    if like not in part.facts:
-        part.facts[like] = _outcome(part, values, by_caller)
-    outcome: _Outcome = part.facts[like]
-    known.all += [torch.UntypedStorage(nbytes, device="meta") for nbytes in outcome.made]
-    return {name: known.tensor(layout) for name, layout in outcome.results.items()}, outcome.temporary
-
-
-def _outcome(part: Part, values: Values, by_caller: Sequence[bool]) -> _Outcome:
-    inside, known = _Memory(), _Storages()
-    for (name, value), held in zip(values.items(), by_caller, strict=True):
-        known.layout(value)
+def _run_function(part: Part, values: Values, by_caller: Collection[str]) -> Result:
+    """Runs the function of a block; ``values`` are its inputs by name, of which the caller holds some meanwhile."""
+    inside = _Memory()
+    for name, value in values.items():
         inside._hold(name, value, "inputs", born=0)
-        if held:
+        if name in by_caller:
             inside._hold(CALLER + name, value, "inputs", born=0)
-    given = len(known.all)
     rows = inside.run(part.trace).lines
-    results = {p.name: known.layout(inside.values[p.name]) for p in _returned(part)}
-    made = [s.nbytes() for s in known.all[given:]]
-    return _Outcome(results, made, max(row.during for row in rows) - rows[-1].total)
+    return Result({name: inside.values[name] for name in _returned(part)}, max(r.during for r in rows) - rows[-1].total)
 
 
-def _returned(part: Part) -> list[TensorProxy]:
+def _returned(part: Part) -> list[str]:
     """The results of a function, also those in its list of what is saved."""
-    return [p for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
+    return [p.name for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
+
+
+def _work_of(bucket: Bucket) -> Hashable:
+    """What a bucket's collectives depend on. Buckets of equal blocks have the same."""
+    members = ((p.full_shape, p.dtype, p.owner, p.plan, m.trainable) for m in bucket.members for p in [m.parameter])
+    return type(bucket), bucket.plan, bucket.dtype, bucket.wire, tuple(members)
 
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
