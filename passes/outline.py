@@ -101,7 +101,7 @@ class Variant:
         stages.add(del_last_used)
         for run in self.inner.after:
             stages.add(run)
-        return Part(self.name, stages.traces)
+        return Part(self.name, stages.traces, traced=self.block.trace, module=self.block.module)
 
     # ---- with gradients ----
 
@@ -144,7 +144,7 @@ class Variant:
             stages.add(run)
             if backward is not None:
                 backwards.add(run)
-        return _assemble(name, stages, backwards)
+        return _assemble(name, self.block, stages, backwards)
 
 
 class _Stages:
@@ -160,8 +160,15 @@ class _Stages:
     def add(self, run: Run) -> TraceCtx:
         new = run(self.traces[-1] if self.traces else TraceCtx())
         if not self.traces or new is not self.traces[-1]:
+            if new.get_provenance() is None:
+                new.set_provenance(TraceProvenance(f"shardtrace: {_name_of(run)}"))
             self.traces.append(new)
         return new
+
+
+def _name_of(run: Run) -> str:
+    name: str = getattr(getattr(run, "func", run), "__name__", "")  # of a function, or of a partial one
+    return name if name.isidentifier() else "outline"
 
 
 class BlockExecutor(OperatorExecutor):
@@ -184,6 +191,11 @@ def enlist(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
         data.executors_list = (*data.executors_list, executor)
+
+
+def traced_block(bsym: BoundSymbol) -> Block | None:
+    """The block that a line calls before it is differentiated and lowered; None if it does something else."""
+    return bsym.sym.id.block if isinstance(bsym.sym.id, Variant) else block_of(bsym)
 
 
 def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
@@ -291,7 +303,7 @@ def _executors() -> Any:
     return data.executors_list
 
 
-def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
+def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) -> Parts:
     """The functions of a block, of the traces that Thunder's split and the passes after it left."""
     forward, backward = forwards.last, backwards.last if backwards.traces else None
     result, (saved, other) = forward.bound_symbols[-1].args
@@ -302,7 +314,7 @@ def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
     returned = (*outputs, kept) if kept else tuple(outputs)
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     forwards.add(lambda t: _signed(del_last_used(function_of_lines(f"{name}_forward", args, lines, returned, t.names))))
-    first = Part(f"{name}_forward", forwards.traces)
+    first = Part(f"{name}_forward", forwards.traces, traced=block.trace, module=block.module)
     if backward is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
 
@@ -323,7 +335,8 @@ def _assemble(name: str, forwards: _Stages, backwards: _Stages) -> Parts:
         unpacking = [prims.unpack_sequence.bind(collection, len(kept), output=list(kept))]
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
     backwards.add(lambda _: _signed(del_last_used(function, clear_mutable_collections=True)))
-    second = Part(f"{name}_backward", backwards.traces, saved=inputs[0].name if kept else "")
+    emptied = inputs[0].name if kept else ""
+    second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
     return Parts(
         forward=first,
         backward=second,

@@ -74,7 +74,8 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
         yield value.untyped_storage()
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from storages(part)
+            if isinstance(part, torch.Tensor | tuple | list):  # most are the messages of a collective
+                yield from storages(part)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

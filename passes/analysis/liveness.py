@@ -9,15 +9,16 @@ a kernel or the backend of a process group allocates for itself.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import Part, part_of
-from passes.analysis.dry_run import Values, blank, dry_run, storage_key, storages
+from passes.analysis.dry_run import Result, Values, blank, dry_run, storage_key, storages
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
+    is_collective,
     is_deletion,
     is_issue,
     is_offload,
@@ -27,8 +28,10 @@ from passes.analysis.recognise import (
     names,
     unsharded_values,
 )
+from passes.analysis.rehearse import rehearse
 from passes.comm.kept_gradients import accumulate, accumulated
 from passes.comm.symbols import GATHERS, REDUCTIONS, all_gather
+from passes.plan import Bucket
 
 import torch
 from thunder.core import prims
@@ -59,6 +62,7 @@ class Buffer:
     bytes: int
     born: int
     freed: int | None = None
+    inner: str = ""  # in a list of what a block saves: the name that its function has for it
 
 
 class LineMemory(NamedTuple):
@@ -134,6 +138,7 @@ class _Memory:
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
         self.line = 0
+        self.facts: dict[Any, Any] = {}  # what collectives do with memory
 
     def run(self, trace: TraceCtx) -> Liveness:
         shards = _shards(trace)
@@ -163,7 +168,7 @@ class _Memory:
     def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
         """The memory that is alive when ``forward`` has returned, with which its backward starts."""
         then = _Memory(persistent)
-        then.on_host = self.on_host
+        then.on_host, then.facts = self.on_host, self.facts
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
@@ -192,7 +197,7 @@ class _Memory:
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
         if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
-        outputs, temporary = dry_run(bsym, arguments)
+        outputs, temporary = self._dry_run(bsym, arguments)
         for name, value in outputs.items():
             self._hold(name, value, _kind(bsym, name, unsharded))
         if is_wait(bsym):
@@ -201,24 +206,40 @@ class _Memory:
                 self._hold(name, future, "in_flight")  # again: it may have released what it held
         return temporary
 
+    def _dry_run(self, bsym: BoundSymbol, arguments: Values) -> Result:
+        if not is_collective(bsym):
+            return dry_run(bsym, arguments)
+        made = [o.name for o in bsym.flat_proxy_outs]
+        return rehearse(
+            self.facts, (bsym.sym.id, _work_of(bucket_of(bsym))), arguments, made, lambda: dry_run(bsym, arguments)
+        )
+
     def _call_part(self, bsym: BoundSymbol, part: Part) -> int:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
         function uses it."""
         values = {p.name: self.values[a.name] for p, a in zip(part.trace.args, bsym.args, strict=True)}
-        inside = _Memory()
         if part.saved:
             self._release(next(a.name for p, a in zip(part.trace.args, bsym.args, strict=True) if p.name == part.saved))
             values |= zip((o.name for o in _unpacked(part)), values.pop(part.saved), strict=True)
+        by_caller = frozenset(n for n, v in values.items() if any(storage_key(s) in self.holders for s in storages(v)))
+        results, temporary = rehearse(
+            part.facts, by_caller, values, _returned(part), lambda: _run_function(part, values, by_caller)
+        )
+        for o, result in zip(bsym.output, part.trace.bound_symbols[-1].args[0], strict=True):
+            if isinstance(result, list):
+                self._hold(o.name, [results[p.name] for p in result], "activations")
+                self._name_inside(o.name, {p.name: results[p.name] for p in result})
+            else:
+                self._hold(o.name, results[result.name], "activations")
+        return temporary
+
+    def _name_inside(self, holder: str, values: Values) -> None:
+        """Tells what the buffers of ``holder``, a list, are."""
         for name, value in values.items():
-            inside._hold(name, value, "inputs", born=0)
-            if any(storage_key(s) in self.holders for s in storages(value)):
-                inside._hold(CALLER + name, value, "inputs", born=0)
-        rows = inside.run(part.trace).lines
-        results = part.trace.bound_symbols[-1].args[0]
-        for o, result in zip(bsym.output, results, strict=True):
-            kept = [inside.values[p.name] for p in result] if isinstance(result, list) else inside.values[result.name]
-            self._hold(o.name, kept, "activations")
-        return max(row.during for row in rows) - rows[-1].total
+            for key in map(storage_key, storages(value)):
+                buffer = self.buffer_of.get(key)
+                if buffer is not None and buffer.name == holder and not buffer.inner:
+                    buffer.inner = name
 
     def _hold(self, name: str, value: Any, kind: Kind | Mapping[int, Kind], *, born: int | None = None) -> None:
         """Makes ``name`` hold ``value`` and nothing else. Storages that no name held before come into being."""
@@ -265,6 +286,28 @@ class _Memory:
                     self._begin(key, Buffer(name, kind, buffer.bytes, self.line))
                 else:
                     buffer.kind = kind
+
+
+def _run_function(part: Part, values: Values, by_caller: Collection[str]) -> Result:
+    """Runs the function of a block; ``values`` are its inputs by name, of which the caller holds some meanwhile."""
+    inside = _Memory()
+    for name, value in values.items():
+        inside._hold(name, value, "inputs", born=0)
+        if name in by_caller:
+            inside._hold(CALLER + name, value, "inputs", born=0)
+    rows = inside.run(part.trace).lines
+    return Result({name: inside.values[name] for name in _returned(part)}, max(r.during for r in rows) - rows[-1].total)
+
+
+def _returned(part: Part) -> list[str]:
+    """The results of a function, also those in its list of what is saved."""
+    return [p.name for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
+
+
+def _work_of(bucket: Bucket) -> Hashable:
+    """What a bucket's collectives depend on. Buckets of equal blocks have the same."""
+    members = ((p.full_shape, p.dtype, p.owner, p.plan, m.trainable) for m in bucket.members for p in [m.parameter])
+    return type(bucket), bucket.plan, bucket.dtype, bucket.wire, tuple(members)
 
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:

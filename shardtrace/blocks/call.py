@@ -70,6 +70,7 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
         [own.get(variableify(p), p) for p in inputs],
         [own.get(variableify(p), p) for p in outputs],
         trace.names | {p.name for p in own.values()},
+        template.name,
     )
     return Outlined(block, inputs, outputs)
 

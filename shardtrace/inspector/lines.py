@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from passes.analysis.recognise import is_unpack, names
@@ -33,6 +34,9 @@ class Table(Generic[T]):
 
     def __iter__(self) -> Any:
         return iter(self._places)
+
+    def __contains__(self, value: T) -> bool:
+        return value in self._places
 
 
 class Type(NamedTuple):
@@ -67,13 +71,43 @@ class Source(NamedTuple):
     text: str
 
 
+@dataclass(frozen=True, eq=False)
+class Function:
+    """The function of a block, which any number of lines call. It is equal only to itself.
+
+    Its code is that of one call, of ``module``. ``modules`` are those of its lines in this call, and ``seconds`` their
+    predicted times.
+    """
+
+    name: str
+    module: str
+    lines: tuple[Line, ...]
+    modules: tuple[str | None, ...]
+    seconds: tuple[float, ...]
+
+    def module_in(self, called: str, module: str) -> str:
+        """The name of one of ``modules`` in a call of the module ``called``."""
+        if module == self.module:
+            return called
+        inside = module.removeprefix(f"{self.module}." if self.module else "")
+        if inside == module and self.module:  # a module beside the block
+            return module
+        return f"{called}.{inside}" if called else inside
+
+
 class Line(NamedTuple):
-    """A line of a trace. ``parts`` are the lines of a fusion."""
+    """A line of a trace. ``fused`` are the lines of a fusion, ``function`` is the block's that it calls."""
 
     template: Template
     names: tuple[str, ...]
     source: Source | None = None
-    parts: tuple[Line, ...] = ()
+    fused: tuple[Line, ...] = ()
+    function: Function | None = None
+
+    @property
+    def parts(self) -> tuple[Line, ...]:
+        """The lines that it consists of."""
+        return self.function.lines if self.function is not None else self.fused
 
     @property
     def code(self) -> str:
@@ -98,8 +132,8 @@ def read_line(bsym: BoundSymbol) -> Line:
     cuts = [0, *(at for match in found for at in match.span()), len(code)]
     pieces = tuple(code[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True))
     template = Template(pieces, _count_results(bsym, code, found), tuple(map(_type, bsym.flat_proxy_outs)))
-    parts = tuple(map(read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
-    return Line(template, tuple(match[0] for match in found), _source(bsym), parts)
+    fused = tuple(map(read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
+    return Line(template, tuple(match[0] for match in found), _source(bsym), fused)
 
 
 def _code(bsym: BoundSymbol) -> str:

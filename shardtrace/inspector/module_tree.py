@@ -34,22 +34,21 @@ def module_costs(record: Record) -> dict[Name, Cost]:
         add("parameters", p.module, p.bytes)
         add("shards", p.module, p.shard_bytes)
     for phase in record.phases:
-        starts = phase.timeline.starts
-        for i, module in enumerate(phase.modules):
-            if module is not None:
-                add(phase.name, module, starts[i + 1] - starts[i])
-                add("lines", module, 1)
+        for work in phase.work():
+            add(phase.name, work.module, work.seconds)
+            add("lines", work.module, 1)
     names = {name for counter in sums.values() for name in counter}
     return {name: Cost(*(sums[field][name] for field in Cost._fields)) for name in names}
 
 
 def first_lines(record: Record) -> dict[Name, str]:
-    """The first line of each module, as "phase:line"."""
+    """The first line of each module, as "phase:line", or "phase:line:part" inside a block's function."""
     found: dict[Name, str] = {}
     for phase in record.phases:
-        for i, module in enumerate(phase.modules):
-            for name in ancestors(module) if module is not None else ():
-                found.setdefault(name, f"{phase.name}:{i}")
+        for work in phase.work():
+            inside = "" if work.part is None else f":{work.part}"
+            for name in ancestors(work.module):
+                found.setdefault(name, f"{phase.name}:{work.line}{inside}")
     return found
 
 

@@ -7,7 +7,8 @@ Thunder records the source position of each traced line, but not the module that
 3. A line of a later trace belongs to the module of the traced line that it comes from (passes.analysis.origins).
 
 Lines without an origin, such as those of a model that is not sharded, fall back on rules 1 and 2, and then on the
-modules that computed their arguments.
+modules that computed their arguments. A line that calls a block belongs to the block. The lines of its function are
+placed in the same way, as those of the instance that was traced.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
+from passes.analysis.calls import called_module
 from passes.analysis.origins import origin_of
 from passes.analysis.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
 from passes.plan import Bucket
@@ -81,31 +84,38 @@ def _last_line(code: CodeType) -> int:
     return max(line or 0 for *_, line in code.co_lines())
 
 
-def modules_of_traced(traced: list[BoundSymbol], model: ModuleMap) -> dict[str, Name]:
+def modules_of_traced(traced: list[BoundSymbol], model: ModuleMap, within: Name | None = None) -> dict[str, Name]:
     """The modules of traced lines, by the name of a line's first result. This name is the mark that passes hand on.
 
-    Lines without results, such as ``shape``, carry no mark.
+    Lines without results, such as ``shape``, carry no mark. ``within``: as in :func:`assign_modules`.
     """
-    modules = zip(traced, assign_modules(traced, model, {}, {}), strict=True)
+    modules = zip(traced, assign_modules(traced, model, {}, {}, within), strict=True)
     return {b.flat_proxy_outs[0].name: module for b, module in modules if module is not None and b.flat_proxy_outs}
 
 
 def assign_modules(
-    lines: list[BoundSymbol], model: ModuleMap, known: Mapping[str, Name], traced: Mapping[str, Name]
+    lines: list[BoundSymbol],
+    model: ModuleMap,
+    known: Mapping[str, Name],
+    traced: Mapping[str, Name],
+    within: Name | None = None,
 ) -> list[Name | None]:
     """The module of each line; None for collectives, ``del`` and the like, and for a line that no rule places.
 
     ``known`` has the modules of values that other traces computed, by name; ``traced`` is the result of
-    :func:`modules_of_traced`.
+    :func:`modules_of_traced`. ``within`` is the module whose lines they are, to which a line belongs that no rule
+    places; None for the lines of a whole model.
     """
     owned = _owners(lines, model)
-    sure = _carry(owned)
-    upcoming = reversed(_carry(owned[::-1]))
+    sure = _carry(owned, within)
+    upcoming = reversed(_carry(owned[::-1], within))
     found: list[Name | None] = []
     modules = dict(known)
     reached: dict[Scope, Reached] = {}
     for bsym, owner, before, after in zip(lines, owned, sure, upcoming, strict=True):
-        module = _by_origin(bsym, traced)
+        module = called_module(bsym)
+        if module is None:
+            module = _by_origin(bsym, traced)
         if module is None:
             module = owner
         if module is None and _computes(bsym):
@@ -113,6 +123,8 @@ def assign_modules(
             for source in (known, modules):  # values saved by forward say more than incoming gradients
                 if module is None:
                     module = _deepest(source.get(a.name) for a in reversed(bsym.flat_proxy_args))  # newest first
+            if module is None:
+                module = within
         found.append(module)
         if module is not None:
             modules.update((o.name, module) for o in bsym.flat_proxy_outs)
@@ -147,12 +159,9 @@ def _owners(lines: list[BoundSymbol], model: ModuleMap) -> list[Name | None]:
     return found
 
 
-def _carry(owned: list[Name | None]) -> list[Name | None]:
-    """Each line's own module, or the last one before it."""
-    carried: list[Name | None] = []
-    for module in owned:
-        carried.append(module if module is not None or not carried else carried[-1])
-    return carried
+def _carry(owned: list[Name | None], first: Name | None) -> list[Name | None]:
+    """Each line's own module, or the last one before it; ``first`` if there is none."""
+    return [*accumulate([first, *owned], lambda last, module: last if module is None else module)][1:]
 
 
 class Reached(NamedTuple):

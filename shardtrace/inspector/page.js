@@ -1,10 +1,11 @@
 // `data` (written by data.py) refers to lines, names, types and modules by index. Its strings are escaped HTML, and the
 // page inserts no other text. Nothing is escaped here.
-(() => {
+(async () => {
   "use strict";
   const $ = (selector, from = document) => from.querySelector(selector);
   const $$ = (selector, from = document) => [...from.querySelectorAll(selector)];
-  const data = JSON.parse($("#data").textContent);
+  const packed = Uint8Array.from(atob($("#data").textContent), (c) => c.charCodeAt(0));
+  const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   const ROW = 20, KEPT = 0, REMOVED = 3, CONTEXT = 3; // pixels; marks; lines around a change
   document.documentElement.classList.add("js");
 
@@ -41,6 +42,22 @@
     return known === undefined ? undefined : data.modules[known];
   };
 
+  // ---- functions of blocks: a line that calls one consists of its lines ----
+  for (const f of data.functions) {
+    const total = f.seconds.reduce((a, b) => a + b, 0) || 1;
+    let now = 0;
+    f.shares = f.seconds.map((s) => s / total);
+    f.starts = f.shares.map((s) => (now += s) - s);
+  }
+  const calledBy = (line) => data.functions[data.calls[line]];
+  const partsOf = (line) => calledBy(line)?.lines ?? data.parts[line] ?? [];
+  function moduleIn(f, k, called) { // the module of its line k in a call of the module `called`
+    const own = data.modules[f.modules[k]], first = data.modules[f.module];
+    if (own === undefined || called === undefined) return undefined;
+    if (own === first) return called;
+    return own.startsWith(`${first}.`) ? called + own.slice(first.length) : own;
+  }
+
   // ---- phases: executed traces on one clock ----
   for (const phase of data.phases) {
     let now = 0;
@@ -53,6 +70,7 @@
     while (a < b) { const m = (a + b) >> 1; if (fits(list[m])) a = m + 1; else b = m; }
     return a - 1;
   }
+  const secondsAt = (phase, at) => phase.time[at + 1] - phase.time[at];
   const memoryAt = (phase, at) => phase.memory[last(phase.memory, (row) => row[0] <= at)];
 
   // ---- a stage: its rows, and the producer and consumers of each name ----
@@ -86,12 +104,12 @@
 
   // ---- the list of lines: only visible lines are in the document ----
   const view = $("#view"), rows = $("#rows");
-  const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, hovered: -1, hits: new Set(), order: [] };
+  const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, part: -1, hovered: -1, hits: new Set(), order: [] };
   const current = () => stages[state.stage];
 
   function arrange() {
     const stage = current();
-    state.entries = state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all);
+    state.entries = (state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all)).flatMap(withParts);
     state.places = [];
     state.entries.forEach((entry, i) => { if (entry.at >= 0) state.places[entry.at] = i; });
     rows.style.height = `${state.entries.length * ROW}px`;
@@ -101,6 +119,18 @@
     const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
     if (inputs < 6 || listing[0].shown) return listing;
     return [{ fold: listing[0], what: "inputs", count: inputs }, ...listing.slice(inputs)];
+  }
+  function withParts(entry) { // of a line that was opened
+    if (entry.fold || !entry.opened) return [entry];
+    return [entry, ...partsOf(entry.line).map((part, k) => ({ line: part, mark: KEPT, at: -1, part: k, of: entry }))];
+  }
+  function toggle(at) {
+    const entry = current().listing[at];
+    if (!partsOf(entry.line).length) return;
+    entry.opened = !entry.opened;
+    state.part = -1;
+    arrange();
+    describe(at);
   }
   function folded(all) {
     const entries = [];
@@ -131,7 +161,12 @@
   function drawRow(entry, i, phase, css) {
     const top = `style="top:${i * ROW}px"`;
     if (entry.fold) return `<div class="line fold" data-fold="${i}" ${top}><span class="no">⋯</span><span class="sign"></span>${entry.count.toLocaleString("en")} ${entry.what}</div>`;
+    if (entry.of) {
+      const chosen = entry.of.at === state.chosen && entry.part === state.part ? " chosen" : "";
+      return `<div class="line part${chosen}" role="option" data-part="${entry.part}" data-of="${entry.of.at}" ${top}><span class="no">${entry.part}</span><span class="sign"></span>${html(entry.line)}</div>`;
+    }
     const plain = text(entry.line);
+    const opens = entry.at >= 0 && partsOf(entry.line).length ? `<button class="opens" data-open="${entry.at}" aria-expanded="${Boolean(entry.opened)}" aria-label="its lines"></button>` : "";
     const kind = /\b(wait_)?(all_gather|broadcast|reduce_scatter|reduce|all_reduce|synchronize)\(/.exec(plain);
     const classes = ["line", css.get(entry.at) ?? ""];
     if (state.mode === "diff") classes.push(`m${entry.mark}`);
@@ -140,7 +175,7 @@
     if (state.hits.has(entry.at)) classes.push("hit");
     const sign = state.mode === "diff" ? ["", "+", "↕", "−"][entry.mark] : "";
     const why = phase?.why[entry.at] && entry.at >= 0 ? `<span class="why">${phase.why[entry.at].replace(/^.*? here: /, "")}</span>` : "";
-    return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${html(entry.line)}${why}</div>`;
+    return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${opens}${html(entry.line)}${why}</div>`;
   }
 
   // ---- the details of a line ----
@@ -154,29 +189,50 @@
     const more = places.length > 12 ? `<p class="hint">and ${places.length - 12} more</p>` : "";
     return `<h3>${title}</h3>${places.slice(0, 12).map((at) => link(stage, at, css)).join("")}${more}`;
   }
+  function typesOf(line) {
+    const types = data.templates[data.lines[line][0]][2].filter((t) => t >= 0).map((t) => data.types[t]);
+    const facts = types.slice(0, 6).map(([kind, bytes], k) => [k ? "" : "result", `<code>${kind}</code> ${size(bytes)}`]);
+    if (types.length > 6) facts.push(["", `and ${types.length - 6} more, ${size(types.reduce((sum, t) => sum + t[1], 0))} in all`]);
+    return facts;
+  }
+  function sourceOf(line) {
+    const source = data.sources[data.lines[line][1]];
+    return source ? [["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]] : [];
+  }
+  const table = (facts) => `<dl>${facts.map(([k, v]) => `<dt>${k}</dt><dd>${v}</dd>`).join("")}</dl>`;
+  const passesOf = (f) => (f.stage < 0 ? f.name : `<button class="link stagelink" data-stage="${f.stage}">${f.name}</button>`);
+  function describePart(at, k) { // a line of the function, or of the fusion, in line `at`
+    const { line } = current().listing[at], phase = phaseOf(state.stage), f = calledBy(line), part = partsOf(line)[k];
+    const facts = typesOf(part);
+    const module = f ? moduleIn(f, k, moduleOf(line)) : moduleOf(part);
+    if (module !== undefined) facts.push(["module", module || "the model itself"]);
+    facts.push(...sourceOf(part));
+    if (f && phase) {
+      const share = data.times === "measured" ? "its predicted share of the measured call" : "predicted";
+      facts.push(["time", `${duration(f.shares[k] * secondsAt(phase, at))}, ${share}`]);
+    }
+    details.innerHTML = `<code class="code-line">${html(part)}</code>${table(facts)}` +
+      (f ? `<h3>line ${k} of the function</h3>${passesOf(f)}` : "") + `<h3>part of</h3>${link(current(), at, "")}`;
+  }
   function describe(at) {
     if (at < 0) { details.innerHTML = HINT; return; }
     const stage = current(), phase = phaseOf(state.stage), { line } = stage.listing[at];
-    const near = relations(stage, at), facts = [];
-    const types = data.templates[data.lines[line][0]][2].filter((t) => t >= 0).map((t) => data.types[t]);
-    types.slice(0, 6).forEach(([kind, bytes], k) => facts.push([k ? "" : "result", `<code>${kind}</code> ${size(bytes)}`]));
-    if (types.length > 6) facts.push(["", `and ${types.length - 6} more, ${size(types.reduce((sum, t) => sum + t[1], 0))} in all`]);
+    const near = relations(stage, at), facts = typesOf(line), f = calledBy(line);
     const module = moduleOf(line);
     if (module !== undefined) facts.push(["module", module || "the model itself"]);
     if (phase?.buckets[at]) facts.push(["bucket", phase.buckets[at]]);
-    const source = data.sources[data.lines[line][1]];
-    if (source) facts.push(["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]);
+    facts.push(...sourceOf(line));
     if (phase) {
-      const seconds = phase.time[at + 1] - phase.time[at];
-      facts.push(["time", `${duration(seconds)}, starts at ${duration(phase.time[at])}, ${data.times}`]);
+      facts.push(["time", `${duration(secondsAt(phase, at))}, starts at ${duration(phase.time[at])}, ${data.times}`]);
       const row = memoryAt(phase, at);
       if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after the line`]);
       if (near.freed.length) facts.push(["freed", `at line ${near.freed.join(", ")}`]);
     }
     const why = phase?.why[at] ? `<p class="why">${phase.why[at]}</p>` : "";
-    const parts = (data.parts[line] ?? []).map((part) => `<span class="link">${html(part)}</span>`).join("");
+    const parts = f ? "" : partsOf(line).map((part) => `<span class="link">${html(part)}</span>`).join("");
     details.innerHTML =
-      `<code class="code-line">${html(line)}</code>${why}<dl>${facts.map(([k, v]) => `<dt>${k}</dt><dd>${v}</dd>`).join("")}</dl>` +
+      `<code class="code-line">${html(line)}</code>${why}${table(facts)}` +
+      (f ? `<h3>calls, with its passes</h3>${passesOf(f)}` : "") +
       list("made from", stage, near.producers, "producer") + list("used by", stage, near.consumers, "consumer") +
       (parts ? `<h3>consists of</h3>${parts}` : "");
   }
@@ -206,6 +262,7 @@
   }
   function choose(at, scroll = true) {
     state.chosen = at;
+    state.part = -1;
     if (at >= 0 && scroll) {
       const entry = state.places[at];
       if (entry === undefined) { // in a fold
@@ -220,11 +277,20 @@
     const phase = phaseOf(state.stage);
     place(fixed, phase && at >= 0 ? phase.time[at] : -1);
   }
-  function goTo(where) { // "forward:12"
-    const [name, at] = where.split(":");
+  function goTo(where) { // "forward:12", or "forward:12:3" for a line of the function that line 12 calls
+    const [name, at, part] = where.split(":");
     const phase = data.phases.find((p) => p.name === name);
     tab("passes");
+    if (part !== undefined) open(stages[phase.stage]).listing[at].opened = true;
     show(phase.stage, { mode: "code", at: Number(at) });
+    if (part !== undefined) choosePart(Number(part));
+  }
+  function choosePart(part) { // of the chosen line
+    state.part = part;
+    const top = (state.places[state.chosen] + 1 + part) * ROW;
+    if (top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
+    describeChosen();
+    draw();
   }
   function step(by) {
     const order = state.entries.filter((entry) => entry.at >= 0).map((entry) => entry.at);
@@ -248,7 +314,10 @@
   function search(jump) {
     if (!current()) return;
     const wanted = box.value.trim().toLowerCase();
-    state.order = wanted ? current().listing.filter((row) => text(row.line).toLowerCase().includes(wanted)).map((row) => row.at) : [];
+    const inside = new Map(); // a function is searched once
+    const fits = (line) => text(line).toLowerCase().includes(wanted);
+    const called = (f) => f && (inside.get(f) ?? inside.set(f, f.lines.some(fits)).get(f));
+    state.order = wanted ? current().listing.filter(({ line }) => fits(line) || called(calledBy(line))).map((row) => row.at) : [];
     state.hits = new Set(state.order);
     output.textContent = wanted ? `${state.order.length} found` : "";
     if (jump && state.order.length) find(1, true); else if (jump) draw();
@@ -297,10 +366,12 @@
     const { seconds, phase, at } = under(event);
     place(pointer, seconds);
     const bar = event.target.closest("rect[data-title]")?.dataset.title;
-    const { line } = open(stages[phase.stage]).listing[at], row = memoryAt(phase, at);
+    const { line } = open(stages[phase.stage]).listing[at], row = memoryAt(phase, at), f = calledBy(line);
+    const k = f ? last(f.starts, (share) => phase.time[at] + share * secondsAt(phase, at) <= seconds) : -1;
+    const module = k >= 0 ? moduleIn(f, k, moduleOf(line)) : moduleOf(line);
     const held = row.slice(1).map((bytes, k) => [bytes, data.kinds[k]]).filter(([bytes]) => bytes).sort((a, b) => b[0] - a[0]);
-    tip.innerHTML = `<div id="tip">${bar ? `<b>${bar}</b>` : ""}<code>${html(line)}</code>` +
-      `<div class="what">${duration(seconds)} · ${phase.name} line ${at} · ${moduleOf(line) ?? phase.buckets[at] ?? ""}</div>` +
+    tip.innerHTML = `<div id="tip">${bar ? `<b>${bar}</b>` : ""}<code>${html(line)}</code>${k >= 0 ? `<code>${html(f.lines[k])}</code>` : ""}` +
+      `<div class="what">${duration(seconds)} · ${phase.name} line ${at} · ${module ?? phase.buckets[at] ?? ""}</div>` +
       `<div class="what">${held.slice(0, 4).map(([bytes, kind]) => `${kind.replace("_", " ")} ${size(bytes)}`).join(" · ")}</div></div>`;
     const { offsetWidth: w, offsetHeight: h } = tip.firstChild;
     tip.firstChild.style.left = `${Math.min(event.clientX + 14, innerWidth - w - 8)}px`;
@@ -331,17 +402,23 @@
   view.addEventListener("scroll", draw);
   addEventListener("resize", draw);
   view.addEventListener("pointerover", (event) => {
-    const at = Number(event.target.closest("[data-line]")?.dataset.line ?? -1);
+    const { line = -1, of = -1, part = -1 } = event.target.closest("[data-line],[data-part]")?.dataset ?? {};
+    const [at, over] = [Number(line), Number(part)];
+    if (over >= 0) describePart(Number(of), over);
+    else if (at !== state.hovered || state.over >= 0) at >= 0 ? describe(at) : describeChosen();
+    state.over = over;
     if (at === state.hovered) return;
     state.hovered = at;
-    describe(at >= 0 ? at : state.chosen);
     draw();
   });
-  view.addEventListener("pointerleave", () => { state.hovered = -1; describe(state.chosen); draw(); });
+  const describeChosen = () => (state.part >= 0 ? describePart(state.chosen, state.part) : describe(state.chosen));
+  view.addEventListener("pointerleave", () => { state.hovered = -1; describeChosen(); draw(); });
   document.addEventListener("click", (event) => {
     const on = (selector) => event.target.closest(selector);
     let e;
     if ((e = on("[role=tab]"))) tab(e.id.slice(4));
+    else if ((e = on("[data-open]"))) toggle(Number(e.dataset.open));
+    else if ((e = on("[data-part]"))) { choose(Number(e.dataset.of), false); choosePart(Number(e.dataset.part)); }
     else if ((e = on("[data-stage]"))) show(Number(e.dataset.stage));
     else if ((e = on("[data-mode]"))) show(state.stage, { mode: e.dataset.mode });
     else if ((e = on("[data-zoom]"))) setZoom(Number(e.dataset.zoom) ? zoom * Number(e.dataset.zoom) : 1);
@@ -363,6 +440,7 @@
     const chosen = state.chosen >= 0 ? relations(current(), state.chosen) : null;
     const keys = {
       "/": () => box.focus(), d: () => show(state.stage, { mode: state.mode === "code" ? "diff" : "code" }),
+      o: () => state.chosen >= 0 && toggle(state.chosen),
       "[": () => neighbour(-1), "]": () => neighbour(1), "?": () => $("#help").showModal(),
       1: () => tab("passes"), 2: () => tab("modules"), 3: () => tab("numbers"),
       p: () => chosen?.producers.length && choose(chosen.producers[0]), c: () => chosen?.consumers.length && choose(chosen.consumers[0]),

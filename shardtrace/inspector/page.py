@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from importlib import resources
 
-from shardtrace.inspector.data import page_data
+from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.module_tree import draw_modules
 from shardtrace.inspector.record import Record, Stage
@@ -21,7 +21,7 @@ def render(record: Record) -> str:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     more = _panel("modules", draw_modules(record)) + _panel("numbers", draw_tables(record))
     panels = f"{_timeline(record)}{_tabs()}{_passes(record)}{more}"
-    data = f'<script type="application/json" id="data">{page_data(record)}</script>'
+    data = f'<script type="text/plain" id="data">{pack(page_data(record))}</script>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{css}</style></head>\n'
         f"<body>{_header(record)}{_cards(record)}{panels}{_help()}{data}<script>{script}</script></body></html>\n"
@@ -109,7 +109,7 @@ def _tabs() -> str:
 
 
 def _passes(record: Record) -> str:
-    phases = "".join(_stage_list(record, phase) for phase in ("forward", "backward", "prologue"))
+    phases = "".join(_stage_list(record, phase) for phase in dict.fromkeys(stage.phase for stage in record.stages))
     toolbar = (
         '<div class="toolbar"><h2 id="stage"></h2>'
         '<span class="modes" role="group">'
@@ -130,9 +130,9 @@ def _stage_list(record: Record, phase: str) -> str:
     stages = [(k, stage) for k, stage in enumerate(record.stages) if stage.phase == phase]
     if not stages:
         return ""
-    if phase == "prologue":  # the checks of a call's arguments are rarely of interest
+    if phase not in ("forward", "backward"):  # the checks of a call's arguments, and the functions of blocks
         inside = "".join(_stage_entry(k, s) for k, s in stages)
-        return f"<details><summary><h3>{phase}</h3></summary>{inside}</details>"
+        return f"<details><summary><h3>{escape(phase)}</h3></summary>{inside}</details>"
     shown = "".join(_stage_entry(k, s) for k, s in stages if not s.is_unchanged)
     idle = [(k, s) for k, s in stages if s.is_unchanged]
     if idle:
@@ -168,6 +168,7 @@ KEYS = (
     ("↑ ↓", "in the list: previous or next pass; in the code: previous or next line"),
     ("[ ]", "previous or next pass"),
     ("d", "code or diff"),
+    ("o", "open or close the lines of a block's function, or of a fusion"),
     ("/", "search; Enter and Shift+Enter: next and previous match"),
     ("p c", "go to the line's first producer or consumer"),
     ("+ - 0", "zoom the timeline, or show the whole step"),

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from passes.analysis.calls import Part, parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
 from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
 from shardtrace.inspector.diff import Row, diff
-from shardtrace.inspector.lines import Line, read_line
+from shardtrace.inspector.lines import Line, Table
 from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
 from shardtrace.inspector.profiling import LineTimes
+from shardtrace.inspector.reader import Reader
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Stage(NamedTuple):
     ``rows`` is the difference from the previous stage of the phase. All lines of the first stage are new.
     """
 
-    phase: str  # "forward", "backward" or "prologue"
+    phase: str  # "forward", "backward", "prologue", or the name of a block's function
     name: str
     seconds: float | None
     lines: tuple[Line, ...]
@@ -79,6 +80,31 @@ class Phase(NamedTuple):
     @property
     def peak(self) -> LineMemory:
         return max(self.memory, key=lambda row: row.during)
+
+    def work(self) -> Iterator[Work]:
+        """What each line computes. For a line that calls a block, these are the lines of its function, which share its
+        time in proportion to their predicted times."""
+        starts = self.timeline.starts
+        for i, (line, module) in enumerate(zip(self.lines, self.modules, strict=True)):
+            if module is None:
+                continue
+            seconds, function = starts[i + 1] - starts[i], line.function
+            if function is None:
+                yield Work(i, None, module, seconds)
+                continue
+            total = sum(function.seconds) or 1.0
+            for k, (inner, predicted) in enumerate(zip(function.modules, function.seconds, strict=True)):
+                if inner is not None:
+                    yield Work(i, k, function.module_in(module, inner), seconds * predicted / total)
+
+
+class Work(NamedTuple):
+    """Line number ``line`` of an executed trace, or line number ``part`` of the function that it calls."""
+
+    line: int
+    part: int | None
+    module: Name
+    seconds: float
 
 
 class Parameter(NamedTuple):
@@ -154,12 +180,16 @@ def build_record(
     ``forms`` has the class of each module by name. ``plan`` is the fallback if the traces have no collectives.
     ``times`` replace the predicted times.
     """
-    stages = _stages("forward", forward) + _stages("backward", backward) + _stages("prologue", prologue)
     ends = (next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward))
     last = [trace for trace in ends if trace is not None]  # forward, then backward if there is one
     buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))
     plan = buckets[0].plan if buckets else plan
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
+    reader = Reader(module_map, cost)
+    stages = _stages("forward", forward, reader) + _stages("backward", backward, reader)
+    for part in _parts(last):
+        stages += _stages(part.name, part.traces, reader)
+    stages += _stages("prologue", prologue, reader)
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
     traced = modules_of_traced(forward[0].bound_symbols, module_map) if last else {}
@@ -191,24 +221,24 @@ def build_record(
 TOOK = re.compile(r" \(took ([\d.]+) milliseconds\)")
 
 
-def _stages(phase: str, traces: Sequence[TraceCtx]) -> tuple[Stage, ...]:
+def _parts(traces: Sequence[TraceCtx]) -> list[Part]:
+    """The functions of blocks that the executed traces call, in order of their first call."""
+    return list(dict.fromkeys(part for trace in traces for part in parts_in(trace)))
+
+
+def _stages(phase: str, traces: Sequence[TraceCtx], reader: Reader) -> tuple[Stage, ...]:
     """The stages of a phase, without traces that are the same object as the previous one."""
-    seen: dict[int, Line] = {}  # by id: traces share bound symbols, and all of them stay alive here
     stages: list[Stage] = []
+    known, before = Table[Line](), list[int]()  # lines are compared by their places
     for k, trace in enumerate(traces):
         if k and trace is traces[k - 1]:
             continue
-        lines = tuple(_read(bsym, seen) for bsym in trace.bound_symbols)
+        lines = reader.lines(trace.bound_symbols)
         name, seconds = _provenance(trace)
-        rows = diff(stages[-1].lines if stages else (), lines)
-        stages.append(Stage(phase, name, seconds, lines, tuple(rows)))
+        now = list(map(known.place, lines))
+        stages.append(Stage(phase, name, seconds, lines, tuple(diff(before, now))))
+        before = now
     return tuple(stages)
-
-
-def _read(bsym: BoundSymbol, seen: dict[int, Line]) -> Line:
-    if id(bsym) not in seen:
-        seen[id(bsym)] = read_line(bsym)
-    return seen[id(bsym)]
 
 
 def _provenance(trace: TraceCtx) -> tuple[str, float | None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from passes.analysis.liveness import Buffer
+from shardtrace.inspector.lines import Line
 from shardtrace.inspector.record import Parameter, Phase, Record
 from shardtrace.inspector.units import count, size
 
@@ -37,7 +39,7 @@ class Peak(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A buffer that forward saves for backward."""
+    """A buffer that forward saves for backward. If a block saves it, ``name`` is that within the block's function."""
 
     name: str
     bytes: int
@@ -153,12 +155,22 @@ def largest_saved(record: Record, most: int = 8) -> list[Saved]:
     rows = []
     for b in kept[:most]:
         line = made.get(b.name)
-        kind = module = ""
-        if line is not None:
-            found = forward.lines[line].template.types[forward.lines[line].results.index(b.name)]
-            kind, module = found.text if found is not None else "", forward.modules[line] or ""
-        rows.append(Saved(b.name, b.bytes, kind, module))
+        if line is None:
+            rows.append(Saved(b.name, b.bytes, "", ""))
+        else:
+            rows.append(_saved_by(forward.lines[line], forward.modules[line] or "", b))
     return rows
+
+
+def _saved_by(line: Line, module: str, buffer: Buffer) -> Saved:
+    name, function = buffer.inner or buffer.name, line.function
+    if function is not None:
+        at = next((k for k, part in enumerate(function.lines) if buffer.inner in part.results), None)
+        if at is not None:
+            line, inside = function.lines[at], function.modules[at]
+            module = function.module_in(module, inside) if inside is not None else module
+    found = line.template.types[line.results.index(name)] if name in line.results else None
+    return Saved(name, buffer.bytes, found.text if found is not None else "", module)
 
 
 def seconds(record: Record) -> float:

@@ -34,12 +34,14 @@ def visit(browser):
     """Opens a file; at the end there must have been no error in the console."""
     errors, pages = [], []
 
-    def visit(file, **options):
+    def visit(file, ready="html.js", **options):
         page = browser.new_page(viewport={"width": 1400, "height": 1000}, **options)
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.set_default_timeout(20_000)
         page.goto(file.as_uri())
+        if options.get("java_script_enabled", True):
+            page.wait_for_selector(ready)  # the script has unpacked its data
         pages.append(page)
         return page
 
@@ -87,9 +89,9 @@ def test_passes_by_click_and_by_key(page, zoo):
 
 
 def test_prologue_is_folded(page):
-    assert not page.is_visible('[data-stage]:has-text("Transform for execution")')
+    assert page.locator('[data-stage]:visible:has-text("Transform for execution")').count() == 0
     page.click('.stages summary:has-text("prologue")')
-    page.click('[data-stage]:has-text("Transform for execution")')
+    page.click('[data-stage]:visible:has-text("Transform for execution")')
     assert stage(page).startswith("Transform for execution")
     assert page.is_visible(".line:has-text(\"t_offset = module.get_parameter('offset')\")")
 
@@ -152,7 +154,7 @@ def test_keys_in_the_code(page):
 
 def test_search(page, zoo):
     page.keyboard.press("/")
-    page.keyboard.type("reduce_scatter")
+    page.keyboard.insert_text("reduce_scatter")
     assert page.inner_text("#hits") == "0 found"
     page.fill("#search", "all_gather(")
     found = [i for i, line in enumerate(zoo.record.phases[0].lines) if "all_gather(" in line.code]
@@ -221,8 +223,9 @@ def test_hostile_names(visit, hostile, tmp_path):  # noqa: F811
 def test_notebook_frame(browser, visit, zoo, tmp_path):
     cell = tmp_path / "cell.html"
     cell.write_text(f"<!doctype html><meta charset=utf-8>{zoo._repr_html_()}")
-    page = visit(cell)
+    page = visit(cell, ready="body")
     frame = page.frame_locator("iframe")
-    frame.locator(".stage", has_text="regather").click()
+    frame.locator("html.js").wait_for()
+    frame.locator(".stage:visible", has_text="regather").click()
     assert "regather" in frame.locator("#stage").inner_text()
     assert not page.is_visible(".shardtrace-plain")
