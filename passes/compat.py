@@ -53,6 +53,12 @@ def install() -> tuple[str, ...]:
     return missing
 
 
+def keeps_graph() -> bool:
+    """True while autograd runs a backward that was called with ``retain_graph=True``."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return keeps
+
+
 # ---- symbols and lines of a trace ----
 
 

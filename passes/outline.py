@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
 from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
-from passes.comm.symbols import synchronize
-from passes.compat import compile_data_and_stats
+from passes.comm.symbols import symbol, synchronize
+from passes.compat import compile_data_and_stats, keeps_graph
 
 from thunder.core import prims
+from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, CollectionProxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
@@ -55,6 +56,9 @@ class Needs(NamedTuple):
     gradients: frozenset[int]
     outputs: frozenset[int]
     regathered: frozenset[int]
+
+
+NOTHING = Needs(frozenset(), frozenset(), frozenset())
 
 
 class Parts(NamedTuple):
@@ -92,7 +96,7 @@ class Variant:
 
     @cached_property
     def plain(self) -> Part:
-        stages = _Stages(_prepared(self.block, Needs(frozenset(), frozenset(), frozenset())))
+        stages = _Stages(_prepared(self.block, NOTHING))
         for run in self.inner.before(()):
             stages.add(run)
         last = stages.last.bound_symbols[-1]
@@ -145,6 +149,15 @@ class Variant:
             if backward is not None:
                 backwards.add(run)
         return _assemble(name, self.block, stages, backwards)
+
+
+def _run_release(saved: list[Any]) -> None:
+    if not keeps_graph():
+        saved.clear()
+
+
+# Empties the list of what forward saved, unless backward(retain_graph=True) asked to keep it.
+release = symbol("release", lambda saved: None, _run_release, tags=[OpTags.DONT_DCE])
 
 
 class _Stages:
@@ -212,11 +225,13 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
     for bsym in lines:
         block = block_of(bsym)
         if block is not None:
-            needs = Needs(
-                frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated),
-                frozenset(i for i, o in enumerate(bsym.output) if o.name in read),
-                frozenset(i for i, a in enumerate(bsym.args) if a.name in again),
-            )
+            needs = NOTHING
+            if not is_constant_for_vjp(bsym):
+                needs = Needs(
+                    frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated),
+                    frozenset(i for i, o in enumerate(bsym.output) if o.name in read),
+                    frozenset(i for i, a in enumerate(bsym.args) if a.name in again),
+                )
             bsym = bsym.from_bsym(sym=_variant(block, needs, inner, new).symbol)
         new.bound_symbols.append(bsym)
     return new
@@ -332,9 +347,12 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
         with tracectx(backward):
             collection = CollectionProxy(list(kept), name="saved" if not backward.has_name("saved") else None)
             inputs.insert(0, collection)
-        unpacking = [prims.unpack_sequence.bind(collection, len(kept), output=list(kept))]
+        unpacking = [
+            prims.unpack_sequence.bind(collection, len(kept), output=list(kept)),
+            release.bind(collection, output=None),
+        ]
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
-    backwards.add(lambda _: _signed(del_last_used(function, clear_mutable_collections=True)))
+    backwards.add(lambda _: _signed(del_last_used(function)))
     emptied = inputs[0].name if kept else ""
     second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
     return Parts(

@@ -1,0 +1,322 @@
+"""A block is differentiated and lowered once. Its calls are lines that pass parameters and keep one list for backward."""
+
+import shardtrace
+from passes.analysis import names
+from passes.analysis.calls import part_of, parts_in
+from passes.analysis.liveness import step_liveness
+from passes.pipeline import PassAfterLowering, PassBeforeAutodiff
+
+import pytest
+import thunder
+import torch
+from expecttest import assert_expected_inline
+from golden import compile_fake, text
+from thunder.core.trace import from_trace
+from torch import nn
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(blocks or (Block(), Block(), Block()))
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def traces(cmodel):
+    return thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]
+
+
+def functions(cmodel):
+    """The functions of blocks that a step calls, by name."""
+    return {part.name: part for trace in traces(cmodel) for part in parts_in(trace)}
+
+
+def test_golden(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(Net, torch.ones(2, WIDTH))
+    forward, backward = traces(cmodel)
+    assert_expected_inline(text(forward), """\
+ft0 = all_gather((t_scale,), b_root)
+ft1 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
+(t2,) = wait_all_gather(ft0, b_root)
+del ft0
+t3 = torch.unsqueeze(t2, 0)
+del t2
+t4 = Tensor.expand(t3, (2, 4))
+del t3
+t5 = torch.mul(x, t4)
+del t4
+ft6 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
+(t7, t8, t9) = wait_all_gather(ft1, b_blocks_0)
+del ft1
+(t10, saved57) = Block_forward(t5, t7, t8, t9)
+del t7, t8, t9
+ft11 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
+(t12, t13, t14) = wait_all_gather(ft6, b_blocks_1)
+del ft6
+(t15, saved75) = Block_forward(t10, t12, t13, t14)
+del t12, t13, t14
+(t16, t17, t18) = wait_all_gather(ft11, b_blocks_2)
+del ft11
+(t19, saved93) = Block_forward(t15, t16, t17, t18)
+del t16, t17, t18
+return {'output': (t19,), 'flat_args': [x, t_blocks_0_down_weight, t_blocks_0_up_bias, t_blocks_0_up_weight, t_blocks_1_down_weight, t_blocks_1_up_bias, t_blocks_1_up_weight, t_blocks_2_down_weight, t_blocks_2_up_bias, t_blocks_2_up_weight, t_scale], 'flat_output': (t19,)}, ((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t15, t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t10, t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t5, x), (saved93, saved75, saved57))""")
+    assert_expected_inline(text(backward), """\
+C0, C1, = saved_for_backward
+clear_mutable_collection(saved_for_backward)
+del saved_for_backward
+t0, = cotangents
+clear_mutable_collection(cotangents)
+del cotangents
+t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t1, \\
+t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t2, \\
+t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t3, x, = C0
+clear_mutable_collection(C0)
+del C0
+saved93, saved75, saved57, = C1
+clear_mutable_collection(C1)
+del C1
+bw_ft4 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
+del t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight
+bw_ft5 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
+del t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight
+(bw_t6, bw_t7, bw_t8) = wait_all_gather(bw_ft4, b_blocks_2)
+del bw_t7, bw_ft4
+(t9, t10, t11, t12) = Block_backward(saved93, t1, bw_t6, bw_t8, t0)
+del saved93, t1, bw_t6, bw_t8, t0
+ft13 = reduce_scatter((t10, t11, t12), b_blocks_2)
+del t10, t11, t12
+(bw_t14, bw_t15, bw_t16) = wait_all_gather(bw_ft5, b_blocks_1)
+del bw_t15, bw_ft5
+bw_ft17 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
+del t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight
+(t18, t19, t20, t21) = Block_backward(saved75, t2, bw_t14, bw_t16, t9)
+del saved75, t2, bw_t14, bw_t16, t9
+(t22, t23, t24) = wait_reduce_scatter(ft13, b_blocks_2)
+del ft13
+ft25 = reduce_scatter((t19, t20, t21), b_blocks_1)
+del t19, t20, t21
+(bw_t26, bw_t27, bw_t28) = wait_all_gather(bw_ft17, b_blocks_0)
+del bw_t27, bw_ft17
+(t29, t30, t31, t32) = Block_backward(saved57, t3, bw_t26, bw_t28, t18)
+del saved57, t3, bw_t26, bw_t28, t18
+ft33 = reduce_scatter((t30, t31, t32), b_blocks_0)
+del t30, t31, t32
+t34 = torch.mul(x, t29)
+del x, t29
+t35 = torch.sum(t34, (0,), False, dtype=None)
+del t34
+(t36, t37, t38) = wait_reduce_scatter(ft25, b_blocks_1)
+del ft25
+ft39 = reduce_scatter((t35,), b_root)
+del t35
+(t40, t41, t42) = wait_reduce_scatter(ft33, b_blocks_0)
+del ft33
+(t43,) = wait_reduce_scatter(ft39, b_root)
+del ft39
+return (None, t42, t41, t40, t38, t37, t36, t24, t23, t22, t43)""")
+    assert_expected_inline(text(functions(cmodel)["Block_forward"].trace), """\
+t0 = linear(input, t_blocks_0_up_weight, t_blocks_0_up_bias)
+del t_blocks_0_up_weight, t_blocks_0_up_bias
+t1 = tanh(t0)
+del t0
+t2 = linear(t1, t_blocks_0_down_weight, None)
+del t_blocks_0_down_weight
+t3 = torch.add(input, t2, alpha=1)
+del input, t2
+return (t3, [t1])""")
+    assert_expected_inline(text(functions(cmodel)["Block_backward"].trace), """\
+t0, = saved
+release(saved)
+del saved
+t1 = linear_backward_input(t2, t_blocks_0_down_weight)
+del t_blocks_0_down_weight
+t3 = linear_backward_weight(t2, t0)
+t4 = tanh_backward(t1, t0)
+del t1, t0
+t5 = linear_backward_input(t4, t_blocks_0_up_weight)
+del t_blocks_0_up_weight
+t6 = torch.add(t2, t5, alpha=1)
+del t2, t5
+t7 = linear_backward_weight(t4, input)
+del input
+t8 = torch.sum(t4, (0,), False, dtype=None)
+del t4
+return (t6, t7, t8, t3)""")
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_parameters_are_passed_and_never_in_the_list(fake_ranks, strategy):
+    fake_ranks(2)
+    cmodel = compile_fake(Net, torch.ones(2, WIDTH), sharding_strategy=strategy)
+    last = functions(cmodel)["Block_forward"].trace.bound_symbols[-1]
+    assert all(tuple(p.shape)[0] == 2 for p in last.args[0][-1])  # activations: their first dimension is the batch
+    _, (saved, others) = traces(cmodel)[0].bound_symbols[-1].args
+    gathered = {p.name for p in saved if tuple(p.shape) in ((8, WIDTH), (WIDTH, 8))}
+    assert bool(gathered) == (strategy == "zero2")
+    assert len(others) == 3
+
+
+class Frozen(Net):
+    """The first block needs no gradient of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale.requires_grad_(False)
+
+
+def test_calls_that_need_other_gradients_have_a_function_of_their_own(fake_ranks):
+    fake_ranks(1)
+    cmodel = compile_fake(Frozen, torch.ones(2, WIDTH))
+    found = functions(cmodel)
+    assert sorted(found) == ["Block_2_backward", "Block_2_forward", "Block_backward", "Block_forward"]
+    results = {name: len(found[name].trace.bound_symbols[-1].args[0]) for name in found if "backward" in name}
+    assert results == {"Block_backward": 3, "Block_2_backward": 4}
+
+
+class Pair(Block):
+    """Returns a value that nobody uses, and one that is used without its gradient."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, torch.sin(y), torch.cos(x)
+
+
+class Pairs(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x, _, z = block(x)
+            x = x + z.detach()
+        return x
+
+
+def test_results_without_a_gradient(fake_ranks):
+    fake_ranks(1)
+    cmodel = compile_fake(lambda: Pairs(Pair(), Pair(), Pair()), torch.ones(2, WIDTH))
+    _, backward = traces(cmodel)
+    calls = [b for b in backward.bound_symbols if part_of(b) is not None]
+    assert len(calls) == 3
+    assert not any("zeros" in b.sym.name or "full" in b.sym.name for b in backward.bound_symbols)
+    (part,) = parts_in(backward)
+    assert not any(b.sym.name in ("sin", "cos") for b in part.trace.bound_symbols)
+
+
+class Noisy(Block):
+    def forward(self, x):
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+class Twice(Net):
+    def forward(self, x):
+        return self.blocks[0](x) - self.blocks[0](x) + self.blocks[1](x)
+
+
+def test_two_random_calls_on_the_same_values_draw_twice(fake_ranks):
+    fake_ranks(1)
+    cmodel = compile_fake(lambda: Twice(Noisy(), Noisy()), torch.ones(2, WIDTH))
+    assert sum(part_of(b) is not None for b in traces(cmodel)[0].bound_symbols) == 3
+
+
+def test_without_gradients(fake_ranks):
+    fake_ranks(1)
+    net = Net()
+    cmodel = thunder.jit(shardtrace.fsdp(net))
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        found = cmodel(x)
+    (part,) = parts_in(thunder.last_traces(cmodel)[-1])
+    assert part.name == "Block" and not part.saved
+    with shardtrace.full_params(net):
+        assert torch.equal(found, net(x))
+
+
+def swap(old, new):
+    """A user's pass: one function in place of another, wherever it finds it."""
+
+    def run(trace):
+        if not any(b.sym.name == old for b in trace.bound_symbols):
+            return trace
+        swapped = from_trace(trace)
+        for bsym in trace.bound_symbols:
+            if bsym.sym.name == old:
+                bsym = new(bsym)
+            swapped.bound_symbols.append(bsym)
+        return swapped
+
+    return run
+
+
+def test_passes_of_users_run_on_blocks(fake_ranks):
+    fake_ranks(1)
+    seen = []
+
+    def late(trace):
+        seen.append({b.sym.name for b in trace.bound_symbols})
+        return trace
+
+    early = swap("tanh", lambda b: thunder.torch.sin.bind(*b.args, output=b.output, subsymbols=[
+        thunder.core.prims.sin.bind(*b.args, output=b.output)
+    ]))  # fmt: skip
+    net = Net()
+    cmodel = thunder.jit(shardtrace.fsdp(net), transforms=[PassBeforeAutodiff(early, "early"), PassAfterLowering(late)])
+    x = torch.randn(2, WIDTH)
+    cmodel(x).sum().backward()
+    assert any("sin" in found for found in seen) and not any("tanh" in found for found in seen)
+
+
+@pytest.mark.parametrize("how", ["inline", "once"])
+def test_a_backward_that_is_called_twice(fake_ranks, how):
+    """The list is kept with ``retain_graph=True``, and empty otherwise."""
+    fake_ranks(1)
+    net = Net()
+    loss = thunder.jit(shardtrace.fsdp(net, repeated_blocks=how))(torch.ones(2, WIDTH)).sum()
+    loss.backward(retain_graph=True)
+    once = net.scale.grad.clone()
+    loss.backward()
+    assert torch.equal(net.scale.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "zero2"}, {"activation_checkpointing": Block}], ids=str)
+def test_the_peak_is_not_above_that_of_the_lines(fake_ranks, options):
+    fake_ranks(2)
+    peaks = []
+    for how in ("inline", "once"):
+        cmodel = compile_fake(Net, torch.ones(64, WIDTH), repeated_blocks=how, **options)
+        peaks.append(step_liveness(*traces(cmodel)).peak)
+    assert peaks[1] <= peaks[0] * 1.01
+
+
+@pytest.mark.parametrize("bucketing", ["layer", "none", 0.0001])
+def test_lines_stay_where_a_block_has_several_buckets(fake_ranks, bucketing):
+    fake_ranks(2)
+    cmodel = compile_fake(Net, torch.ones(2, WIDTH), bucketing_strategy=bucketing)
+    assert not functions(cmodel)
+    assert "several buckets" in str(shardtrace.inspect(cmodel))
+
+
+def test_names_are_unique(fake_ranks):
+    """Two kinds of blocks of the same name."""
+    fake_ranks(1)
+    other = type("Block", (Block,), {"forward": lambda self, x: torch.sin(Block.forward(self, x))})
+    cmodel = compile_fake(lambda: Net(Block(), Block(), other(), other()), torch.ones(2, WIDTH))
+    assert sorted(functions(cmodel)) == ["Block_2_backward", "Block_2_forward", "Block_backward", "Block_forward"]
+    assert names(traces(cmodel)[0].bound_symbols[-1].args)
