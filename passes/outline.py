@@ -250,7 +250,7 @@ def _differentiated(computation: TraceCtx) -> set[str]:
     """The names of values that depend on an input which requires a gradient."""
     found = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
     for bsym in computation.bound_symbols:
-        if not found.isdisjoint(names(bsym.flat_proxy_args)) and not is_constant_for_vjp(bsym):
+        if not found.isdisjoint(names(bsym.flat_proxy_args)) and not _stops_gradients(bsym):
             found |= names(bsym.flat_proxy_outs)
     return found
 
@@ -259,9 +259,14 @@ def _with_gradients(lines: Sequence[BoundSymbol]) -> set[str]:
     """The names of values that get a gradient: those that are returned, or that lines read whose results get one."""
     found = names(lines[-1].args[0]["output"])
     for bsym in reversed(lines[:-1]):
-        if not found.isdisjoint(names(bsym.flat_proxy_outs)) and not is_constant_for_vjp(bsym):
+        if not found.isdisjoint(names(bsym.flat_proxy_outs)) and not _stops_gradients(bsym):
             found |= names(bsym.flat_proxy_args)
     return found
+
+
+def _stops_gradients(bsym: BoundSymbol) -> bool:
+    """True for a line through which no gradient flows, such as ``detach``."""
+    return is_constant_for_vjp(bsym) or (bool(bsym.subsymbols) and all(map(_stops_gradients, bsym.subsymbols)))
 
 
 # ---- the trace of a block ----
