@@ -55,7 +55,7 @@ def install() -> tuple[str, ...]:
 
 def keeps_graph() -> bool:
     """True while autograd runs a backward that was called with ``retain_graph=True``."""
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
 
 

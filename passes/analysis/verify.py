@@ -13,6 +13,8 @@
 6. No value is saved if the line that computes it is recomputed in backward. (A fusion may save parts of its own if
    Thunder finds that no more is saved by it.)
 
+For what a called block saves, 4 and 6 hold too.
+
 A trace knows nothing of other ranks. :mod:`passes.compare_ranks` checks that all ranks issue the same collectives in
 the same order.
 """
@@ -25,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
+from passes.analysis.calls import part_of
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -41,6 +44,7 @@ from passes.analysis.recognise import (
     unsharded_values,
     waits_for_future,
 )
+from passes.analysis.symbols import properties
 from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
 
 from thunder.core import prims
@@ -249,6 +253,7 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
         return
     result, (saved, _) = lines[-1].args
+    _verify_lists(lines, values)
     outputs, aliases = names(result["output"]), parameter_aliases(trace)
     for p in saved:
         kept = [b for b in values.get(p.name, ()) if b.plan.regather]
@@ -263,6 +268,30 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
             "and saved for backward unsharded, because Thunder's autodiff hides how to recompute it",
             stacklevel=2,
         )
+
+
+def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
+    """What called blocks save: no unsharded parameter that backward gathers again, and nothing that it computes again."""
+    for i, bsym in enumerate(lines):
+        part = part_of(bsym)
+        inside = part.trace.bound_symbols if part is not None else []
+        if part is None or not is_return(inside[-1]) or not isinstance(inside[-1].args[0][-1], list):
+            continue
+        pairs = zip(part.trace.args, bsym.args, strict=True)
+        aliases = {p.name for p, a in pairs if any(b.plan.regather for b in values.get(a.name, ()))}
+        kept = names(inside[-1].args[0][-1])
+        for line in inside:
+            outs = names(line.flat_proxy_outs)
+            if kept & outs and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in line.tags:
+                _fail(lines, i, f"{part.name} saves {min(kept & outs)}, which its backward is to compute again")
+            if properties(line.sym).is_alias and names(line.flat_proxy_args[:1]) & aliases:
+                aliases |= outs
+        if kept & aliases:
+            _fail(
+                lines,
+                i,
+                f"{part.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
+            )
 
 
 def _verify_recomputed(trace: TraceCtx) -> None:
