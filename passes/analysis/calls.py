@@ -20,7 +20,13 @@ class Part:
     """
 
     def __init__(
-        self, name: str, traces: Sequence[TraceCtx], saved: str = "", *, traced: TraceCtx | None = None, module: str = ""
+        self,
+        name: str,
+        traces: Sequence[TraceCtx],
+        saved: str = "",
+        *,
+        traced: TraceCtx | None = None,
+        module: str = "",
     ) -> None:
         self.name = name
         self.traces = tuple(traces)
@@ -42,6 +48,23 @@ class Part:
 
     def __repr__(self) -> str:
         return f"Part({self.name})"
+
+
+class TraceWithBlocks(TraceCtx):
+    """A trace that prints the functions of blocks that it calls below itself. It runs as any other trace."""
+
+    def __repr__(self) -> str:
+        functions = (part.trace.python(print_depth=-1, include_decorators=False) for part in parts_in(self))
+        return "\n\n\n".join([super().__repr__(), *functions])
+
+
+def with_blocks(trace: TraceCtx) -> TraceCtx:
+    """The trace as one that prints the functions that it calls; the trace itself if it calls none."""
+    if isinstance(trace, TraceWithBlocks) or not parts_in(trace):
+        return trace
+    new = TraceWithBlocks(trace.fn)
+    new.__dict__.update(trace.__dict__)
+    return new
 
 
 class CallOf(NamedTuple):

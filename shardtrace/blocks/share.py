@@ -62,7 +62,9 @@ class TracedBlocks:
         self._outlined.clear()
 
     def __str__(self) -> str:
-        parts = [f"{name} was traced once for {n + 1} calls{self._why_written(name)}" for name, n in self.shared.items()]
+        parts = [
+            f"{name} was traced once for {n + 1} calls{self._why_written(name)}" for name, n in self.shared.items()
+        ]
         reasons: dict[str, list[str]] = {}
         for name, why in self.alone.items():
             if name not in self._other_kind or self._other_kind[name] in self.shared:  # two layers are no blocks

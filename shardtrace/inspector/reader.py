@@ -12,7 +12,6 @@ from shardtrace.inspector.lines import Function, Line, read_line
 from shardtrace.inspector.modules import ModuleMap, assign_modules, modules_of_traced
 
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
 
 class Reader:
