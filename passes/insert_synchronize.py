@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from passes.analysis.calls import block_of
 from passes.analysis.recognise import names
 from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
-from passes.outline import block_of
 from passes.plan import Bucket, Enlisted, Member, ShardedParameter
 from passes.plan.bucketing import Group, Use, group_uses
 

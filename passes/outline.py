@@ -23,18 +23,15 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import Part
-from passes.analysis.origins import marked
-from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
+from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
+from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import synchronize
-from passes.compat import compile_data_and_stats, set_signature, symbol_that_calls
+from passes.compat import compile_data_and_stats
 
 from thunder.core import prims
-from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import AnyProxy, CollectionProxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
-from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.extend import OperatorExecutor
@@ -49,58 +46,6 @@ class Inner(NamedTuple):
 
     before: Callable[[Collection[str]], Sequence[Run]]
     after: Sequence[Run]
-
-
-class Block:
-    """A traced block. It is the id of the symbol whose lines call it.
-
-    Args:
-        name: of its class; an identifier, unique in the trace that calls it.
-        lines: what tracing its first call recorded.
-        inputs: the values that the lines read and do not make: those of the call, its parameters, its buffers.
-        outputs: the tensors that the call returns.
-        taken: names that its values must not have.
-        module: the qualified name of the module that was called.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lines: Sequence[BoundSymbol],
-        inputs: Sequence[TensorProxy],
-        outputs: Sequence[TensorProxy],
-        taken: Collection[str],
-        module: str = "",
-    ) -> None:
-        self.name, self.module = name, module
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        trace = _function(name, self.inputs, [*map(marked, lines)], self.outputs, taken)
-        self.trace = dce(trace)
-        self.is_random = any(map(is_random, self.trace.bound_symbols))
-        self._variants: dict[Needs, Variant] = {}
-
-    @cached_property
-    def symbol(self) -> Symbol:
-        return _symbol(self.name, self._meta, self, tags=[OpTags.RANDOM_OP] if self.is_random else [])
-
-    def _meta(self, *args: Any) -> tuple[TensorProxy, ...]:
-        return tuple(TensorProxy(like=o, tags=set(o.tags)) for o in self.outputs)
-
-    @cached_property
-    def differentiable(self) -> frozenset[int]:
-        """The numbers of the inputs through which a gradient may flow."""
-        found: set[str] = set()
-        for bsym in self.trace.bound_symbols:
-            if not is_return(bsym) and not is_unpack(bsym) and not is_constant_for_vjp(bsym):
-                found |= names(bsym.flat_proxy_args)
-        return frozenset(i for i, p in enumerate(self.inputs) if p.name in found)
-
-    def variant(self, needs: Needs, inner: Inner, trace: TraceCtx) -> Variant:
-        """The variant for these needs. A new one gets a name that is unique in ``trace``, like its functions."""
-        if needs not in self._variants:
-            name = unique_name(trace, self.name) if self._variants else self.name
-            self._variants[needs] = Variant(name, self, needs, inner)
-        return self._variants[needs]
 
 
 class Needs(NamedTuple):
@@ -134,13 +79,16 @@ class Variant:
 
     @cached_property
     def symbol(self) -> Symbol:
-        return _symbol(self.name, self.block.symbol.meta, self, tags=self.block.symbol.tags)
+        return self._symbol(self.name, self.block.symbol.meta, self)
+
+    def _symbol(self, name: str, meta: Any, what: Any) -> Symbol:
+        return symbol_of_call(name, meta, what, executor=executor, tags=self.block.symbol.tags)
 
     # ---- without gradients ----
 
     def execute(self, *args: Any) -> Any:
         """Adds the line that runs the block where nothing is differentiated."""
-        return _symbol(self.plain.name, self.block.symbol.meta, self.plain, tags=self.block.symbol.tags)(*args)
+        return self._symbol(self.plain.name, self.block.symbol.meta, self.plain)(*args)
 
     @cached_property
     def plain(self) -> Part:
@@ -160,13 +108,12 @@ class Variant:
     def differentiate(self, *args: Any) -> Any:
         """The grad rule of a call."""
         parts, outputs = self.parts, self.block.outputs
-        tags = self.block.symbol.tags
 
         def forward_meta(*args: Any) -> tuple[Any, ...]:
             results = tuple(TensorProxy(like=o, requires_grad=False, tags=set()) for o in outputs)
             return (*results, AnyProxy(None, prefix="saved")) if parts.saves else results
 
-        results = _symbol(parts.forward.name, forward_meta, parts.forward, tags=tags)(*args)
+        results = self._symbol(parts.forward.name, forward_meta, parts.forward)(*args)
         outs, saved = results[: len(outputs)], results[len(outputs) :]
         if parts.backward is not None:
             given = (*saved, *(args[i] for i in parts.inputs), *(outs[i] for i in parts.outputs))
@@ -175,7 +122,7 @@ class Variant:
             def backward_meta(*args: Any) -> tuple[TensorProxy, ...]:
                 return tuple(TensorProxy(like=g, requires_grad=False, tags=set()) for g in parts.results)
 
-            gradients = _symbol(parts.backward.name, backward_meta, parts.backward)(*given, *cotangents)
+            gradients = self._symbol(parts.backward.name, backward_meta, parts.backward)(*given, *cotangents)
             for i, gradient in zip(parts.gradients, gradients, strict=True):
                 put_grad(args[i], gradient)
         return outs
@@ -211,7 +158,7 @@ class _Stages:
         return self.traces[-1]
 
     def add(self, run: Run) -> TraceCtx:
-        new = run(self.traces[-1] if self.traces else None)  # type: ignore[arg-type]
+        new = run(self.traces[-1] if self.traces else TraceCtx())
         if not self.traces or new is not self.traces[-1]:
             if new.get_provenance() is None:
                 new.set_provenance(TraceProvenance(f"shardtrace: {_name_of(run)}"))
@@ -246,20 +193,6 @@ def enlist(data: Any) -> None:
         data.executors_list = (*data.executors_list, executor)
 
 
-def unique_name(trace: TraceCtx, base: str) -> str:
-    """``base``, or with a number if the trace has this name already. It has it from now on."""
-    name, n = base, 2
-    while trace.has_name(name):
-        name, n = f"{base}_{n}", n + 1
-    trace.add_name(name)
-    return name
-
-
-def block_of(bsym: BoundSymbol) -> Block | None:
-    """The block that a traced line calls; None if it does something else."""
-    return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
-
-
 def traced_block(bsym: BoundSymbol) -> Block | None:
     """The block that a line calls before it is differentiated and lowered; None if it does something else."""
     return bsym.sym.id.block if isinstance(bsym.sym.id, Variant) else block_of(bsym)
@@ -284,9 +217,18 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
                 frozenset(i for i, o in enumerate(bsym.output) if o.name in read),
                 frozenset(i for i, a in enumerate(bsym.args) if a.name in again),
             )
-            bsym = bsym.from_bsym(sym=block.variant(needs, inner, new).symbol)
+            bsym = bsym.from_bsym(sym=_variant(block, needs, inner, new).symbol)
         new.bound_symbols.append(bsym)
     return new
+
+
+def _variant(block: Block, needs: Needs, inner: Inner, trace: TraceCtx) -> Variant:
+    """The variant of a block for these needs. A new one gets a name that is unique in ``trace``, like its functions."""
+    if needs not in block.variants:
+        name = unique_name(trace, block.name) if block.variants else block.name
+        block.variants[needs] = Variant(name, block, needs, inner)
+    variant: Variant = block.variants[needs]
+    return variant
 
 
 def _differentiated(computation: TraceCtx) -> set[str]:
@@ -308,27 +250,6 @@ def _with_gradients(lines: Sequence[BoundSymbol]) -> set[str]:
 
 
 # ---- the trace of a block ----
-
-
-def _function(
-    name: str,
-    args: Sequence[Proxy],
-    lines: Sequence[BoundSymbol],
-    result: Any,
-    taken: Collection[str],
-    *,
-    unpacking: Sequence[BoundSymbol] = (),
-) -> TraceCtx:
-    """A trace that is a function of ``args``."""
-    trace = TraceCtx()
-    trace.names = set(taken)
-    trace.args = tuple(args)
-    set_signature(trace, name)
-    trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
-    trace.bound_symbols += [*unpacking, *lines]
-    with tracectx(trace):
-        prims.python_return(result)
-    return trace
 
 
 def _with_lines(trace: TraceCtx, lines: Sequence[BoundSymbol]) -> TraceCtx:
@@ -392,7 +313,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
     kept = [p for p in (*saved, *other) if p.name not in numbers and p.name not in out_numbers]
     returned = (*outputs, kept) if kept else tuple(outputs)
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
-    forwards.add(lambda t: _signed(del_last_used(_function(f"{name}_forward", args, lines, returned, t.names))))
+    forwards.add(lambda t: _signed(del_last_used(function_of_lines(f"{name}_forward", args, lines, returned, t.names))))
     first = Part(f"{name}_forward", forwards.traces, traced=block.trace, module=block.module)
     if backward is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
@@ -412,7 +333,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
             collection = CollectionProxy(list(kept), name="saved" if not backward.has_name("saved") else None)
             inputs.insert(0, collection)
         unpacking = [prims.unpack_sequence.bind(collection, len(kept), output=list(kept))]
-    function = _function(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
+    function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
     backwards.add(lambda _: _signed(del_last_used(function, clear_mutable_collections=True)))
     emptied = inputs[0].name if kept else ""
     second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
@@ -431,7 +352,3 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
 def _signed(trace: TraceCtx) -> TraceCtx:
     trace.set_provenance(TraceProvenance("shardtrace: outline"))
     return trace
-
-
-def _symbol(name: str, meta: Any, what: Any, *, tags: Sequence[Any] | None = None) -> Symbol:
-    return symbol_that_calls(name, meta, what, id=what, is_prim=True, executor=executor, tags=list(tags or []))

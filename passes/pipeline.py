@@ -21,6 +21,7 @@ from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
+from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
 from passes.refuse_double_backward import insert_refusal
@@ -48,6 +49,7 @@ class Compilation:
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
         self.blocks: Any = None  # of the tracer: the blocks traced so far; as a text, a remark on the trace
+        self.recomputing: list[str] = []  # classes of the checkpointed modules that are being traced
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
@@ -95,11 +97,15 @@ class Pass(Transform):
 
 
 class ShardParameters(Pass):
-    """The first pass, and the only one that also changes the prologue and the epilogue."""
+    """The first pass, and the only one that also changes the prologue and the epilogue.
 
-    def __init__(self, compilation: Compilation) -> None:
+    ``merge``: whether checks of the prologue are merged. Transforms of others may look for Thunder's own lines.
+    """
+
+    def __init__(self, compilation: Compilation, *, merge: bool = True) -> None:
         super().__init__("shard_parameters")
         self.compilation = compilation
+        self.merge = merge
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -108,6 +114,8 @@ class ShardParameters(Pass):
         with self.running(enlisted.runtimes):
             self.compilation.end()
             prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
+            if self.merge and computation is not computation_trace:
+                prologue = merge_checks(prologue)
         if computation is not computation_trace:
             self.sign(prologue)
             self.sign(computation, str(self.compilation.blocks or ""))
@@ -193,7 +201,7 @@ def _inner(users: Sequence[Pass]) -> Inner:
     """The passes of :func:`pipeline` that a block's own trace goes through, which has no collectives."""
 
     def before(unsharded: Collection[str]) -> list[Run]:
-        own = [keep_random, checkpoint_activations, functools.partial(regather, unsharded=unsharded)]
+        own: list[Run] = [keep_random, checkpoint_activations, functools.partial(regather, unsharded=unsharded)]
         return [*own, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
     return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
@@ -204,7 +212,7 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
     users = [t for t in transforms if isinstance(t, Pass)]
     return [
         # first, because the next pass needs to know which inputs are parameters; they are shards from here on
-        ShardParameters(compilation),
+        ShardParameters(compilation, merge=len(users) == len(transforms)),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff(
             lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation

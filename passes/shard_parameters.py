@@ -18,7 +18,7 @@ from thunder.core import prims
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import TensorProxy, Variable, variableify
+from thunder.core.proxies import TensorProxy, Variable
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
@@ -30,19 +30,16 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
         return prologue, computation
 
     new_prologue = from_trace(prologue)
-    swap = {variableify(p): _as_shard(p, new_prologue, enlisted) for p in full}
-    new_prologue.bound_symbols = [_check_shard(b.from_bsym_swap_proxies(swap), swap) for b in prologue.bound_symbols]
+    shards = {p.name: _as_shard(p, new_prologue, enlisted) for p in full}
+    new_prologue.bound_symbols = [_with_shards(b, shards) for b in prologue.bound_symbols]
     _insert_guards(new_prologue, enlisted)
 
     new_computation = from_trace(computation)
     # the computation's inputs are separate proxies with the names of the prologue's outputs
-    inputs = {
-        variableify(p): _as_shard(p, new_computation, enlisted) for p in computation.args if variableify(p) in swap
-    }
-    new_computation.args = tuple(inputs.get(variableify(p), p) for p in computation.args)
+    inputs = {p.name: _as_shard(p, new_computation, enlisted) for p in computation.args if p.name in shards}
+    new_computation.args = tuple(inputs.get(p.name, p) for p in computation.args)
     new_computation.bound_symbols = [
-        b.from_bsym_swap_proxies(inputs) if b.sym is prims.unpack_trivial else marked(b)
-        for b in computation.bound_symbols
+        _with_shards(b, inputs) if b.sym is prims.unpack_trivial else marked(b) for b in computation.bound_symbols
     ]
     return new_prologue, new_computation
 
@@ -57,13 +54,18 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
         return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype, device=device)
 
 
-def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
-    """Makes a check of a parameter's metadata expect the shard's shape, device and dtype."""
-    if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
-        return bsym
-    proxy, _, _, _, requires_grad = bsym.args
-    dtype = to_torch_dtype(proxy.dtype)
-    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), proxy.device.device_str(), dtype, requires_grad))
+def _with_shards(bsym: BoundSymbol, shards: dict[str, TensorProxy]) -> BoundSymbol:
+    """The line on shards, if it unpacks a parameter or checks its metadata: these are then a shard's."""
+    if bsym.sym is prims.check_tensor_shape_and_metadata and (p := shards.get(bsym.args[0].name)) is not None:
+        dtype = to_torch_dtype(p.dtype)
+        return bsym.from_bsym(args=(p, tuple(p.shape), p.device.device_str(), dtype, bsym.args[4]))
+    if bsym.sym is prims.unpack_parameter and (p := shards.get(bsym.output.name)) is not None:
+        return bsym.from_bsym(output=p)
+    if bsym.sym is prims.unpack_trivial and isinstance(bsym.output, TensorProxy) and bsym.output.name in shards:
+        return bsym.from_bsym(args=(shards[bsym.output.name],), output=shards[bsym.output.name])
+    if bsym.sym is prims.python_return:
+        return bsym.from_bsym_swap_proxies({Variable(p): p for p in shards.values()})
+    return bsym
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:

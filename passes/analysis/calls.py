@@ -1,13 +1,71 @@
-"""Calls of functions that are traces themselves: what a line of a trace that calls a block runs."""
+"""Calls of blocks: lines that stand for the lines of another trace.
+
+A traced line calls a :class:`Block`. Autodiff and lowering make it lines that call a :class:`Part` of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from passes.analysis.origins import marked
+from passes.analysis.recognise import is_random, is_return, is_unpack, names
+from passes.compat import set_signature, symbol_that_calls
+
+from thunder.core import prims
+from thunder.core.prims import OpTags
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.transform_common import dce
+from thunder.core.transforms import is_constant_for_vjp
+
+
+class Block:
+    """A traced block. It is the id of the symbol whose lines call it.
+
+    Args:
+        name: of its class; an identifier, unique in the trace that calls it.
+        lines: what tracing its first call recorded.
+        inputs: the values that the lines read and do not make: those of the call, its parameters, its buffers.
+        outputs: the tensors that the call returns.
+        taken: names that its values must not have.
+        module: the qualified name of the module that was called.
+
+    ``variants`` are what :mod:`passes.outline` makes of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lines: Sequence[BoundSymbol],
+        inputs: Sequence[TensorProxy],
+        outputs: Sequence[TensorProxy],
+        taken: Collection[str],
+        module: str = "",
+    ) -> None:
+        self.name, self.module = name, module
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.trace = dce(function_of_lines(name, self.inputs, [*map(marked, lines)], self.outputs, taken))
+        self.is_random = any(map(is_random, self.trace.bound_symbols))
+        self.variants: dict[Any, Any] = {}
+
+    @cached_property
+    def symbol(self) -> Symbol:
+        return symbol_of_call(self.name, self._meta, self, tags=[OpTags.RANDOM_OP] if self.is_random else [])
+
+    def _meta(self, *args: Any) -> tuple[TensorProxy, ...]:
+        return tuple(TensorProxy(like=o, tags=set(o.tags)) for o in self.outputs)
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """The numbers of the inputs through which a gradient may flow."""
+        found: set[str] = set()
+        for bsym in self.trace.bound_symbols:
+            if not is_return(bsym) and not is_unpack(bsym) and not is_constant_for_vjp(bsym):
+                found |= names(bsym.flat_proxy_args)
+        return frozenset(i for i, p in enumerate(self.inputs) if p.name in found)
 
 
 class Part:
@@ -73,6 +131,11 @@ class CallOf(NamedTuple):
     module: str
 
 
+def block_of(bsym: BoundSymbol) -> Block | None:
+    """The block that a traced line calls; None if it does something else."""
+    return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
+
+
 def part_of(bsym: BoundSymbol) -> Part | None:
     """The function of a block that a line calls; None if it does something else."""
     return bsym.sym.id if isinstance(bsym.sym.id, Part) else None
@@ -92,3 +155,40 @@ def lines_within(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
     """What a line consists of: the lines of the function that it calls, or its own parts."""
     part = part_of(bsym)
     return part.trace.bound_symbols if part is not None else bsym.subsymbols
+
+
+def symbol_of_call(
+    name: str, meta: Any, what: Any, *, executor: Any = None, tags: Sequence[Any] | None = None
+) -> Symbol:
+    """The symbol of lines that call ``what``, which is its id."""
+    return symbol_that_calls(name, meta, what, id=what, is_prim=True, executor=executor, tags=list(tags or []))
+
+
+def function_of_lines(
+    name: str,
+    args: Sequence[Proxy],
+    lines: Sequence[BoundSymbol],
+    result: Any,
+    taken: Collection[str],
+    *,
+    unpacking: Sequence[BoundSymbol] = (),
+) -> TraceCtx:
+    """A trace that is a function of ``args``. ``unpacking`` are lines that take them apart."""
+    trace = TraceCtx()
+    trace.names = set(taken)
+    trace.args = tuple(args)
+    set_signature(trace, name)
+    trace.bound_symbols = [prims.unpack_trivial.bind(a, name=a.name, output=a) for a in args]
+    trace.bound_symbols += [*unpacking, *lines]
+    with tracectx(trace):
+        prims.python_return(result)
+    return trace
+
+
+def unique_name(trace: TraceCtx, base: str) -> str:
+    """``base``, or with a number if the trace has this name already. It has it from now on."""
+    name, n = base, 2
+    while trace.has_name(name):
+        name, n = f"{base}_{n}", n + 1
+    trace.add_name(name)
+    return name

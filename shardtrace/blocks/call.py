@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import CallOf
+from passes.analysis.calls import Block, CallOf, block_of, unique_name
 from passes.analysis.recognise import changes_values, names
 from passes.analysis.symbols import properties
 from passes.compat import names_of_users
-from passes.outline import Block, block_of, enlist, unique_name
+from passes.outline import enlist
 from passes.plan import ShardedParameter
 from shardtrace.blocks.template import Template, captured, guard_reads, values_of, wrapped_tensors
 
@@ -60,13 +60,16 @@ def make_block(template: Template, trace: TraceCtx, class_name: str, parameter_o
     if any(o.name in aliases for o in outputs):
         raise CannotCall("they return a view of an input")
     enlist(get_compile_data())
-    users = names_of_users()
+    names_in = names_of_users()
+    with tracectx(TraceCtx()):  # tags are copied: Thunder changes those of the lines that it has traced
+        made = {variableify(p): names_in.get(variableify(p), p).replace(tags=set(tags)) for p, tags in template.made}
+    own = {**names_in, **made}
     block = Block(
         unique_name(trace, class_name),
-        [b.from_bsym_swap_proxies(users) for b in lines],
-        [users.get(variableify(p), p) for p in inputs],
-        [users.get(variableify(p), p) for p in outputs],
-        trace.names | {p.name for p in users.values()},
+        [b.from_bsym_swap_proxies(own) for b in lines],
+        [own.get(variableify(p), p) for p in inputs],
+        [own.get(variableify(p), p) for p in outputs],
+        trace.names | {p.name for p in own.values()},
         template.name,
     )
     return Outlined(block, inputs, outputs)
@@ -96,7 +99,7 @@ def _refuse_buckets(template: Template, parameter_of: ParameterOf) -> None:
 def _inputs(template: Template) -> list[TensorProxy]:
     """The tensors of the call, those of the block, and those of elsewhere, each once."""
     given = {p.name: p for p in (*template.inputs, *(c.proxy for c in template.captures))}
-    read, _ = values_of(template.lines, given.keys())
+    read, _ = values_of(template.lines, set(given))
     return [*given.values(), *(p for name, p in read.items() if name not in given)]
 
 
@@ -138,10 +141,10 @@ def call(
 
 
 def _replace_first(outlined: Outlined, template: Template, lines: list[BoundSymbol]) -> None:
-    """Puts a call in place of the lines that were traced, unless torch.utils.checkpoint holds them. ``lines`` end with
-    the second call."""
+    """Puts a call in place of the lines that were traced, unless torch.utils.checkpoint or a checkpointed module holds
+    them. ``lines`` end with the second call."""
     at = next((i for i, b in enumerate(lines) if b is template.traced[0]), None)
-    if at is None:
+    if at is None or lines[at].tags != template.lines[0].tags:
         return
     first = lines[-1].from_bsym(args=outlined.inputs, output=outlined.outputs, tags={CallOf(template.name)})
     lines[at : at + len(template.traced)] = [first]

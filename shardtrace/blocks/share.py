@@ -37,15 +37,9 @@ Call = Callable[..., Any]
 class TracedBlocks:
     """The blocks that one tracing has met. ``shared`` counts the calls that were not traced, by the name of the block
     that was; ``written`` says why the lines of such a block stand there for each call; ``alone`` says why others were
-    traced.
+    traced."""
 
-    Args:
-        parameter_of: gives the sharded parameter of a tensor, or None.
-        obstacle: why no block becomes a call; empty if they may.
-    """
-
-    def __init__(self, parameter_of: ParameterOf, obstacle: str = "") -> None:
-        self.parameter_of, self.obstacle = parameter_of, obstacle
+    def __init__(self) -> None:
         self.written: dict[str, str] = {}
         self._outlined: dict[str, Outlined] = {}  # by the name of the block that was traced
         self.shared: Counter[str] = Counter()
@@ -76,12 +70,24 @@ class TracedBlocks:
     def _why_written(self, name: str) -> str:
         return f" (its lines stand in the trace for each call: {self.written[name]})" if name in self.written else ""
 
-    def call(self, name: str, function: Call, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        name: str,
+        function: Call,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        parameter_of: ParameterOf,
+        obstacle: str = "",
+    ) -> Any:
         """Calls a block in the running interpreter. ``module``, arguments and result are wrapped values.
 
         Args:
             name: the block's, for messages.
             function: what is to be traced, called with ``module`` and the arguments.
+            parameter_of: gives the sharded parameter of a tensor, or None.
+            obstacle: why this call's lines must stand in the trace; empty if one line may stand for them.
         """
         if self._inside or get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
             # a block within a block is traced with it; symbolic shapes cannot be compared
@@ -106,7 +112,7 @@ class TracedBlocks:
         for template in self._templates.get(key, ()):
             difference = fits(template, m)
             if not difference:
-                outputs = self._again(template, trace, m, name, root, tensors)
+                outputs = self._again(template, trace, m, name, root, tensors, parameter_of, obstacle)
                 self.shared[template.name] += 1
                 self.alone.pop(name, None)
                 return _wrapped(tree_unflatten(outputs, template.spec), root)
@@ -126,18 +132,22 @@ class TracedBlocks:
         name: str,
         root: ProvenanceRecord,
         tensors: Sequence[TensorProxy],
+        parameter_of: ParameterOf,
+        obstacle: str,
     ) -> list[Any]:
         """Adds another call to the trace. Returns its outputs, flat."""
+        if len(trace.scopes) > 1:
+            obstacle = obstacle or "torch.utils.checkpoint or an autograd.Function calls it"
         outlined = self._outlined.get(template.name)
         if outlined is None and template.name not in self.written:
             try:
-                if self.obstacle or len(trace.scopes) > 1:
-                    raise CannotCall(self.obstacle or "torch.utils.checkpoint or an autograd.Function calls it")
-                outlined = make_block(template, trace, type(module).__name__, self.parameter_of)
+                if obstacle:
+                    raise CannotCall(obstacle)
+                outlined = make_block(template, trace, type(module).__name__, parameter_of)
                 self._outlined[template.name] = outlined
             except CannotCall as why:
                 self.written[template.name] = str(why)
-        if outlined is None or len(trace.scopes) > 1:
+        if outlined is None or obstacle:
             return write_again(template, trace, module, root, tensors)
         return call(outlined, template, trace, module, name, root, tensors)
 

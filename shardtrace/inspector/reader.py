@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from passes.analysis.calls import Part, part_of
+from passes.analysis.calls import Block, Part, part_of
 from passes.analysis.seconds import compute_seconds
-from passes.outline import Block, traced_block
+from passes.outline import traced_block
 from passes.plan import CostModel
 from shardtrace.inspector.lines import Function, Line, read_line
 from shardtrace.inspector.modules import ModuleMap, assign_modules, modules_of_traced

@@ -114,13 +114,23 @@ def _trace_block(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs:
     state.check_part(unwrap(module))
     compilation = _compilation()
     if compilation.blocks is None:
-        compilation.blocks = TracedBlocks(lambda t: state.by_stand_in.get(id(t)), _why_no_calls())
+        compilation.blocks = TracedBlocks()
         compilation.at_end_of_tracing.append(compilation.blocks.forget)
-    return compilation.blocks.call(unwrap(module).__dict__[REPEATED], call, module, args, kwargs)
+    return compilation.blocks.call(
+        unwrap(module).__dict__[REPEATED],
+        call,
+        module,
+        args,
+        kwargs,
+        parameter_of=lambda tensor: state.by_stand_in.get(id(tensor)),
+        obstacle=_why_no_call(compilation),
+    )
 
 
-def _why_no_calls() -> str:
-    """Why the lines of blocks must stand in the trace; empty if they may be calls."""
+def _why_no_call(compilation: Compilation) -> str:
+    """Why a block's lines must stand in the trace; empty if one line may stand for them."""
+    if compilation.recomputing:
+        return f"the activations of {compilation.recomputing[0]} are recomputed as a whole"
     others = [t for t in get_compile_data().transforms if not isinstance(t, Pass) and t not in watching.get()]
     return f"{type(others[0]).__name__} is to see them" if others else ""
 
@@ -130,8 +140,12 @@ def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **
     if CHECKPOINTED not in unwrap(module).__dict__:
         return interpret(forward, module, *args, **kwargs)
     lines = get_jit_ctx().computation_trace.scopes[-1]
-    before = len(lines)
-    result = interpret(forward, module, *args, **kwargs)
+    before, recomputing = len(lines), _compilation().recomputing
+    recomputing.append(type(unwrap(module)).__name__)
+    try:
+        result = interpret(forward, module, *args, **kwargs)
+    finally:
+        recomputing.pop()
     mark_block(lines[before:])
     return result
 

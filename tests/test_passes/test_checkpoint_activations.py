@@ -3,6 +3,8 @@
 import shutil
 
 import shardtrace
+from passes.analysis import names
+from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_random
 from passes.analysis.verify import VerificationError, verify
 
@@ -123,7 +125,12 @@ def close(found, expected):
 
 
 def saved(cmodel):
-    _, (tensors, _) = thunder.last_traces(cmodel)[-1].bound_symbols[-1].args
+    """The dtypes of the saved activations, those of calls of blocks among them."""
+    forward = thunder.last_traces(cmodel)[-1]
+    _, (tensors, others) = forward.bound_symbols[-1].args
+    for bsym in forward.bound_symbols:
+        if part_of(bsym) is not None and names(bsym.output) & names(others):
+            tensors += tuple(part_of(bsym).trace.bound_symbols[-1].args[0][-1])
     return sorted(f"{p.dtype}".removeprefix("thunder.dtypes.") for p in tensors if not p.name.startswith("t_"))
 
 

@@ -5,6 +5,7 @@ import thunder
 import torch
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
+from thunder.core.transform_common import Transform
 from torch import nn
 
 
@@ -30,7 +31,9 @@ def test_inputs_are_shards(cmodel):
     }
 
 
-def test_the_prologue_checks_shards_and_guards_the_model(cmodel):
+def test_the_prologue_checks_shards_and_guards_the_model(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(two_linear, torch.ones(3, 6), transforms=[Transform()])  # checks are not merged for this one
     trace = stage(cmodel, "shard_parameters", thunder.last_prologue_traces)
     checks = [line for line in text(trace).splitlines() if "check_tensor" in line or "check_parameters" in line]
     assert_expected_inline(

@@ -6,9 +6,8 @@ import random
 
 import shardtrace
 from passes.analysis import collectives
-from passes.analysis.calls import CallOf
+from passes.analysis.calls import CallOf, block_of
 from passes.checkpoint_activations import Call
-from passes.outline import block_of
 from passes.pipeline import ShardParameters
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, ProxyTag
 from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.transform_common import Transform, dce
@@ -55,13 +54,18 @@ class Plain(nn.Module):
         return torch.tanh(x @ self.w) + x
 
 
-def lines(trace):
-    """The lines of a trace, with values numbered in the order in which they appear, and those of a block for its
-    call."""
+def lines(trace, *, recomputed=True):
+    """The lines of a trace, with values numbered in the order in which they appear, and those of a block for its call.
+
+    ``recomputed``: with the marks of what is recomputed, which Thunder sets on lines that it traced before.
+    """
     numbers, scopes, calls = itertools.count(), itertools.count(), {}
 
     def tag(t, scope):
         return calls.setdefault((t, scope), len(calls)) if isinstance(t, Call) else type(t)
+
+    def marked(t):
+        return recomputed or (not isinstance(t, BoundSymbolTag) and t is not ProxyTag.RECOMPUTE_IN_BACKWARD)
 
     def read(bsyms, known, scope=None):
         def value(v):
@@ -70,11 +74,11 @@ def lines(trace):
             if v.name not in known:
                 known[v.name] = next(numbers)
             kind = (getattr(v, "shape", None), getattr(v, "dtype", None), getattr(v, "requires_grad", None))
-            return known[v.name], *map(str, kind), *sorted(map(str, v.tags))
+            return known[v.name], *map(str, kind), *sorted(str(t) for t in v.tags if marked(t))
 
         def line(b):
             values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))
-            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, (CallOf, BoundSymbolTag)))
+            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, CallOf) and marked(t))
             return b.sym.id, [value(v) for v in values[0]], [line(s) for s in b.subsymbols], tags
 
         for b in bsyms:
@@ -110,9 +114,11 @@ def blocks_of(cmodel):
     return (dict(blocks.shared), blocks.alone) if blocks else ({}, {})
 
 
-def compare(net, *inputs, real=True, **options):
+def compare(net, *inputs, real=True, exact=True, **options):
     """Compiles a net with every block traced, with each kind as calls, and with its lines written for each call.
-    Returns :func:`blocks_of`."""
+    Returns :func:`blocks_of`.
+
+    If a block's input is read elsewhere too, its gradients are added up in another order: not ``exact``."""
     inputs = inputs or (torch.randn(2, D, generator=torch.Generator().manual_seed(1)),)
     inline, wanted = compiled(net, *inputs, **options | {"repeated_blocks": "inline"})
     assert blocks_of(inline) == ({}, {})
@@ -123,9 +129,9 @@ def compare(net, *inputs, real=True, **options):
     assert not real or same(found, wanted)
     once, found = compiled(net, *inputs, **options)
     traced = [dce(thunder.last_traces(c)[0]) for c in (once, inline)]
-    assert lines(traced[0]) == lines(traced[1])
+    assert lines(traced[0], recomputed=False) == lines(traced[1], recomputed=False)
     assert sent(once) == sent(inline)
-    assert not real or same(found, wanted)
+    assert not real or (same(found, wanted) if exact else near(found, wanted))
     assert blocks_of(once) == blocks_of(written)
     return blocks_of(once)
 
@@ -133,6 +139,11 @@ def compare(net, *inputs, real=True, **options):
 def same(some, others):
     assert [a is None for a in some] == [b is None for b in others]
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True) if a is not None)
+
+
+def near(some, others):
+    torch.testing.assert_close(some, others, rtol=1e-6, atol=1e-8)
+    return True
 
 
 def sent(cmodel):
@@ -211,6 +222,10 @@ class SameNet(Net):
         return x
 
 
+def returns_its_input():
+    return SameNet(*(Same() for _ in range(4)))
+
+
 class Hidden(Net):
     def forward(self, x):
         kept = []
@@ -280,7 +295,7 @@ def of_two_kinds():
         (lambda: MaskedNet(*(Masked() for _ in range(4))), {"blocks.1": 2}),
         (lambda: Net(Detached(), Detached()), {"blocks.0": 1}),
         (lambda: Net(InPlace(), InPlace()), {"blocks.0": 1}),
-        (lambda: SameNet(*(Same() for _ in range(4))), {"blocks.0": 1, "blocks.2": 1}),
+        (returns_its_input, {"blocks.0": 1, "blocks.2": 1}),
         (lambda: Hidden(Plain(), Plain()), {"blocks.0": 1}),
         (lambda: Thrice(Plain(), Plain()), {"blocks.0": 3}),
         (lambda: Checkpointing(*(Plain() for _ in range(3))), {"blocks.0": 4}),
@@ -295,7 +310,7 @@ def of_two_kinds():
 )
 def test_blocks_that_are_traced_once(make, shared, fake_ranks):
     fake_ranks(1)
-    found, alone = compare(make())
+    found, alone = compare(make(), exact=make is not returns_its_input)
     assert found == shared
     assert all("inputs differ" in why for why in alone.values())
 
@@ -592,7 +607,7 @@ def another():
 )
 def test_blocks_that_are_traced_by_themselves(make, shared, reason, fake_ranks):
     fake_ranks(1)
-    found, alone = compare(make())
+    found, alone = compare(make(), exact=make is not returns_its_input)
     assert found == shared
     assert any(reason in why for why in alone.values())
 
