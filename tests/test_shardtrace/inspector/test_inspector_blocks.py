@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import shardtrace
 from shardtrace.inspector.data import page_data
@@ -55,6 +56,17 @@ def test_modules_cost_what_they_cost_inline(three_blocks, three_calls):
     assert re.fullmatch(r"forward:\d+:\d+", at["1.up"])
     _, line, part = at["1.up"].split(":")
     assert "t_0_up_weight" in three_calls.record.phases[0].lines[int(line)].parts[int(part)].code
+
+
+def test_lines_of_a_call_share_its_time(three_calls):
+    for phase in three_calls.record.phases:
+        starts = phase.timeline.starts
+        spent = Counter()
+        for work in phase.work():
+            spent[work.line] += work.seconds
+            assert (work.part is None) == (phase.lines[work.line].function is None)
+        for i, module in enumerate(phase.modules):
+            assert spent[i] == pytest.approx(starts[i + 1] - starts[i] if module is not None else 0)
 
 
 def test_names_of_modules_in_a_call():
