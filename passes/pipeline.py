@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
+from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_issue
 from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
@@ -162,6 +163,7 @@ class PassAfterLowering(Pass):
             new = self.run(computation_trace)
             if new is not computation_trace:
                 self._verify(new)
+                new = with_blocks(new)
         if new is not computation_trace:
             self.sign(new)
         return new
@@ -189,6 +191,7 @@ class CompareRanks(Pass):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         with self.running(()):
             new = compare_ranks(computation_trace, enlisted=self.compilation.enlisted)
+        new = with_blocks(new)  # if no pass before has made a new trace
         if new is not computation_trace:
             self.sign(new)
         return new

@@ -29,7 +29,7 @@ from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
-from shardtrace.report import collectives, memory
+from shardtrace.report import block_traces, collectives, memory
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
@@ -58,6 +58,7 @@ __all__ = [
     "RankMismatchError",
     "ShardingStrategy",
     "VerificationError",
+    "block_traces",
     "clip_grad_norm_",
     "collectives",
     "ddp",

@@ -1,4 +1,4 @@
-"""The collectives and the memory of a jitted model's step, read from its traces."""
+"""The collectives, the memory and the blocks of a jitted model's step, read from its traces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import passes
 from passes import Collective
+from passes.analysis.calls import parts_in
 from passes.analysis.liveness import StepLiveness, step_liveness
+from passes.outline import traced_block
 
 import thunder
 from thunder.core.trace import TraceCtx
@@ -45,6 +47,23 @@ def memory(cmodel: Callable[..., Any], *, persistent: int = 0) -> StepLiveness:
     if forward is None:
         raise TypeError("memory() needs a call: call the jitted model first")
     return step_liveness(forward, backward, persistent=persistent)
+
+
+def block_traces(cmodel: Callable[..., Any]) -> dict[str, tuple[TraceCtx, ...]]:
+    """The functions of repeated blocks that the last call of a jitted model or function has compiled.
+
+    Returns the traces of each function by its name, one for each pass; the last one runs. A block of class ``Block``
+    has ``Block`` (as it was traced), ``Block_forward`` and ``Block_backward``; without gradients only ``Block``. Other
+    kinds of the class, and calls that need other gradients, have a number: ``Block_2``. Empty if no block is called.
+
+    Raises:
+        TypeError: if ``cmodel`` is not jitted or was not called yet.
+    """
+    found: dict[str, tuple[TraceCtx, ...]] = {}
+    for trace in thunder.last_traces(cmodel):
+        found |= {block.name: (block.trace,) for b in trace.bound_symbols if (block := traced_block(b)) is not None}
+    executed = (trace for trace in _executed(cmodel) if trace is not None)
+    return found | {part.name: part.traces for trace in executed for part in parts_in(trace)}
 
 
 def _executed(cmodel: Callable[..., Any]) -> tuple[TraceCtx | None, TraceCtx | None]:

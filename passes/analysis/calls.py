@@ -108,6 +108,23 @@ class Part:
         return f"Part({self.name})"
 
 
+class TraceWithBlocks(TraceCtx):
+    """A trace that prints the functions of blocks that it calls below itself. It runs as any other trace."""
+
+    def __repr__(self) -> str:
+        functions = (part.trace.python(print_depth=-1, include_decorators=False) for part in parts_in(self))
+        return "\n\n\n".join([super().__repr__(), *functions])
+
+
+def with_blocks(trace: TraceCtx) -> TraceCtx:
+    """The trace as one that prints the functions that it calls; the trace itself if it calls none."""
+    if isinstance(trace, TraceWithBlocks) or not parts_in(trace):
+        return trace
+    new = TraceWithBlocks(trace.fn)
+    new.__dict__.update(trace.__dict__)
+    return new
+
+
 class CallOf(NamedTuple):
     """A tag of the lines that call a block: the qualified name of the module that is called."""
 

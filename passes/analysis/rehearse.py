@@ -46,7 +46,7 @@ class _Storages:
         number = self._numbers.setdefault(storage_key(storage), len(self.all))
         if number == len(self.all):
             self.all.append(storage)
-        return _Layout(number, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        return _Layout(number, int(value.storage_offset()), value.shape, value.stride(), value.dtype)
 
     def tensor(self, layout: _Layout) -> torch.Tensor:
         empty = torch.empty(0, dtype=layout.dtype, device="meta")

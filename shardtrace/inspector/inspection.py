@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from passes.analysis.calls import parts_in
 from passes.pipeline import REMARK
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
@@ -88,8 +89,8 @@ class Inspection:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The passes of forward, backward and prologue (which checks a call's arguments), in this order. Each has
-        ``name``, ``phase``, ``seconds``, ``lines`` and ``changes``."""
+        """The passes of forward, backward, the functions of blocks that they call, and prologue (which checks a call's
+        arguments), in this order. Each has ``name``, ``phase``, ``seconds``, ``lines`` and ``changes``."""
         return self.record.stages
 
     @property
@@ -261,6 +262,10 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     if times is not None:
         steps = count(times.steps, "step")
         notes.append(f"Times are medians over {steps} on this rank. Reasons for a line's position rest on predictions.")
+        if any(parts_in(trace) for trace in forward):
+            notes.append(
+                "A block is timed as a whole; its lines share the time in proportion to their predicted times."
+            )
     shown = build_record(
         forward,
         traces.backward,

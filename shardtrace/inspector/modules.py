@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from types import CodeType, FunctionType
 from typing import NamedTuple
 
@@ -161,7 +160,11 @@ def _owners(lines: list[BoundSymbol], model: ModuleMap) -> list[Name | None]:
 
 def _carry(owned: list[Name | None], first: Name | None) -> list[Name | None]:
     """Each line's own module, or the last one before it; ``first`` if there is none."""
-    return [*accumulate([first, *owned], lambda last, module: last if module is None else module)][1:]
+    carried = []
+    for module in owned:
+        first = first if module is None else module
+        carried.append(first)
+    return carried
 
 
 class Reached(NamedTuple):

@@ -93,9 +93,9 @@ class Phase(NamedTuple):
                 yield Work(i, None, module, seconds)
                 continue
             total = sum(function.seconds) or 1.0
-            for k, (inner, predicted) in enumerate(zip(function.modules, function.seconds, strict=True)):
+            for k, inner in enumerate(function.modules):
                 if inner is not None:
-                    yield Work(i, k, function.module_in(module, inner), seconds * predicted / total)
+                    yield Work(i, k, function.module_in(module, inner), seconds * function.seconds[k] / total)
 
 
 class Work(NamedTuple):

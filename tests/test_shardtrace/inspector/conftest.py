@@ -14,5 +14,15 @@ def zoo():
 
 @pytest.fixture(scope="session")
 def three_blocks():
-    """An inspection of three equal blocks, ZeRO-3 over two ranks."""
-    return shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 6), world_size=2)
+    """An inspection of three equal blocks whose lines are written for each, ZeRO-3 over two ranks."""
+    return _three_blocks(repeated_blocks="inline")
+
+
+@pytest.fixture(scope="session")
+def three_calls():
+    """The same blocks, as calls."""
+    return _three_blocks()
+
+
+def _three_blocks(**options):
+    return shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 6), world_size=2, **options)

@@ -229,3 +229,24 @@ def test_notebook_frame(browser, visit, zoo, tmp_path):
     frame.locator(".stage:visible", has_text="regather").click()
     assert "regather" in frame.locator("#stage").inner_text()
     assert not page.is_visible(".shardtrace-plain")
+
+
+def test_call_of_a_block_opens_in_place(page, zoo):
+    forward = zoo.record.phases[0]
+    at = next(i for i, line in enumerate(forward.lines) if line.function)
+    parts = forward.lines[at].parts
+    page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
+    page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
+    page.click(f'[data-open="{at}"]')
+    assert page.locator(".line.part").count() == len(parts)
+    k = next(k for k, part in enumerate(parts) if "tanh(" in part.code)
+    page.click(f'[data-part="{k}"]')
+    details = page.inner_text("#details")
+    for fact in (parts[k].code, "blocks.0", "predicted", "Block_forward"):
+        assert fact in details
+    page.click("#details [data-stage]")
+    assert stage(page).endswith("Block_forward")
+    page.click('.stage:visible:has-text("schedule") >> nth=0')
+    page.click(f'[data-line="{at}"]')
+    page.keyboard.press("o")  # closes it
+    assert page.locator(".line.part").count() == 0

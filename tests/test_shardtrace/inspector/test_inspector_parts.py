@@ -70,7 +70,7 @@ def test_modules_are_found_by_parameters_and_by_source():
                 x = torch.exp(block(x))
             return self.norm(x)
 
-    shown = shardtrace.inspect(Model(), torch.ones(2, 4), world_size=2)
+    shown = shardtrace.inspect(Model(), torch.ones(2, 4), world_size=2, repeated_blocks="inline")
     forward, backward = shown.record.phases
     where = {
         line.code.partition(" = ")[2].partition("(")[0].rpartition(".")[2] + f" {k}": module
