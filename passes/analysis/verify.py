@@ -271,7 +271,7 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
 
 
 def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
-    """What called blocks save: no unsharded parameter that backward gathers again, and nothing that it computes again."""
+    """What called blocks save: no unsharded parameter that backward gathers again, nothing that it computes again."""
     for i, bsym in enumerate(lines):
         part = part_of(bsym)
         inside = part.trace.bound_symbols if part is not None else []
