@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,41 @@ def fake_argument(value: Any) -> Any:
     from thunder.torch import _get_fake_arg
 
     return _get_fake_arg(value)
+
+
+@contextmanager
+def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
+    """Lets Thunder call torch functions with fake tensors on the CPU in place of ``device``.
+
+    Thunder calls a function that it does not know, such as ``torch.addmm``, to see the shape of its result. A torch
+    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. This is the only place where
+    functions of Thunder are replaced, for the compilation of a step that is never run.
+    """
+    from thunder import torch as ltorch
+    from thunder.core.devices import to_device
+    from thunder.core.proxies import TensorProxy
+
+    there, cpu = to_device(device), torch.device("cpu")
+
+    def fake_argument(value: Any) -> Any:
+        if isinstance(value, TensorProxy | torch.Tensor) and to_device(value.device) == there:
+            return torch.empty(
+                tuple(value.shape), dtype=ltorch.to_torch_dtype(value.dtype), requires_grad=value.requires_grad
+            )
+        return cpu if value in (there, device) else to_fake(value)
+
+    def proxy_of(fake: Any) -> Any:
+        if not isinstance(fake, torch.Tensor):
+            return to_thunder(fake)
+        dtype = ltorch.to_dtype(fake.dtype)
+        return TensorProxy(shape=fake.shape, device=there, dtype=dtype, requires_grad=fake.requires_grad)
+
+    to_fake, to_thunder = ltorch._get_fake_arg, ltorch._fake_type_to_thunder
+    with (
+        mock.patch.object(ltorch, "_get_fake_arg", fake_argument),
+        mock.patch.object(ltorch, "_fake_type_to_thunder", proxy_of),
+    ):
+        yield
 
 
 # ---- tracing ----

@@ -31,7 +31,9 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
 
     new_prologue = from_trace(prologue)
     swap = {variableify(p): _as_shard(p, new_prologue, enlisted) for p in full}
-    new_prologue.bound_symbols = [_check_shard(b.from_bsym_swap_proxies(swap), swap) for b in prologue.bound_symbols]
+    new_prologue.bound_symbols = [
+        _check_shard(b.from_bsym_swap_proxies(swap), swap, enlisted) for b in prologue.bound_symbols
+    ]
     _insert_guards(new_prologue, enlisted)
 
     new_computation = from_trace(computation)
@@ -57,13 +59,15 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
         return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype, device=device)
 
 
-def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy]) -> BoundSymbol:
+def _check_shard(bsym: BoundSymbol, shards: dict[Variable, TensorProxy], enlisted: Enlisted) -> BoundSymbol:
     """Makes a check of a parameter's metadata expect the shard's shape, device and dtype."""
     if bsym.sym is not prims.check_tensor_shape_and_metadata or variableify(bsym.args[0]) not in shards:
         return bsym
     proxy, _, _, _, requires_grad = bsym.args
-    dtype = to_torch_dtype(proxy.dtype)
-    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), proxy.device.device_str(), dtype, requires_grad))
+    parameter = enlisted.get(proxy)
+    assert parameter is not None
+    device = parameter.rest_device or proxy.device.device_str()
+    return bsym.from_bsym(args=(proxy, tuple(proxy.shape), device, to_torch_dtype(proxy.dtype), requires_grad))
 
 
 def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:

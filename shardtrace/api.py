@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from passes.compat import jitted_module, jitted_transforms
 from passes.plan import CostModel, Placement
 from shardtrace.costs import load_cost_model
+from shardtrace.model.absent import is_absent
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
 from shardtrace.model.freed_memory import keep_freed_memory
@@ -185,6 +186,7 @@ def fsdp(
     host = host_memory(options.offload, target)
     groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
     group = groups.everyone
+    _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
@@ -198,7 +200,9 @@ def fsdp(
     distribute(
         module, found, homes, group=group, device=target, broadcast_from=broadcast_from, param_init_fn=param_init_fn
     )
-    entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in whole if e.stand_in.numel()]
+    entries = [
+        replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
+    ]
     if group.size() == 1 and options.precision is None and host is None:
         entries = []  # nothing to do: the model is unchanged
     tell_others_of_failure(group)
@@ -238,6 +242,14 @@ def _device_of_compute(
     return resolve_device(device, current)
 
 
+def _refuse_absent_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    if is_absent(device) and dist.get_backend(group) != "fake":
+        raise ValueError(
+            f'torch sees no {device.type} device on this machine: pass device="cpu", or compile for fake ranks, as in '
+            'shardtrace.inspect(model, x, world_size=8, device="cuda")'
+        )
+
+
 def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStrategy]) -> None:
     if options.offload and strategies and all(s.placement is Placement.REPLICATE for s in strategies):
         raise ValueError(
@@ -256,6 +268,7 @@ def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.d
         block=place.block,
         shard=place.parameter,
         shard_shape=(),
+        rest_device=device,
         dtype=place.parameter.dtype,
         strategy=strategy,
         home=home,

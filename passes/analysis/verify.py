@@ -12,6 +12,8 @@
 5. If parameters are at rest in host memory, each reduced gradient is copied there once.
 6. No value is saved if the line that computes it is recomputed in backward. (A fusion may save parts of its own if
    Thunder finds that no more is saved by it.)
+7. Once the trace is scheduled: each read, write or free of memory is ordered after those before it, whatever the speed
+   of the streams that they run on (:mod:`passes.analysis.happens_before`).
 
 A trace knows nothing of other ranks. :mod:`passes.compare_ranks` checks that all ranks issue the same collectives in
 the same order.
@@ -25,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
+from passes.analysis.happens_before import races
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -69,6 +72,8 @@ def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
     if scheduled:
         _verify_live_buckets(lines, values)
         _verify_inflight(lines)
+        for race in races(trace):
+            _fail(lines, race.line, race.message)
     _verify_offloads(lines)
     _verify_saved(trace, values)
     _verify_recomputed(trace)

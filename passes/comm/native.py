@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 
 class InFlight(NamedTuple):
-    """An issued collective. ``input`` must outlive it. ``copied`` marks the end of the copy of shards from host memory
-    to ``staged``."""
+    """An issued collective. ``input`` must outlive it, and so must ``staged``, to which shards in host memory are
+    copied."""
 
     work: Any
     output: torch.Tensor
     input: torch.Tensor
-    copied: Any = DONE
     staged: torch.Tensor | None = None
 
 
@@ -42,9 +41,8 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
             host.load(piece, place)
         if row is not staged:
             row.copy_(staged)  # casts on the device: a copy between devices would cast on the host
-        copied = host.mark()
-        future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
-        return future._replace(copied=copied, staged=staged)
+        future = InFlight(host.mark(), rows, row) if alone else _gather(row, rows, bucket)
+        return future._replace(staged=staged)
 
 
 def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
@@ -57,10 +55,8 @@ def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
 
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits for the backend, which need not block the program. The copy from host memory is over when this returns,
-    so that the shards may be changed."""
+    """Waits for the backend, which need not block the program. A collective follows the copy from host memory."""
     future.work.wait()
-    future.copied.synchronize()
     return bucket.layout.unpack_rows(future.output)
 
 

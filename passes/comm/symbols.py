@@ -18,6 +18,7 @@ follow the reduction of gradients:
 
     future = offload(grads, bucket)             this rank's shards of the gradients, in flight to the host
     grads = wait_offload(future, bucket)        the same shards, on the host
+    wait_copies(memory)                         the last line of a trace that gathers from host memory
 
 In fp16 a backward ends with:
 
@@ -32,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from passes.comm import direct, native
-from passes.comm.host_copies import finish_offload, issue_offload
+from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
 from passes.comm.overflow import finish_share_overflow, issue_share_overflow
 from passes.comm.properties import Property
 from passes.compat import symbol_that_calls
@@ -233,6 +234,7 @@ wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_a
 
 offload = symbol("offload", _offload_meta, issue_offload)
 wait_offload = symbol("wait_offload", _wait_reduce_scatter_meta, finish_offload)
+wait_copies = symbol("wait_copies", lambda memory: None, finish_copies, tags=[OpTags.DONT_DCE])
 
 share_overflow = symbol("share_overflow", _share_overflow_meta, _issue_share_overflow)
 wait_share_overflow = symbol(

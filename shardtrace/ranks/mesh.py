@@ -89,7 +89,8 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
     if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        current_index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", current_index)))
     return resolved
 
 

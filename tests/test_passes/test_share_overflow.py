@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from golden import compile_fake, stage, text
-from hosts import absent_cuda, on_absent_cuda
+from hosts import on_absent_cuda
 from ranks import on_ranks
 from sharded_training import overflow_on_one_rank
 from torch import nn
@@ -92,8 +92,7 @@ def test_after_gradients_that_are_reduced_twice(fake_ranks, policy):
 
 def test_after_gradients_have_reached_the_host(fake_ranks):
     fake_ranks(2)
-    with absent_cuda():
-        model = shardtrace.fsdp(two_linear(), device="cuda:0", mp_policy="fp16", offload_policy=CPUOffloadPolicy())
+    model = shardtrace.fsdp(two_linear(), device="cuda:0", mp_policy="fp16", offload_policy=CPUOffloadPolicy())
     cmodel = thunder.jit(model)
     compile_only(cmodel, ((on_absent_cuda(3, 6),), {}))
     (line,) = overflows(cmodel)
