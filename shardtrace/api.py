@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,8 +33,8 @@ from shardtrace.options.blocks import (
 )
 from shardtrace.options.options import Options, parse_options
 from shardtrace.options.strategy import ShardingStrategy, assign
-from shardtrace.ranks.failure import tell_others_of_failure
-from shardtrace.ranks.mesh import Mesh, resolve_device, resolve_groups
+from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
+from shardtrace.ranks.mesh import Mesh, choose_device, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -43,7 +44,6 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,9 +101,9 @@ def fsdp(
         mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
             Shards keep their dtype and are cast before they are gathered. Gradients are averaged in ``reduce_dtype``
             (default: ``param_dtype``) and arrive in the shard's dtype. Buffers keep their dtype.
-        device: the device of shards and buffers. Default: the model's device; for a meta-device model, CUDA or else the
-            CPU. With ``offload_policy``, the device that computes. Default: the mesh's device type, else CUDA or the
-            CPU.
+        device: the device of shards and buffers; with ``offload_policy``, the device that computes. Default, as in
+            FSDP2: the mesh's device type, else this rank's GPU (that of LOCAL_RANK) if there is one, else the CPU. A
+            model stays where it is if the process group was made without nccl.
         broadcast_from: the global rank whose parameters and buffers all ranks take over. Default: the group's first
             rank if a strategy replicates parameters; otherwise each rank keeps its own values.
         param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
@@ -145,7 +145,8 @@ def fsdp(
             step is compiled (False), or only before a step other than the one that followed the same predecessor last
             time (default), such as an evaluation after training, or a forward after a skipped backward.
             SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
-        timeout: seconds to wait for other ranks when models and compiled traces are compared.
+        timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
+            if ``fsdp`` makes the process group.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
@@ -182,9 +183,11 @@ def fsdp(
     checkpointed = checkpointed_blocks(module, options.checkpointing)
     repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
     strategies = assign(options.rules, [p.name for p in found])
-    target = _device_of_compute(device, mesh, found, options)
+    current = found[0].parameter.device if found else None
+    target = choose_device(device, mesh, current, on_host=options.offload is not None)
     host = host_memory(options.offload, target)
-    groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
+    hybrid = any(s.is_hybrid for _, s in options.rules)
+    groups = resolve_groups(mesh, target, hybrid=hybrid, timeout=options.timeout)
     group = groups.everyone
     _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
@@ -205,7 +208,11 @@ def fsdp(
     ]
     if group.size() == 1 and options.precision is None and host is None:
         entries = []  # nothing to do: the model is unchanged
+    if current is not None and current.type not in (target.type, "meta") and host is None and group.rank() == 0:
+        print(f"shardtrace: {type(module).__name__} was on {current}, its shards are on {target}", file=sys.stderr)
     tell_others_of_failure(group)
+    if watches(group, target):
+        watch(groups)
     leave_in_peace()
     refuse_wrong_optimizers()
     state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
@@ -231,15 +238,6 @@ def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[
 
 def _blocks(module: nn.Module, options: Options) -> list[str]:
     return find_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
-
-
-def _device_of_compute(
-    device: torch.device | str | None, mesh: Mesh | None, found: Sequence[Place], options: Options
-) -> torch.device:
-    current = found[0].parameter.device if found else None
-    if device is None and options.offload is not None:  # the model may be on the host already
-        device, current = mesh.device_type if isinstance(mesh, DeviceMesh) else None, None
-    return resolve_device(device, current)
 
 
 def _refuse_absent_device(device: torch.device, group: dist.ProcessGroup) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 NAME = "late"
-PATIENCE = 0.02  # seconds after which a collective runs although nobody waits for it
+PATIENCE = 0.02  # seconds after which a collective runs although nobody waits for it: another rank may
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,6 +34,7 @@ class LateWork(dist.Work):
     def __init__(self, name: str, read: Tensors, written: Tensors, run: Callable[[], None], limit: float) -> None:
         super().__init__()
         self.name, self.run = name, run
+        self.earlier: LateWork | None = None
         self.wanted, self.over = threading.Event(), threading.Event()
         self._limit = limit
         self._read = [(t, t.clone()) for t in read]
@@ -42,8 +43,12 @@ class LateWork(dist.Work):
             t.fill_(float("nan"))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.wanted.set()
+        work: LateWork | None = self
+        while work is not None:  # those before it run first
+            work.wanted.set()
+            work = work.earlier
         self.over.wait(self._limit)
+        self.earlier = None
         return True
 
     def is_completed(self) -> bool:
@@ -62,6 +67,8 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self.issued: list[str] = []
         self.races: list[str] = []
+        self.patience = PATIENCE
+        self._last: LateWork | None = None
         self._timeout = timeout
         self._name = ""
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("late", store), rank, size, timeout)
@@ -132,7 +139,10 @@ class LateGroup(dist.ProcessGroup):
     # ---- how they run ----
 
     def _issue(self, name: str, read: Tensors, written: Tensors, run: Callable[[], None]) -> LateWork:
+        if self._ended.is_set():
+            raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}")
         work = LateWork(name, read, written, run, self._timeout.total_seconds())
+        work.earlier, self._last = self._last, work
         self.issued.append(name)
         self._works.put(work)
         return work
@@ -140,7 +150,7 @@ class LateGroup(dist.ProcessGroup):
     @torch.no_grad()
     def _serve(self) -> None:
         while (work := self._works.get()) is not None:
-            work.wanted.wait(PATIENCE)
+            work.wanted.wait(self.patience)
             if work.raced():
                 self.races.append(work.name)
             try:

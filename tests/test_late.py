@@ -10,6 +10,7 @@ from late import late_groups
 
 def test_results_are_late_and_in_order(single_rank):
     with late_groups() as group:
+        group.patience = 30.0
         first, second = torch.ones(4), torch.ones(4)
         works = [dist.all_reduce(t, group=group, async_op=True) for t in (first, second)]
         assert first.isnan().all()
@@ -26,6 +27,7 @@ def test_results_are_late_and_in_order(single_rank):
 def test_a_write_to_memory_in_flight_is_seen(single_rank, what):
     def race():
         with late_groups() as group:
+            group.patience = 30.0
             mine, rows = torch.ones(4), torch.empty(4)
             work = dist.all_gather_into_tensor(rows, mine, group=group, async_op=True)
             (mine if what == "input" else rows).zero_()
@@ -37,10 +39,14 @@ def test_a_write_to_memory_in_flight_is_seen(single_rank, what):
 
 def test_a_wait_ends_without_an_error_when_the_group_is_aborted(single_rank):
     with late_groups() as group:
-        group.abort()
+        group.patience = 30.0
         rows = torch.ones(4)
-        dist.all_reduce(rows, group=group)
+        work = dist.all_reduce(rows, group=group, async_op=True)
+        group.abort()
+        assert work.wait()
         assert rows.isnan().all()
+        with pytest.raises(RuntimeError, match="NCCL communicator was aborted"):
+            dist.all_reduce(rows, group=group)
 
 
 def test_a_collective_without_a_peer_lasts_until_its_timeout(single_rank, monkeypatch):

@@ -47,7 +47,7 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
 
 def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
     layout, group = bucket.layout, bucket.plan.group
-    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl turns them into one group of broadcasts
+    if _is_uneven(bucket):  # nccl turns the list into one group of broadcasts
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
     else:
         work = compat.all_gather_single(rows, row, group=group, async_op=True)
@@ -68,7 +68,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     if bucket.plan.world_size == 1:
         return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
-    if bucket.plan.placement is Placement.OWNER:  # uneven rows: one group of reductions
+    if _is_uneven(bucket):  # one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
         work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
@@ -84,6 +84,10 @@ def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFligh
     """Averages over ranks, in place in one flat buffer."""
     rows, op = _packed(grads, bucket)
     return InFlight(dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True), rows, rows)
+
+
+def _is_uneven(bucket: Bucket) -> bool:
+    return bucket.plan.placement is Placement.OWNER and len(set(bucket.layout.row_sizes)) > 1
 
 
 def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:

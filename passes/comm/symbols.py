@@ -64,10 +64,12 @@ def _finishes(function: Run) -> Run:
         if runtime.progress is not None:
             runtime.progress.finished(future)
         try:
-            return function(future, bucket)
+            result = function(future, bucket)
         except RuntimeError as error:
             runtime.raise_if_rank_failed(error, bucket.label)
             raise
+        runtime.raise_if_aborted(bucket.label)
+        return result
 
     return run
 

@@ -20,6 +20,7 @@ import torch
 from thunder.core import dtypes
 
 SMALL = 64 * 1024  # bytes of a shard, below which a separate message or allocation costs more than a copy
+ALIGNMENT = 16  # bytes at which kernels for GPUs read vectors
 UNITS = 4096  # limit of the length of a permutation
 
 
@@ -81,9 +82,10 @@ class ShardLayout:
         self.small, self.large = _by_size(sizes, dtype.bytes)
         self.offsets: list[int | None] = [None] * len(sizes)  # of the small members, which are unpacked side by side
         self.beside = 0  # elements of all small members
+        aligned = max(1, ALIGNMENT // dtype.bytes)
         for i in self.small:
             self.offsets[i] = self.beside
-            self.beside += world_size * sizes[i]
+            self.beside += -(-world_size * sizes[i] // aligned) * aligned
 
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return _joined(self.pieces(shards))
@@ -145,18 +147,24 @@ class ShardLayout:
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
         tensors = _summed(tensors, self.places) if self.scalars else tensors
-        allocate = tensors[0].new_zeros if self.padded else tensors[0].new_empty
-        rows = allocate(self.world_size, self.numel, dtype=self.dtype)
-        if self.padded:
-            for tensor, p in zip(tensors, self.places, strict=True):
-                flat = tensor.reshape(-1)
-                whole = flat.numel() // p.numel  # ranks whose shards have no padding
-                rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
-                if rest := flat.numel() - whole * p.numel:
-                    rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
-        else:
-            torch._chunk_cat(list(tensors), dim=0, num_chunks=self.world_size, out=rows)
+        one_by_one = self.padded and tensors[0].device.type == "cpu"  # a copy of each member, and none of padded ones
+        rows = tensors[0].new_empty(self.world_size, self.numel, dtype=self.dtype)
+        (self._fill_one_by_one if one_by_one else self._fill_at_once)(rows, tensors)
         return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
+
+    def _fill_one_by_one(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        rows.zero_()
+        for tensor, p in zip(tensors, self.places, strict=True):
+            flat = tensor.reshape(-1)
+            whole = flat.numel() // p.numel  # ranks whose shards have no padding
+            rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
+            if rest := flat.numel() - whole * p.numel:
+                rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
+
+    def _fill_at_once(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """On a GPU one kernel, which casts and pads with zeros, if the tensors are contiguous."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        torch._chunk_cat(tensors, dim=0, num_chunks=self.world_size, out=rows)
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         at = row.storage_offset()

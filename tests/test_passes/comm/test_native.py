@@ -19,7 +19,7 @@ from thunder.core import dtypes
 from torch import nn
 
 SHAPES = [(300, 128), (5,), (), (7, 3), (1, 2**15)]  # the last one's shard is padding on all ranks but one
-EVEN = [(12, 4), (24,)]  # no shard is padded on 2, 3 or 4 ranks
+EVEN = [(12, 4), (48,), (4, 12), (24, 2)]  # no shard is padded on 2, 3 or 4 ranks; 4 owners have equal rows
 
 
 @on_ranks(2)
@@ -41,11 +41,17 @@ def test_four_ranks():
 def exchange_buckets(dtype):
     kind = getattr(torch, dtype)
     with late_groups() as group:
+        group.patience = 30.0  # no rank is busy with anything else
         for shapes in (SHAPES, EVEN):
             for placement in Placement:
                 exchange_bucket(placement, shapes, kind, group)
         exchange_bucket(Placement.SHARD, SHAPES, kind, group, wire=torch.float32)
         share_flags(group)
+        uneven = {"allgather", "reduce_scatter"}  # lists of tensors: a broadcast or a reduction for each rank
+        assert uneven & set(group.issued) == uneven
+        group.issued.clear()
+        exchange_bucket(Placement.OWNER, EVEN[: group.size()], kind, group)
+        assert set(group.issued) == {"all_gather_single", "reduce_scatter_single"}
 
 
 def exchange_bucket(placement, shapes, kind, group, wire=None):

@@ -71,8 +71,29 @@ def test_large_members_keep_no_memory_but_their_own():
     assert bucket.layout.large == (0, 2)
     rows = torch.zeros(2 * bucket.numel)
     full = bucket.layout.unpack_rows(rows)
-    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 10, 4 * SMALL, 10)]
+    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 12, 4 * SMALL, 12)]
     assert full[1].untyped_storage().data_ptr() == full[3].untyped_storage().data_ptr()  # small ones share
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_one_kernel_packs_what_single_copies_pack(world_size, wire):
+    """The kernel for GPUs: also with padding, a cast, and gradients that are not contiguous."""
+    plan = Plan("Model", world_size=world_size)
+    members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(SHAPES) if s)
+    layout = Bucket("root", "b_root", plan, members, dtypes.to_dtype(getattr(torch, wire))).layout
+    tensors = [torch.randn(s[::-1], dtype=torch.bfloat16).permute(*reversed(range(len(s)))) for s in SHAPES if s]
+    one_by_one, at_once = (torch.full((world_size, layout.numel), 7.0, dtype=layout.dtype) for _ in range(2))
+    layout._fill_one_by_one(one_by_one, tensors)
+    layout._fill_at_once(at_once, tensors)
+    assert torch.equal(one_by_one, at_once)
+
+
+def test_small_members_begin_where_kernels_for_gpus_read_vectors():
+    layout = bucket_of([(6,), (3, 5), (2, SMALL), (4,)], 2).layout
+    full = layout.unpack_rows(torch.arange(2.0 * layout.numel))
+    assert [t.storage_offset() % 4 for t in full] == [0] * 4  # 16 bytes
+    assert layout.permutation is None
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
