@@ -6,6 +6,8 @@ own symbol or to mark it as unsupported. torch 2.13 removed named tensors, and w
 the method's name (Thunder checks it) and raises AttributeError when it is called. It does
 nothing on torch up to 2.12.
 
+nvFuser's wheels have renamed their module. :func:`install` lets Thunder find it.
+
 torch 2.13 also renamed two collectives. :data:`all_gather_single` and :data:`reduce_scatter_single` are these functions
 under the name that this torch has.
 
@@ -15,8 +17,11 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -50,7 +55,21 @@ def install() -> tuple[str, ...]:
     missing = tuple(name for name in REMOVED_METHODS if not hasattr(torch.Tensor, name))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
+    _name_nvfuser()
     return missing
+
+
+def _name_nvfuser() -> None:
+    """Lets ``import nvfuser`` find the module that nvFuser's wheels have.
+
+    They have only ``nvfuser_direct`` by now. Thunder 0.2.6 imports that one too, but a fusion that is called for the
+    first time imports ``compute_tensor_descriptor`` from ``nvfuser``.
+    """
+    old = find_spec("nvfuser")
+    has_old = old is not None and old.origin is not None  # any folder of that name is a package without an origin
+    if torch.cuda.is_available() and not has_old and find_spec("nvfuser_direct") is not None:
+        with suppress(ImportError):  # then Thunder has no nvFuser either
+            sys.modules["nvfuser"] = import_module("nvfuser_direct")
 
 
 # ---- symbols and lines of a trace ----
