@@ -42,7 +42,9 @@ def test_how_much_sharding_cuts_regions(found):
 def test_regions_and_collectives_of_a_forward(found):
     code = found["compiled"]["zero3"]["text"]
     order = [a or b for a, b in re.findall(r"(nvFusion\d+)\(|= wait_all_gather\(\w+, (\w+)\)", code)]
-    assert_expected_inline("\n".join(order), """\
+    assert_expected_inline(
+        "\n".join(order),
+        """\
 b_embedding
 nvFusion0
 b_blocks_0
@@ -56,7 +58,8 @@ nvFusion6
 nvFusion7
 nvFusion8
 b_norm
-nvFusion9""")
+nvFusion9""",
+    )
 
 
 def test_wheels_have_only_nvfuser_direct(found):

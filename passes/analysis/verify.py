@@ -143,8 +143,9 @@ def _verify_traffic(trace: TraceCtx) -> None:
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
             rest = bucket.rest_dtype
             dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
-            summed = not gathers and value.dtype == bucket.plan.summed_dtype(rest)
-            if not fits or not (value.dtype == dtype or summed):
+            # gradients that were kept, or that another group has reduced before
+            other = not gathers and value.dtype in (bucket.plan.summed_dtype(rest), bucket.dtype)
+            if not fits or not (value.dtype == dtype or other):
                 wanted = f"shape {expected} and dtype {dtype} as {m.parameter.name}"
                 _fail(lines, i, f"{value.name} should have {wanted}")
             if (bsym.sym.id, m.parameter) in seen:

@@ -77,7 +77,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return bucket.layout.unpack_row(future.output.to(bucket.torch_rest_dtype))
+    return bucket.layout.unpack_row(future.output.to(bucket.torch_reduced_dtype))
 
 
 def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:

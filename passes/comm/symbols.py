@@ -197,6 +197,13 @@ def _reduce_scatter_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> Futu
 
 def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     return tuple(
+        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.reduced_dtype)
+        for m in bucket.members
+    )
+
+
+def _wait_offload_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
         TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
         for m in bucket.members
     )
@@ -235,7 +242,7 @@ all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 
 offload = symbol("offload", _offload_meta, issue_offload)
-wait_offload = symbol("wait_offload", _wait_reduce_scatter_meta, finish_offload)
+wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)
 wait_copies = symbol("wait_copies", lambda memory: None, finish_copies, tags=[OpTags.DONT_DCE])
 
 share_overflow = symbol("share_overflow", _share_overflow_meta, _issue_share_overflow)

@@ -98,7 +98,8 @@ def test_after_gradients_have_reached_the_host(fake_ranks):
     (line,) = overflows(cmodel)
     assert {g.device.type for g in line.args[0]} == {"cpu"}
     assert line.output.device.type == "cuda"  # where the flag travels
-    assert last_lines(cmodel)[-4:] == ["wait_offload", "share_overflow", "wait_share_overflow", "python_return"]
+    end = ["wait_offload", "share_overflow", "wait_share_overflow", "wait_copies", "python_return"]
+    assert last_lines(cmodel)[-5:] == end
 
 
 def test_each_model_has_its_own_group(fake_ranks):

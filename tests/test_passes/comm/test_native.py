@@ -4,22 +4,18 @@ import copy
 from contextlib import nullcontext
 
 import shardtrace
-from passes.comm import native
 from passes.comm.overflow import finish_share_overflow, issue_share_overflow
-from passes.plan import Bucket, Member, OverflowFlag, Placement, PlainRuntime, Plan, ShardedParameter
-from shardtrace.model.home import Home, shard
+from passes.plan import OverflowFlag, Placement, PlainRuntime, Plan
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from exchange import EVEN, SHAPES, exchange_bucket
 from late import late_groups
 from ranks import on_ranks
 from thunder.core import dtypes
 from torch import nn
-
-SHAPES = [(300, 128), (5,), (), (7, 3), (1, 2**15)]  # the last one's shard is padding on all ranks but one
-EVEN = [(12, 4), (48,), (4, 12), (24, 2)]  # no shard is padded on 2, 3 or 4 ranks; 4 owners have equal rows
 
 
 @on_ranks(2)
@@ -52,43 +48,6 @@ def exchange_buckets(dtype):
         group.issued.clear()
         exchange_bucket(Placement.OWNER, EVEN[: group.size()], kind, group)
         assert set(group.issued) == {"all_gather_single", "reduce_scatter_single"}
-
-
-def exchange_bucket(placement, shapes, kind, group, wire=None):
-    """Gathers and reduces a bucket, twice at once. ``wire`` is the dtype of its reductions."""
-    rank, ranks = group.rank(), group.size()
-    plan = Plan("Model", ranks, rank, placement=placement, averages=True, runtime=PlainRuntime(group))
-    owners = [min(i, ranks - 1) for i in range(len(shapes))]
-    members = tuple(
-        Member(ShardedParameter(plan, f"p{i}", s, "", dtype=dtypes.to_dtype(kind), owner=o), True)
-        for i, (s, o) in enumerate(zip(shapes, owners, strict=True))
-    )
-    bucket = Bucket("root", "b_root", plan, members, dtypes.to_dtype(wire or kind))
-    homes = [Home(placement, group, owner) for owner in owners]
-    torch.manual_seed(0)
-    full = [torch.randn(s).to(kind) for s in shapes]
-
-    def shards(tensors):
-        return tuple(shard(t, home).clone() for t, home in zip(tensors, homes, strict=True))
-
-    if placement is not Placement.REPLICATE and wire is None:
-        futures = [native.issue_all_gather(shards(t), bucket) for t in (full, [-t for t in full])]
-        for future, sign in zip(futures, (1, -1), strict=True):
-            assert future.output.isnan().all()
-            for got, expected in zip(native.finish_all_gather(future, bucket), full, strict=True):
-                assert torch.equal(got, sign * expected)
-
-    grads = tuple(t * (rank + 1) for t in full)
-    large = (torch.full(shapes[0], 60000.0).to(kind), *grads[1:])  # in fp16 a sum of these overflows
-    reduce = native.issue_all_reduce if placement is Placement.REPLICATE else native.issue_reduce_scatter
-    futures = [reduce(grads, bucket), reduce(large, bucket)]
-    reduced, constant = (native.finish_reduce_scatter(future, bucket) for future in futures)
-    mean = shards([t.float() * (ranks + 1) / 2 for t in full])
-    exact = {"rtol": 1e-5, "atol": 1e-6} if kind == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for got, expected in zip(reduced, mean, strict=True):
-        assert got.dtype == kind
-        torch.testing.assert_close(got.float(), expected.view_as(got), **exact)
-    assert torch.isfinite(constant[0]).all()
 
 
 def share_flags(group):
@@ -146,3 +105,16 @@ def test_accumulation_clipping_and_checkpoints(strategy, tmp_path):
         shardtrace.load_checkpoint(tmp_path, other)
         for name, value in shardtrace.full_state_dict(other).items():
             torch.testing.assert_close(value, single.state_dict()[name])
+
+
+def test_gradients_are_not_cast_between_the_two_reductions_of_a_hybrid_strategy(fake_ranks):
+    fake_ranks(4)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shardtrace.fsdp(nn.Linear(4, 4), sharding_strategy="hybrid_zero3", mesh=mesh, mp_policy="bf16")
+    cmodel = thunder.jit(model)
+    cmodel(torch.ones(3, 4)).sum().backward()
+    lines = {b.sym.name: b for b in thunder.last_backward_traces(cmodel)[-1].bound_symbols}
+    reduced, averaged = lines["wait_reduce_scatter"], lines["wait_all_reduce"]
+    assert {o.dtype for o in reduced.flat_proxy_outs} == {dtypes.bfloat16}
+    assert {o.dtype for o in averaged.flat_proxy_outs} == {dtypes.float32}
+    assert lines["all_reduce"].args[0] == reduced.output
