@@ -80,12 +80,8 @@ class ShardLayout:
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
         self.scalars = any(not p.full for p in self.places)
         self.small, self.large = _by_size(sizes, dtype.bytes)
-        self.offsets: list[int | None] = [None] * len(sizes)  # of the small members, which are unpacked side by side
-        self.beside = 0  # elements of all small members
-        aligned = max(1, ALIGNMENT // dtype.bytes)
-        for i in self.small:
-            self.offsets[i] = self.beside
-            self.beside += -(-world_size * sizes[i] // aligned) * aligned
+        self.beside = self._side_by_side(1)
+        self.aligned = self._side_by_side(max(1, ALIGNMENT // dtype.bytes))
 
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return _joined(self.pieces(shards))
@@ -114,18 +110,29 @@ class ShardLayout:
         if rows.device.type == "cpu" and self.permutation is not None:
             beside = rows.view(-1, self.unit).index_select(0, self.permutation)
             return tuple([beside.as_strided(p.full, p.full_strides, world_size * p.start) for p in places])
-        beside = rows.new_empty(self.beside)
+        offsets, elements = self.beside if rows.device.type in ("cpu", "meta") else self.aligned
+        beside = rows.new_empty(elements)
         columns = [
             rows.new_empty(world_size, size)
             if offset is None
             else beside.as_strided((world_size, size), (size, 1), offset)
-            for size, offset in zip(self.sizes, self.offsets, strict=True)
+            for size, offset in zip(self.sizes, offsets, strict=True)
         ]
         torch.split_with_sizes_copy(rows.view(world_size, self.numel), self.sizes, dim=1, out=columns)
         return tuple(
             column.as_strided(p.full, p.full_strides, offset or 0)
-            for column, p, offset in zip(columns, places, self.offsets, strict=True)
+            for column, p, offset in zip(columns, places, offsets, strict=True)
         )
+
+    def _side_by_side(self, aligned: int) -> tuple[list[int | None], int]:
+        """The offsets of the small members, which are unpacked side by side at multiples of ``aligned`` elements, and
+        the elements that they take."""
+        offsets: list[int | None] = [None] * len(self.sizes)
+        end = 0
+        for i in self.small:
+            offsets[i] = end
+            end += -(-self.world_size * self.sizes[i] // aligned) * aligned
+        return offsets, end
 
     @cached_property
     def unit(self) -> int:

@@ -71,7 +71,7 @@ def test_large_members_keep_no_memory_but_their_own():
     assert bucket.layout.large == (0, 2)
     rows = torch.zeros(2 * bucket.numel)
     full = bucket.layout.unpack_rows(rows)
-    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 12, 4 * SMALL, 12)]
+    assert [t.untyped_storage().nbytes() for t in full] == [4 * n for n in (2 * SMALL, 10, 4 * SMALL, 10)]
     assert full[1].untyped_storage().data_ptr() == full[3].untyped_storage().data_ptr()  # small ones share
 
 
@@ -91,9 +91,12 @@ def test_one_kernel_packs_what_single_copies_pack(world_size, wire):
 
 def test_small_members_begin_where_kernels_for_gpus_read_vectors():
     layout = bucket_of([(6,), (3, 5), (2, SMALL), (4,)], 2).layout
-    full = layout.unpack_rows(torch.arange(2.0 * layout.numel))
-    assert [t.storage_offset() % 4 for t in full] == [0] * 4  # 16 bytes
-    assert layout.permutation is None
+    assert layout.aligned == ([0, 8, None, 28], 32)  # 16 bytes are four elements
+    assert layout.beside == ([0, 6, None, 26], 30)
+    layout.beside = layout.aligned
+    tensors = tuple(torch.randn(s) for s in ((6,), (3, 5), (2, SMALL), (4,)))
+    for tensor, again in zip(tensors, layout.unpack_rows(layout.pack_rows(tensors)), strict=True):
+        assert torch.equal(tensor, again)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
