@@ -15,6 +15,9 @@ STEPS ?= 700
 DEVICE ?= cpu
 TRAIN_ARGS ?=
 
+# make gpu: NVFUSER=1 fails where nvFuser is not there
+NVFUSER ?=
+
 # make bench, make gpu
 SETTING ?= loopback
 BENCH_ARGS ?=
@@ -27,7 +30,7 @@ BIN := $(VENV)/bin
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
-	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS"
+	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS; for gpu NVFUSER"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONWARNINGS="ignore:transformer_engine module not found" \
@@ -43,7 +46,7 @@ bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SE
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
 gpu: $(VENV)/.dev  ## run the tests that need a GPU, then the benchmarks on CUDA
-	$(BIN)/python -m pytest -q tests/gpu
+	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python examples/benchmarks/compare.py cuda $(BENCH_ARGS)
 
 docs: $(VENV)/.dev  ## build the API reference from the docstrings: build/api/index.html

@@ -48,8 +48,8 @@ def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
 
 
 def insert_checks(trace: TraceCtx, steps: Mapping[Runtime, Step]) -> TraceCtx:
-    """Returns the trace with checks and notes for each model whose runtime has a ``progress``."""
-    compared = [(runtime, step) for runtime, step in steps.items() if runtime.progress is not None]
+    """Returns the trace with checks and notes for each model whose steps are compared."""
+    compared = [(runtime, step) for runtime, step in steps.items() if runtime.compares]
     if not compared:
         return trace
     new = from_trace(trace)

@@ -6,6 +6,8 @@ own symbol or to mark it as unsupported. torch 2.13 removed named tensors, and w
 the method's name (Thunder checks it) and raises AttributeError when it is called. It does
 nothing on torch up to 2.12.
 
+nvFuser's wheels have renamed their module. :func:`install` lets Thunder find it.
+
 torch 2.13 also renamed two collectives. :data:`all_gather_single` and :data:`reduce_scatter_single` are these functions
 under the name that this torch has.
 
@@ -15,9 +17,13 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,7 +56,21 @@ def install() -> tuple[str, ...]:
     missing = tuple(name for name in REMOVED_METHODS if not hasattr(torch.Tensor, name))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
+    _name_nvfuser()
     return missing
+
+
+def _name_nvfuser() -> None:
+    """Lets ``import nvfuser`` find the module that nvFuser's wheels have.
+
+    They have only ``nvfuser_direct`` by now. Thunder 0.2.6 imports that one too, but a fusion that is called for the
+    first time imports ``compute_tensor_descriptor`` from ``nvfuser``.
+    """
+    old = find_spec("nvfuser")
+    has_old = old is not None and old.origin is not None  # any folder of that name is a package without an origin
+    if torch.cuda.is_available() and not has_old and find_spec("nvfuser_direct") is not None:
+        with suppress(ImportError):  # then Thunder has no nvFuser either
+            sys.modules["nvfuser"] = import_module("nvfuser_direct")
 
 
 def keeps_graph() -> bool:
@@ -115,6 +135,41 @@ def fake_argument(value: Any) -> Any:
     from thunder.torch import _get_fake_arg
 
     return _get_fake_arg(value)
+
+
+@contextmanager
+def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
+    """Lets Thunder call torch functions with fake tensors on the CPU in place of ``device``.
+
+    Thunder calls a function that it does not know, such as ``torch.addmm``, to see the shape of its result. A torch
+    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. This is the only place where
+    functions of Thunder are replaced, for the compilation of a step that is never run.
+    """
+    from thunder import torch as ltorch
+    from thunder.core.devices import to_device
+    from thunder.core.proxies import TensorProxy
+
+    there, cpu = to_device(device), torch.device("cpu")
+
+    def fake_argument(value: Any) -> Any:
+        if isinstance(value, TensorProxy | torch.Tensor) and to_device(value.device) == there:
+            return torch.empty(
+                tuple(value.shape), dtype=ltorch.to_torch_dtype(value.dtype), requires_grad=value.requires_grad
+            )
+        return cpu if value in (there, device) else to_fake(value)
+
+    def proxy_of(fake: Any) -> Any:
+        if not isinstance(fake, torch.Tensor):
+            return to_thunder(fake)
+        dtype = ltorch.to_dtype(fake.dtype)
+        return TensorProxy(shape=fake.shape, device=there, dtype=dtype, requires_grad=fake.requires_grad)
+
+    to_fake, to_thunder = ltorch._get_fake_arg, ltorch._fake_type_to_thunder
+    with (
+        mock.patch.object(ltorch, "_get_fake_arg", fake_argument),
+        mock.patch.object(ltorch, "_fake_type_to_thunder", proxy_of),
+    ):
+        yield
 
 
 # ---- tracing ----

@@ -31,6 +31,7 @@ from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
 from passes.share_overflow import share_overflow
+from passes.wait_copies import wait_copies
 
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
@@ -237,8 +238,8 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         *users,
         # the last one before autodiff, which differentiates what it makes of the calls of blocks
         PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
-        # last, because executors and fusions change the order of lines
-        PassAfterLowering(schedule, scheduled=True),
+        # last, because executors and fusions change the order of lines; then a stop after all copies from the host
+        PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
         CompareRanks(compilation),
         # Thunder's own Transforms, such as CUDA graphs, work on the trace that will run
         *(t for t in transforms if not isinstance(t, Pass)),

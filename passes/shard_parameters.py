@@ -31,7 +31,7 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
 
     new_prologue = from_trace(prologue)
     shards = {p.name: _as_shard(p, new_prologue, enlisted) for p in full}
-    new_prologue.bound_symbols = [_with_shards(b, shards) for b in prologue.bound_symbols]
+    new_prologue.bound_symbols = [_with_shards(b, shards, enlisted) for b in prologue.bound_symbols]
     _insert_guards(new_prologue, enlisted)
 
     new_computation = from_trace(computation)
@@ -39,7 +39,8 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
     inputs = {p.name: _as_shard(p, new_computation, enlisted) for p in computation.args if p.name in shards}
     new_computation.args = tuple(inputs.get(p.name, p) for p in computation.args)
     new_computation.bound_symbols = [
-        _with_shards(b, inputs) if b.sym is prims.unpack_trivial else marked(b) for b in computation.bound_symbols
+        _with_shards(b, inputs, enlisted) if b.sym is prims.unpack_trivial else marked(b)
+        for b in computation.bound_symbols
     ]
     return new_prologue, new_computation
 
@@ -54,11 +55,13 @@ def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> Tensor
         return proxy.replace(shape=parameter.shard_shape, dtype=parameter.dtype or proxy.dtype, device=device)
 
 
-def _with_shards(bsym: BoundSymbol, shards: dict[str, TensorProxy]) -> BoundSymbol:
+def _with_shards(bsym: BoundSymbol, shards: dict[str, TensorProxy], enlisted: Enlisted) -> BoundSymbol:
     """The line on shards, if it unpacks a parameter or checks its metadata: these are then a shard's."""
     if bsym.sym is prims.check_tensor_shape_and_metadata and (p := shards.get(bsym.args[0].name)) is not None:
-        dtype = to_torch_dtype(p.dtype)
-        return bsym.from_bsym(args=(p, tuple(p.shape), p.device.device_str(), dtype, bsym.args[4]))
+        parameter = enlisted.get(p)
+        assert parameter is not None
+        device = parameter.rest_device or p.device.device_str()
+        return bsym.from_bsym(args=(p, tuple(p.shape), device, to_torch_dtype(p.dtype), bsym.args[4]))
     if bsym.sym is prims.unpack_parameter and (p := shards.get(bsym.output.name)) is not None:
         return bsym.from_bsym(output=p)
     if bsym.sym is prims.unpack_trivial and isinstance(bsym.output, TensorProxy) and bsym.output.name in shards:

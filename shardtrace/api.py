@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms
 from passes.plan import CostModel, Placement
 from shardtrace.costs import load_cost_model
+from shardtrace.model.absent import is_absent
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
 from shardtrace.model.freed_memory import keep_freed_memory
@@ -31,8 +33,8 @@ from shardtrace.options.blocks import (
 )
 from shardtrace.options.options import Options, parse_options
 from shardtrace.options.strategy import ShardingStrategy, assign
-from shardtrace.ranks.failure import tell_others_of_failure
-from shardtrace.ranks.mesh import Mesh, resolve_device, resolve_groups
+from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
+from shardtrace.ranks.mesh import Mesh, choose_device, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -42,7 +44,6 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,9 +101,9 @@ def fsdp(
         mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
             Shards keep their dtype and are cast before they are gathered. Gradients are averaged in ``reduce_dtype``
             (default: ``param_dtype``) and arrive in the shard's dtype. Buffers keep their dtype.
-        device: the device of shards and buffers. Default: the model's device; for a meta-device model, CUDA or else the
-            CPU. With ``offload_policy``, the device that computes. Default: the mesh's device type, else CUDA or the
-            CPU.
+        device: the device of shards and buffers; with ``offload_policy``, the device that computes. Default, as in
+            FSDP2: the mesh's device type, else this rank's GPU (that of LOCAL_RANK) if there is one, else the CPU. A
+            model stays where it is if the process group was made without nccl.
         broadcast_from: the global rank whose parameters and buffers all ranks take over. Default: the group's first
             rank if a strategy replicates parameters; otherwise each rank keeps its own values.
         param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
@@ -144,7 +145,8 @@ def fsdp(
             step is compiled (False), or only before a step other than the one that followed the same predecessor last
             time (default), such as an evaluation after training, or a forward after a skipped backward.
             SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
-        timeout: seconds to wait for other ranks when models and compiled traces are compared.
+        timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
+            if ``fsdp`` makes the process group.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
             ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
@@ -181,10 +183,13 @@ def fsdp(
     checkpointed = checkpointed_blocks(module, options.checkpointing)
     repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
     strategies = assign(options.rules, [p.name for p in found])
-    target = _device_of_compute(device, mesh, found, options)
+    current = found[0].parameter.device if found else None
+    target = choose_device(device, mesh, current, on_host=options.offload is not None)
     host = host_memory(options.offload, target)
-    groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
+    hybrid = any(s.is_hybrid for _, s in options.rules)
+    groups = resolve_groups(mesh, target, hybrid=hybrid, timeout=options.timeout)
     group = groups.everyone
+    _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
@@ -198,10 +203,16 @@ def fsdp(
     distribute(
         module, found, homes, group=group, device=target, broadcast_from=broadcast_from, param_init_fn=param_init_fn
     )
-    entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in whole if e.stand_in.numel()]
+    entries = [
+        replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
+    ]
     if group.size() == 1 and options.precision is None and host is None:
         entries = []  # nothing to do: the model is unchanged
+    if current is not None and current.type not in (target.type, "meta") and host is None and group.rank() == 0:
+        print(f"shardtrace: {type(module).__name__} was on {current}, its shards are on {target}", file=sys.stderr)
     tell_others_of_failure(group)
+    if watches(group, target):
+        watch(groups)
     leave_in_peace()
     refuse_wrong_optimizers()
     state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
@@ -229,13 +240,12 @@ def _blocks(module: nn.Module, options: Options) -> list[str]:
     return find_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
 
 
-def _device_of_compute(
-    device: torch.device | str | None, mesh: Mesh | None, found: Sequence[Place], options: Options
-) -> torch.device:
-    current = found[0].parameter.device if found else None
-    if device is None and options.offload is not None:  # the model may be on the host already
-        device, current = mesh.device_type if isinstance(mesh, DeviceMesh) else None, None
-    return resolve_device(device, current)
+def _refuse_absent_device(device: torch.device, group: dist.ProcessGroup) -> None:
+    if is_absent(device) and dist.get_backend(group) != "fake":
+        raise ValueError(
+            f'torch sees no {device.type} device on this machine: pass device="cpu", or compile for fake ranks, as in '
+            'shardtrace.inspect(model, x, world_size=8, device="cuda")'
+        )
 
 
 def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStrategy]) -> None:
@@ -256,6 +266,7 @@ def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.d
         block=place.block,
         shard=place.parameter,
         shard_shape=(),
+        rest_device=device,
         dtype=place.parameter.dtype,
         strategy=strategy,
         home=home,

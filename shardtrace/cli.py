@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
+        device = "for a factory: the device to compile for, as in cuda, which need not be there"
+        command.add_argument("--device", metavar="D", help=device)
         command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp")
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
@@ -121,7 +123,7 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
             f"{options.target} must return a module and its inputs, as in `return model, (x, y)`, "
             f"not {type(made).__name__}"
         )
-    names = ("mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
+    names = ("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return inspect(*made, world_size=options.world_size, rank=options.rank, **given)
 

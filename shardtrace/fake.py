@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from passes.compat import fake_calls_on_cpu
 from shardtrace.api import fsdp
+from shardtrace.model.absent import claim, is_absent
+from shardtrace.ranks.mesh import resolve_device
 
 import thunder
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -67,10 +71,24 @@ def compile_sharded(
 
     The model is not changed. Only the shards of its copy have memory, which is not initialised.
     """
-    options = {"device": _device(model, arguments), **fsdp_options, "param_init_fn": _leave}
+    device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
+    options = {**fsdp_options, "device": device, "param_init_fn": _leave}
     ours = thunder.jit(fsdp(_hollow(model), **options), **jit_options)
-    compile_only(ours, arguments)
+    with fake_calls_on_cpu(device) if is_absent(device) else nullcontext():
+        compile_only(ours, _on(device, arguments))
     return ours
+
+
+def _on(device: torch.device, arguments: Arguments) -> Arguments:
+    """The arguments on ``device``."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return value
+        return claim(value, device) if is_absent(device) else value.to(device)
+
+    moved: Arguments = tree_map(move, arguments)
+    return moved
 
 
 def parse_arguments(example_inputs: Any) -> Arguments:

@@ -10,9 +10,9 @@ from typing import Any
 from unittest import mock
 
 from passes.plan.host_memory import HostMemory, Sent
+from shardtrace.model.absent import claim
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 class SlowHost(HostMemory):
@@ -34,6 +34,10 @@ class SlowHost(HostMemory):
             self._last = _copy_late(kept, place)
         else:
             place.copy_(kept)
+
+    def finish_loads(self) -> None:
+        if self._last is not None:
+            self._last.join()
 
     def mark(self) -> Any:
         return self._last or super().mark()
@@ -81,28 +85,6 @@ def slow_host(*, loads_late: bool = False, direct: bool = False) -> Iterator[Non
         yield
 
 
-class _NoStreams(HostMemory):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.device("cpu"))
-        self.device = device
-
-
-@contextmanager
-def absent_cuda() -> Iterator[None]:
-    """Let ``fsdp(model, device="cuda:0", offload_policy=...)`` compile for an absent device. Shards stay on the CPU."""
-    from shardtrace import api
-
-    def distribute_on_cpu(*args: Any, **options: Any) -> None:
-        distribute(*args, **options | {"device": torch.device("cpu")})
-
-    distribute = api.distribute
-    with (
-        mock.patch.object(api, "host_memory", lambda policy, device: _NoStreams(device) if policy else None),
-        mock.patch.object(api, "distribute", distribute_on_cpu),
-    ):
-        yield
-
-
 def on_absent_cuda(*shape: int) -> torch.Tensor:
     """A tensor to compile with that claims to be on cuda:0."""
-    return FakeTensor(FakeTensorMode(), torch.empty(shape, device="meta"), torch.device("cuda:0"))
+    return claim(torch.empty(shape), torch.device("cuda:0"))

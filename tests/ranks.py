@@ -26,7 +26,7 @@ import pytest
 GARBAGE = (20_000, 10, 10)
 
 # Helpers of the tests whose failing asserts show their values, as those of the tests do.
-REWRITTEN = ("sharded_training",)
+REWRITTEN = ("exchange", "sharded_training")
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

@@ -9,6 +9,7 @@ import shardtrace  # isort: split
 import thunder
 import torch
 import torch.distributed as dist
+from late import late_groups
 from models import Weighted, Zoo, tokens
 
 ROWS = 12  # of a batch, over all ranks
@@ -102,20 +103,26 @@ def train_zoo(
     bucketing: Any = "block",
     optimizer: str = "adamw",
     steps: int = 3,
-    mesh: tuple[int, int] | None = None,
+    mesh: Any = None,
     precision: str | None = None,
     executors: list[str] | None = None,
+    late: bool = False,
 ) -> Any:
     """Train the sharded Zoo on this rank's rows, compare it with the reference, and return its collectives.
 
     ``mesh`` is the shape of a mesh (replicate, shard). In bf16 the numbers are only near those of the reference.
+    ``late``: over groups that behave like nccl's.
     """
+    if late:
+        with late_groups(mesh) as groups:
+            return train_zoo(strategy, bucketing, optimizer, steps, groups, precision, executors)
     expected_losses, expected = reference(steps, optimizer)
     torch.manual_seed(0)
     model = Zoo()
     options: dict[str, Any] = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "mp_policy": precision}
-    if mesh is not None:
-        options["mesh"] = dist.init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    if isinstance(mesh, tuple):
+        mesh = dist.init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    options["mesh"] = mesh
     if precision is not None:
         # buffers and parameters without elements keep their dtype: in fp32 they would make all that follows fp32
         model.shift, model.nothing.data = model.shift.bfloat16(), model.nothing.data.bfloat16()

@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize
+from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize, wait_copies
 from passes.compat import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
 from passes.plan import Bucket
@@ -51,6 +51,11 @@ def is_overflow(bsym: BoundSymbol) -> bool:
 def is_offload(bsym: BoundSymbol) -> bool:
     """True for both halves of a copy of gradients to the host."""
     return bsym.sym.id in OFFLOADS or bsym.sym.id in OFFLOADS.values()
+
+
+def ends_copies(bsym: BoundSymbol) -> bool:
+    """True for a line at which the program waits for copies from host memory."""
+    return bsym.sym.id == wait_copies.id
 
 
 def issues_future(bsym: BoundSymbol) -> bool:
@@ -177,17 +182,18 @@ def constant_inputs(trace: TraceCtx) -> set[str]:
 
 def updated_in_place(trace: TraceCtx) -> set[str]:
     """The names of values that a line of the trace changes."""
-    return {name for b in trace.bound_symbols for name in _updated(b)}
+    return {name for b in trace.bound_symbols for name in updated_by(b)}
 
 
-def _updated(bsym: BoundSymbol) -> Iterator[str]:
+def updated_by(bsym: BoundSymbol) -> Iterator[str]:
+    """The names of values that a line changes."""
     symbol = identity(bsym.sym)
     if symbol == prims.PrimIDs.UPDATE_ALIASES:
         yield from (a.name for a in bsym.flat_proxy_args)
     elif symbol == prims.PrimIDs.COPY_:
         yield bsym.args[1].name
     for part in bsym.subsymbols:
-        yield from _updated(part)
+        yield from updated_by(part)
 
 
 def bucket_of(bsym: BoundSymbol) -> Bucket:

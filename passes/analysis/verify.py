@@ -12,6 +12,8 @@
 5. If parameters are at rest in host memory, each reduced gradient is copied there once.
 6. No value is saved if the line that computes it is recomputed in backward. (A fusion may save parts of its own if
    Thunder finds that no more is saved by it.)
+7. Once the trace is scheduled: each read, write or free of memory is ordered after those before it, whatever the speed
+   of the streams that they run on (:mod:`passes.analysis.happens_before`).
 
 For what a called block saves, 4 and 6 hold too.
 
@@ -28,6 +30,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from passes.analysis.calls import part_of
+from passes.analysis.happens_before import races
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -73,6 +76,8 @@ def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
     if scheduled:
         _verify_live_buckets(lines, values)
         _verify_inflight(lines)
+        for race in races(trace):
+            _fail(lines, race.line, race.message)
     _verify_offloads(lines)
     _verify_saved(trace, values)
     _verify_recomputed(trace)
@@ -142,8 +147,9 @@ def _verify_traffic(trace: TraceCtx) -> None:
             fits = tuple(value.shape) == expected or (not gathers and not expected)  # see layout.summed_to
             rest = bucket.rest_dtype
             dtype = rest if gathers else bucket.plan.unsharded_dtype(rest)
-            summed = not gathers and value.dtype == bucket.plan.summed_dtype(rest)
-            if not fits or not (value.dtype == dtype or summed):
+            # gradients that were kept, or that another group has reduced before
+            other = not gathers and value.dtype in (bucket.plan.summed_dtype(rest), bucket.dtype)
+            if not fits or not (value.dtype == dtype or other):
                 wanted = f"shape {expected} and dtype {dtype} as {m.parameter.name}"
                 _fail(lines, i, f"{value.name} should have {wanted}")
             if (bsym.sym.id, m.parameter) in seen:

@@ -84,7 +84,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     _wait(future)
-    rank, layout, dtype = bucket.plan.rank, bucket.layout, bucket.torch_rest_dtype
+    rank, layout, dtype = bucket.plan.rank, bucket.layout, bucket.torch_reduced_dtype
     large = []
     for i, grad, others in zip(layout.large, future.sent, future.received, strict=False):
         large.append(_mean_shard(grad, others, bucket.members[i], rank).to(dtype))

@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 
 class InFlight(NamedTuple):
-    """An issued collective. ``input`` must outlive it. ``copied`` marks the end of the copy of shards from host memory
-    to ``staged``."""
+    """An issued collective. ``input`` must outlive it, and so must ``staged``, to which shards in host memory are
+    copied."""
 
     work: Any
     output: torch.Tensor
     input: torch.Tensor
-    copied: Any = DONE
     staged: torch.Tensor | None = None
 
 
@@ -42,14 +41,13 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
             host.load(piece, place)
         if row is not staged:
             row.copy_(staged)  # casts on the device: a copy between devices would cast on the host
-        copied = host.mark()
-        future = InFlight(copied, rows, row) if alone else _gather(row, rows, bucket)
-        return future._replace(copied=copied, staged=staged)
+        future = InFlight(host.mark(), rows, row) if alone else _gather(row, rows, bucket)
+        return future._replace(staged=staged)
 
 
 def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
     layout, group = bucket.layout, bucket.plan.group
-    if bucket.plan.placement is Placement.OWNER:  # uneven rows: nccl turns them into one group of broadcasts
+    if _is_uneven(bucket):  # nccl turns the list into one group of broadcasts
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
     else:
         work = compat.all_gather_single(rows, row, group=group, async_op=True)
@@ -57,10 +55,8 @@ def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
 
 
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits for the backend, which need not block the program. The copy from host memory is over when this returns,
-    so that the shards may be changed."""
+    """Waits for the backend, which need not block the program. A collective follows the copy from host memory."""
     future.work.wait()
-    future.copied.synchronize()
     return bucket.layout.unpack_rows(future.output)
 
 
@@ -72,7 +68,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     if bucket.plan.world_size == 1:
         return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
-    if bucket.plan.placement is Placement.OWNER:  # uneven rows: one group of reductions
+    if _is_uneven(bucket):  # one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
         work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
@@ -81,13 +77,17 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return bucket.layout.unpack_row(future.output.to(bucket.torch_rest_dtype))
+    return bucket.layout.unpack_row(future.output.to(bucket.torch_reduced_dtype))
 
 
 def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     """Averages over ranks, in place in one flat buffer."""
     rows, op = _packed(grads, bucket)
     return InFlight(dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True), rows, rows)
+
+
+def _is_uneven(bucket: Bucket) -> bool:
+    return bucket.plan.placement is Placement.OWNER and len(set(bucket.layout.row_sizes)) > 1
 
 
 def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:

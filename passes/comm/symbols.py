@@ -18,6 +18,7 @@ follow the reduction of gradients:
 
     future = offload(grads, bucket)             this rank's shards of the gradients, in flight to the host
     grads = wait_offload(future, bucket)        the same shards, on the host
+    wait_copies(memory)                         the last line of a trace that gathers from host memory
 
 In fp16 a backward ends with:
 
@@ -32,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from passes.comm import direct, native
-from passes.comm.host_copies import finish_offload, issue_offload
+from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
 from passes.comm.overflow import finish_share_overflow, issue_share_overflow
 from passes.comm.properties import Property
 from passes.compat import symbol_that_calls
@@ -63,10 +64,12 @@ def _finishes(function: Run) -> Run:
         if runtime.progress is not None:
             runtime.progress.finished(future)
         try:
-            return function(future, bucket)
+            result = function(future, bucket)
         except RuntimeError as error:
             runtime.raise_if_rank_failed(error, bucket.label)
             raise
+        runtime.raise_if_aborted(bucket.label)
+        return result
 
     return run
 
@@ -194,6 +197,13 @@ def _reduce_scatter_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> Futu
 
 def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
     return tuple(
+        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.reduced_dtype)
+        for m in bucket.members
+    )
+
+
+def _wait_offload_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
         TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
         for m in bucket.members
     )
@@ -232,7 +242,8 @@ all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 
 offload = symbol("offload", _offload_meta, issue_offload)
-wait_offload = symbol("wait_offload", _wait_reduce_scatter_meta, finish_offload)
+wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)
+wait_copies = symbol("wait_copies", lambda memory: None, finish_copies, tags=[OpTags.DONT_DCE])
 
 share_overflow = symbol("share_overflow", _share_overflow_meta, _issue_share_overflow)
 wait_share_overflow = symbol(

@@ -62,8 +62,14 @@ class Bucket(ContextObject):
         return self.members[0].parameter.dtype or self.dtype
 
     @cached_property
-    def torch_rest_dtype(self) -> torch.dtype:
-        return dtypes.to_torch_dtype(self.rest_dtype)
+    def reduced_dtype(self) -> dtypes.dtype:
+        """The dtype of reduced gradients: that of the members' shards, or the one on the wire if the plan's outer group
+        reduces them next, in the same dtype."""
+        return self.rest_dtype if self.plan.outer is None else self.dtype
+
+    @cached_property
+    def torch_reduced_dtype(self) -> torch.dtype:
+        return dtypes.to_torch_dtype(self.reduced_dtype)
 
     @cached_property
     def trainable(self) -> Bucket | None:

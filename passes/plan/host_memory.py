@@ -1,9 +1,9 @@
 """Parameters and gradients at rest in host memory: copies to and from the device that computes.
 
 A bucket is copied as one flat row. Each direction has a stream of its own, so that copies overlap compute. A copy
-begins when the device has finished the work enqueued before the line that issues it, and is over when the line that
-waits for it returns. A copy to the device is the first part of a gather; a copy to the host follows the reduction of
-gradients.
+begins when the device has finished the work enqueued before the line that issues it. A copy to the device is the first
+part of a gather, and is over when its trace ends. A copy to the host follows the reduction of gradients, and is over
+when the line that waits for it returns.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class HostMemory:
         pinned: page-lock the memory, so that copies do not block the program. (torch allocates such memory in powers
             of two.)
 
-    A device without streams (CPU, meta) copies synchronously.
+    A device without streams (CPU, meta, one that is absent) copies synchronously.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self.device = device
-        self._streams = None if device.type in ("cpu", "meta") else _Streams(device)
+        absent = device.type in ("cpu", "meta") or not torch.get_device_module(device).is_available()
+        self._streams = None if absent else _Streams(device)
         self.pinned = pinned and self._streams is not None
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
@@ -53,6 +54,11 @@ class HostMemory:
     def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
         """Starts to copy values to their place on the device, on the current stream."""
         place.copy_(kept, non_blocking=self.pinned)
+
+    def finish_loads(self) -> None:
+        """Blocks the program until all copies to the device are over."""
+        if self._streams is not None:
+            self._streams.inward.synchronize()
 
     def send(self, values: torch.Tensor) -> Sent:
         """Starts to copy values from the device to the host. Their memory may be freed at once: it is reused only

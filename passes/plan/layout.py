@@ -20,6 +20,7 @@ import torch
 from thunder.core import dtypes
 
 SMALL = 64 * 1024  # bytes of a shard, below which a separate message or allocation costs more than a copy
+ALIGNMENT = 16  # bytes at which kernels for GPUs read vectors
 UNITS = 4096  # limit of the length of a permutation
 
 
@@ -79,11 +80,8 @@ class ShardLayout:
         self.padded = any(math.prod(p.full) < p.numel * world_size for p in self.places)
         self.scalars = any(not p.full for p in self.places)
         self.small, self.large = _by_size(sizes, dtype.bytes)
-        self.offsets: list[int | None] = [None] * len(sizes)  # of the small members, which are unpacked side by side
-        self.beside = 0  # elements of all small members
-        for i in self.small:
-            self.offsets[i] = self.beside
-            self.beside += world_size * sizes[i]
+        self.beside = self._side_by_side(1)
+        self.aligned = self._side_by_side(max(1, ALIGNMENT // dtype.bytes))
 
     def flat_row(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return _joined(self.pieces(shards))
@@ -112,18 +110,29 @@ class ShardLayout:
         if rows.device.type == "cpu" and self.permutation is not None:
             beside = rows.view(-1, self.unit).index_select(0, self.permutation)
             return tuple([beside.as_strided(p.full, p.full_strides, world_size * p.start) for p in places])
-        beside = rows.new_empty(self.beside)
+        offsets, elements = self.beside if rows.device.type in ("cpu", "meta") else self.aligned
+        beside = rows.new_empty(elements)
         columns = [
             rows.new_empty(world_size, size)
             if offset is None
             else beside.as_strided((world_size, size), (size, 1), offset)
-            for size, offset in zip(self.sizes, self.offsets, strict=True)
+            for size, offset in zip(self.sizes, offsets, strict=True)
         ]
         torch.split_with_sizes_copy(rows.view(world_size, self.numel), self.sizes, dim=1, out=columns)
         return tuple(
             column.as_strided(p.full, p.full_strides, offset or 0)
-            for column, p, offset in zip(columns, places, self.offsets, strict=True)
+            for column, p, offset in zip(columns, places, offsets, strict=True)
         )
+
+    def _side_by_side(self, aligned: int) -> tuple[list[int | None], int]:
+        """The offsets of the small members, which are unpacked side by side at multiples of ``aligned`` elements, and
+        the elements that they take."""
+        offsets: list[int | None] = [None] * len(self.sizes)
+        end = 0
+        for i in self.small:
+            offsets[i] = end
+            end += -(-self.world_size * self.sizes[i] // aligned) * aligned
+        return offsets, end
 
     @cached_property
     def unit(self) -> int:
@@ -145,18 +154,24 @@ class ShardLayout:
 
     def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
         tensors = _summed(tensors, self.places) if self.scalars else tensors
-        allocate = tensors[0].new_zeros if self.padded else tensors[0].new_empty
-        rows = allocate(self.world_size, self.numel, dtype=self.dtype)
-        if self.padded:
-            for tensor, p in zip(tensors, self.places, strict=True):
-                flat = tensor.reshape(-1)
-                whole = flat.numel() // p.numel  # ranks whose shards have no padding
-                rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
-                if rest := flat.numel() - whole * p.numel:
-                    rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
-        else:
-            torch._chunk_cat(list(tensors), dim=0, num_chunks=self.world_size, out=rows)
+        one_by_one = self.padded and tensors[0].device.type == "cpu"  # a copy of each member, and none of padded ones
+        rows = tensors[0].new_empty(self.world_size, self.numel, dtype=self.dtype)
+        (self._fill_one_by_one if one_by_one else self._fill_at_once)(rows, tensors)
         return (rows if divisor == 1 else rows.div_(divisor)).view(-1)
+
+    def _fill_one_by_one(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        rows.zero_()
+        for tensor, p in zip(tensors, self.places, strict=True):
+            flat = tensor.reshape(-1)
+            whole = flat.numel() // p.numel  # ranks whose shards have no padding
+            rows[:whole, p.start : p.start + p.numel] = flat[: whole * p.numel].view(whole, p.numel)
+            if rest := flat.numel() - whole * p.numel:
+                rows[whole, p.start : p.start + rest] = flat[whole * p.numel :]
+
+    def _fill_at_once(self, rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """On a GPU one kernel, which casts and pads with zeros, if the tensors are contiguous."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        torch._chunk_cat(tensors, dim=0, num_chunks=self.world_size, out=rows)
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         at = row.storage_offset()

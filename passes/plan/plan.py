@@ -117,7 +117,8 @@ class ShardedParameter:
 
     ``name``, ``layer`` and ``block`` are the qualified names of the parameter, its module and its repeated block (None
     outside). ``index`` is its position among the model's parameters, ``dtype`` its dtype at rest (None: that of its
-    bucket), ``owner`` the rank of the group that holds it if only one does.
+    bucket), ``owner`` the rank of the group that holds it if only one does, ``rest_device`` the device of its shard as
+    torch prints it (empty: the one on which the parameter is used).
     """
 
     plan: Plan
@@ -129,6 +130,7 @@ class ShardedParameter:
     index: int = 0
     dtype: dtypes.dtype | None = None
     owner: int = 0
+    rest_device: str = ""
 
     @cached_property
     def shard_shape(self) -> Shape:

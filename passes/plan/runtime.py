@@ -25,10 +25,12 @@ class Axis(Enum):
 class Runtime(Protocol):
     """The rank on which the steps of one model run. ``shardtrace`` implements it; :class:`PlainRuntime` does nothing.
 
-    ``progress`` tells where this rank is in a step, and is None if steps are not compared across ranks. ``kept``
-    holds unreduced gradients from step to step (:class:`passes.comm.kept_gradients.KeptGradients`).
+    ``compares`` tells whether steps are compared across ranks. ``progress`` tells where this rank is in a step, and is
+    None if there is no other rank. ``kept`` holds unreduced gradients from step to step
+    (:class:`passes.comm.kept_gradients.KeptGradients`).
     """
 
+    compares: bool
     progress: Progress | None
     kept: Any
 
@@ -51,10 +53,14 @@ class Runtime(Protocol):
     def raise_if_rank_failed(self, error: Exception, bucket: str) -> None:
         """Raises a better error if another rank caused ``error``, which a collective of ``bucket`` raised."""
 
+    def raise_if_aborted(self, bucket: str) -> None:
+        """Raises an error if the collectives were aborted because another rank failed, and gave no results."""
+
 
 class PlainRuntime:
     """A bare process group, for plans that are made by hand: no model to check, no other ranks to ask."""
 
+    compares = False
     progress: Progress | None = None
     kept: Any = None
 
@@ -73,3 +79,5 @@ class PlainRuntime:
     def announce(self, error: str) -> None: ...
 
     def raise_if_rank_failed(self, error: Exception, bucket: str) -> None: ...
+
+    def raise_if_aborted(self, bucket: str) -> None: ...

@@ -198,6 +198,8 @@ def inspect(
         jit_options: options of ``thunder.jit``, for fake ranks.
         fsdp_options: options of :func:`shardtrace.fsdp`, for fake ranks: ``sharding_strategy``, ``prefetch``, ...
             Without ``cost_model``, times rest on its pessimistic defaults, which are the same on every machine.
+            ``device="cuda"`` needs no GPU; the executors are those of this machine, so nvFuser takes part only if it
+            is installed.
 
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not apply to it.

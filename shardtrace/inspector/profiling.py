@@ -110,8 +110,9 @@ class _Stopwatch:
     def __init__(self, trace: TraceCtx) -> None:
         self.runs: list[list[Any]] = []
         self._marks: list[Any] = []
-        tensors = [p for p in trace.args or () if isinstance(p, TensorProxy)]
-        self._on_cuda = any(p.device.type == "cuda" for p in tensors)
+        # the arguments of a backward are lists of tensors, which its first lines unpack
+        made = (o for bsym in trace.bound_symbols for o in bsym.flat_proxy_outs)
+        self._on_cuda = any(isinstance(o, TensorProxy) and o.device.type == "cuda" for o in made)
         self._function = _with_marks(trace, self._mark).python_callable()
 
     def __call__(self, *args: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from passes.compat import set_traced_device
 from passes.plan import HostMemory, Placement
+from shardtrace.model.absent import claim, is_absent
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
@@ -74,16 +75,19 @@ def distribute(
     param_init_fn: InitFn | None,
 ) -> None:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
-    time: a whole parameter is freed as soon as its shard is made."""
+    time: a whole parameter is freed as soon as its shard is made. On a device that is absent nothing has memory."""
+    absent, used_on = is_absent(device), device
+    device = torch.device("meta") if absent else device
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
     sharded: set[int] = set()
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
-        whole, name = broadcast(values.to(device), broadcast_from, group), names[id(parameter)]
+        source = None if absent else broadcast_from
+        whole, name = broadcast(values.to(device), source, group), names[id(parameter)]
         home = homes[name]
         kept = shard(whole, home)
-        set_data(parameter, kept if home.host is None else kept.cpu(), name)
+        set_data(parameter, kept if home.host is None or kept.is_meta else kept.cpu(), name)
         sharded.add(id(parameter))
 
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:
@@ -91,7 +95,7 @@ def distribute(
             return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
         return parameter.detach().to(device)
 
-    meta_modules = {m for m in model.modules() if has_meta(m)}  # before tied parameters get memory
+    meta_modules = set() if absent else {m for m in model.modules() if has_meta(m)}  # before tied parameters get memory
     for module in model.modules():
         if module in meta_modules:
             for parameter, values in materialized(module, device, param_init_fn, whole_again):
@@ -104,4 +108,5 @@ def distribute(
                 keep_shard(own, own.detach())
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)
+                placed = claim(buffer, used_on) if absent else buffer.to(device)
+                module._buffers[name] = broadcast(placed, None if absent else broadcast_from, group)

@@ -19,7 +19,7 @@ def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> Non
     The buckets are those of a model that uses its parameters in the order in which it holds them. The gather packs the
     shards if a trace has other buckets, or if a parameter has been given other memory since.
     """
-    shards = list(shards)
+    shards = [(shard, parameter) for shard, parameter in shards if not shard.is_meta]
     for shard, parameter in shards:
         if parameter.plan.placement is Placement.OWNER and parameter.plan.host is not None:
             replace_data(shard, parameter.plan.host.keep(shard.detach()))

@@ -59,15 +59,15 @@ def materialized(
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor, name: str) -> None:
     """Give a Parameter other values, shape or device. It stays the same object, so that optimizers keep it."""
-    if not parameter.is_meta:
+    if parameter.is_meta == values.is_meta:
         replace_data(parameter, values)
         return
     try:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     except RuntimeError as error:
         raise RuntimeError(
-            f"meta parameter {name!r} cannot get memory in place, because something holds a weak reference or an "
-            "autograd graph of it: call fsdp() right after building the model"
+            f"parameter {name!r} cannot leave or enter the meta device in place, because something holds a weak "
+            "reference or an autograd graph of it: call fsdp() right after building the model"
         ) from error
 
 

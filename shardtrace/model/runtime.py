@@ -8,7 +8,7 @@ from typing import Any
 from passes.comm.kept_gradients import KeptGradients
 from passes.plan import Axis, Gradients, Progress, Step
 from shardtrace.ranks.consensus import announce, compare
-from shardtrace.ranks.failure import raise_if_rank_failed
+from shardtrace.ranks.failure import raise_if_aborted, raise_if_rank_failed
 from shardtrace.ranks.mesh import Groups, is_alone
 
 import torch
@@ -46,7 +46,8 @@ class ModelRuntime:
         self.kept = KeptGradients()
         self.keeps_gradients = False  # inside no_sync
         self.generation = 0  # incremented when the model's modules have changed
-        self.progress = Progress() if check_steps is not False and not is_alone(groups.everyone) else None
+        self.progress = None if is_alone(groups.everyone) else Progress()
+        self.compares = check_steps is not False and self.progress is not None
         self._what = f"the collectives of {model_name}"
         self._check_unchanged = check_unchanged
         self._check_steps, self._timeout = check_steps, timeout
@@ -79,6 +80,8 @@ class ModelRuntime:
         if self.kept.left_behind():
             raise RuntimeError("gradients were left behind")
         self._check_unchanged()
+        if self.progress is not None and not self.compares:
+            self.progress.drain()  # otherwise once the ranks have been compared
 
     def compare_trace(self, collectives: list[str]) -> None:
         """Compares ``collectives`` unless the ranks have agreed on them before. Thus a rank does not wait for the
@@ -113,3 +116,6 @@ class ModelRuntime:
 
     def raise_if_rank_failed(self, error: Exception, bucket: str) -> None:
         raise_if_rank_failed(error, bucket)
+
+    def raise_if_aborted(self, bucket: str) -> None:
+        raise_if_aborted(bucket)

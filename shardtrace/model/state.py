@@ -36,7 +36,8 @@ class Entry:
     """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
 
     ``owners`` are all pairs (module, attribute) that hold it: more than one if it is tied. ``stand_in`` is a meta
-    tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter.
+    tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter. ``rest_device``
+    is the device of the shard: that of its use, the host's, or meta if a fake rank compiles for an absent device.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Entry:
     block: str | None
     shard: nn.Parameter
     shard_shape: Shape
+    rest_device: torch.device
     dtype: torch.dtype
     strategy: ShardingStrategy
     home: Home
@@ -56,11 +58,6 @@ class Entry:
     def device(self) -> torch.device:
         """The device on which the parameter is used."""
         return traced_device(self.stand_in)
-
-    @property
-    def rest_device(self) -> torch.device:
-        """The device of its shard."""
-        return self.device if self.home.host is None else torch.device("cpu")
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the parameter was replaced, re-typed, moved or resized since it was sharded."""
@@ -121,6 +118,7 @@ class ShardedState:
                 index=index,
                 dtype=to_dtype(e.dtype),
                 owner=e.home.owner,
+                rest_device=str(e.rest_device),
             )
             for index, e in enumerate(entries)
         }

@@ -20,6 +20,7 @@ from typing import Any
 from passes.checkpoint_activations import mark_block
 from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
+from passes.plan import Gradients
 from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
@@ -95,11 +96,25 @@ def _hidden_afterwards(state: ShardedState, hidden: dict[int, Any]) -> Iterator[
 
 
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
-    if any(isinstance(t, CUDAGraphTransform) for t in transforms) and any(p.host for p in state.plans.values()):
+    """Raises RuntimeError if a step has effects in Python, which would happen when a graph is captured and never
+    again."""
+    if not any(isinstance(t, CUDAGraphTransform) for t in transforms):
+        return
+    name, runtime = state.model_name, state.runtime
+    if any(p.host for p in state.plans.values()):
         raise RuntimeError(
-            f"a CUDA graph cannot hold {state.model_name}, whose parameters are in host memory, because the "
-            "program waits for their copies: call fsdp() without offload_policy, or thunder.jit without "
-            "CUDAGraphTransform"
+            f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
+            "their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
+        )
+    if runtime.compares:
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name}, because the program compares its steps across ranks: call "
+            "fsdp(check_steps=False), or thunder.jit without CUDAGraphTransform"
+        )
+    if runtime.gradients() in (Gradients.KEPT, Gradients.ADDED):
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name} inside or after no_sync, because the program adds up its gradients: "
+            "call no_sync(model, reduce_each=True), or thunder.jit without CUDAGraphTransform"
         )
 
 

@@ -23,13 +23,13 @@ class Groups(NamedTuple):
     outer: dist.ProcessGroup | None = None
 
 
-def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> Groups:
+def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool, timeout: float = 300.0) -> Groups:
     """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard).
 
     Raises ValueError if a hybrid strategy gets another mesh, otherwise the errors of :func:`resolve_group`.
     """
     if not hybrid:
-        group = resolve_group(mesh, device)
+        group = resolve_group(mesh, device, timeout)
         return Groups(group, group)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
@@ -46,10 +46,11 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool) -> 
     return Groups(everyone, mesh.get_group(1), mesh.get_group(0))
 
 
-def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
+def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.0) -> dist.ProcessGroup:
     """The group of a 1-D DeviceMesh, a ProcessGroup itself, or the default group.
 
-    If there is no default group, it is made from torchrun's environment: nccl if ``device`` is CUDA, else gloo.
+    If there is no default group, it is made from torchrun's environment: nccl if ``device`` is CUDA, else gloo. Its
+    collectives then have ``timeout`` seconds.
     Raises ValueError for a mesh that is not 1-D, RuntimeError if there is neither a group nor such an environment.
     """
     if isinstance(mesh, DeviceMesh):
@@ -75,10 +76,30 @@ def resolve_group(mesh: Mesh | None, device: torch.device) -> dist.ProcessGroup:
             )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        init_process_group(device)
+        init_process_group(device, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def choose_device(
+    device: torch.device | str | None, mesh: Mesh | None, current: torch.device | None, *, on_host: bool = False
+) -> torch.device:
+    """The device of shards, as FSDP2 chooses it: ``device``, else the mesh's, else this rank's GPU, if there is one.
+
+    ``current`` is the device of the model. It stays there if the process group cannot reach GPUs through nccl, unless
+    it is in host memory on purpose (``on_host``).
+    """
+    if device is None and isinstance(mesh, DeviceMesh):
+        device = mesh.device_type
+    return resolve_device(device, None if on_host or _reaches_gpus(mesh) else current)
+
+
+def _reaches_gpus(mesh: Mesh | None) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else dist.group.WORLD
+    return group is None or "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def resolve_device(device: torch.device | str | None, current: torch.device | None) -> torch.device:
@@ -89,7 +110,8 @@ def resolve_device(device: torch.device | str | None, current: torch.device | No
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
     if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        current_index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", current_index)))
     return resolved
 
 

@@ -17,6 +17,7 @@ import atexit
 import json
 import time
 import uuid
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     Unlike ``torch.distributed.init_process_group``, it also works after a restart of the ranks (``--max-restarts``).
 
     Args:
-        timeout: seconds to wait for the other ranks to start.
+        timeout: seconds to wait for the other ranks: until they have started, and in each collective.
         options: further arguments of ``torch.distributed.init_process_group``.
 
     Raises:
@@ -45,7 +46,8 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     name = attempt_name(store, rank, world_size, timeout)
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     store = dist.PrefixStore(name, store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **options)
 
 
 def leave_in_peace() -> None:

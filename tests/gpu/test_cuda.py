@@ -1,5 +1,7 @@
 """The settings of the CUDA benchmarks, for correctness: a real nccl group of one, and fake groups of many ranks."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardtrace  # isort: skip  before thunder: makes it importable on the newest torch
 from passes.analysis.liveness import step_liveness
+from passes.plan import Placement
 
 import thunder
+from exchange import EVEN, SHAPES, exchange_bucket
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -21,7 +25,9 @@ WIDTH, BLOCKS = 512, 3
 @pytest.fixture(params=EXECUTORS)
 def executors(request):
     if request.param == "nvfuser" and thunder.nvfuser_executor is None:
-        pytest.skip("nvFuser does not import here")
+        if os.environ.get("SHARDTRACE_GPU_NVFUSER"):
+            pytest.fail("make gpu NVFUSER=1 asks for nvFuser, which does not import here: pip install '.[nvfuser]'")
+        pytest.skip("nvFuser does not import here: make gpu NVFUSER=1 makes this a failure")
     return EXECUTORS[request.param]
 
 
@@ -46,6 +52,16 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x.square().mean()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("placement", list(Placement))
+def test_collectives_of_nccl(nccl_of_one, placement, dtype):
+    """nccl runs our gathers and all_reduces, in a group of one, where a model would have no collectives. (A
+    reduce_scatter of one rank is not sent.)"""
+    device = torch.device("cuda", 0)
+    for shapes in (SHAPES, EVEN):
+        exchange_bucket(placement, shapes, getattr(torch, dtype), dist.group.WORLD, device=device)
 
 
 def on_cuda(row):

@@ -15,7 +15,7 @@ class Recording(PlainRuntime):
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
-        self.progress = progress
+        self.progress, self.compares = progress, progress is not None
         self.compared: list[Step] = []
 
     def compare_step(self, step: Step) -> None:

@@ -22,7 +22,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from golden import stage
-from hosts import absent_cuda, on_absent_cuda
+from hosts import on_absent_cuda
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 from torch import nn
@@ -108,8 +108,7 @@ def test_lines_of_a_lowered_step(net):
 
 def test_copies_to_the_host():
     with fake_ranks(2):
-        with absent_cuda():
-            model = shardtrace.fsdp(nn.Linear(4, 4), device="cuda:0", offload_policy=CPUOffloadPolicy())
+        model = shardtrace.fsdp(nn.Linear(4, 4), device="cuda:0", offload_policy=CPUOffloadPolicy())
         cmodel = thunder.jit(model)
         compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     forward, backward = thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]

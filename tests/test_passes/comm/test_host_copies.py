@@ -16,7 +16,7 @@ import thunder
 import torch
 from expecttest import assert_expected_inline
 from golden import stage, text
-from hosts import absent_cuda, on_absent_cuda
+from hosts import on_absent_cuda
 from thunder.core.trace import from_trace
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -34,8 +34,7 @@ class Net(nn.Module):
 
 
 def compiled(**options):
-    with absent_cuda():
-        model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy(), **options)
+    model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy(), **options)
     cmodel = thunder.jit(model)
     compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
     return cmodel
@@ -122,8 +121,7 @@ def test_a_world_of_one_gathers_from_the_host(fake_ranks):
 
 def test_kept_gradients_are_not_copied(fake_ranks):
     fake_ranks(2)
-    with absent_cuda():
-        model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy())
+    model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy())
     cmodel = thunder.jit(model)
     with model.no_sync():
         compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))

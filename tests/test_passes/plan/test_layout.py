@@ -75,6 +75,30 @@ def test_large_members_keep_no_memory_but_their_own():
     assert full[1].untyped_storage().data_ptr() == full[3].untyped_storage().data_ptr()  # small ones share
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_one_kernel_packs_what_single_copies_pack(world_size, wire):
+    """The kernel for GPUs: also with padding, a cast, and gradients that are not contiguous."""
+    plan = Plan("Model", world_size=world_size)
+    members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(SHAPES) if s)
+    layout = Bucket("root", "b_root", plan, members, dtypes.to_dtype(getattr(torch, wire))).layout
+    tensors = [torch.randn(s[::-1], dtype=torch.bfloat16).permute(*reversed(range(len(s)))) for s in SHAPES if s]
+    one_by_one, at_once = (torch.full((world_size, layout.numel), 7.0, dtype=layout.dtype) for _ in range(2))
+    layout._fill_one_by_one(one_by_one, tensors)
+    layout._fill_at_once(at_once, tensors)
+    assert torch.equal(one_by_one, at_once)
+
+
+def test_small_members_begin_where_kernels_for_gpus_read_vectors():
+    layout = bucket_of([(6,), (3, 5), (2, SMALL), (4,)], 2).layout
+    assert layout.aligned == ([0, 8, None, 28], 32)  # 16 bytes are four elements
+    assert layout.beside == ([0, 6, None, 26], 30)
+    layout.beside = layout.aligned
+    tensors = tuple(torch.randn(s) for s in ((6,), (3, 5), (2, SMALL), (4,)))
+    for tensor, again in zip(tensors, layout.unpack_rows(layout.pack_rows(tensors)), strict=True):
+        assert torch.equal(tensor, again)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_each_row_is_a_rank_and_padding_is_zero(world_size):
     bucket = bucket_of([(5, 3)], world_size)

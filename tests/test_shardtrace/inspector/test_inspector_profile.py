@@ -5,12 +5,15 @@ import time
 from itertools import pairwise
 
 import shardtrace
+from shardtrace.fake import compile_only
+from shardtrace.inspector.profiling import _stopwatches
 from shardtrace.inspector.timeline import stacked
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from hosts import on_absent_cuda
 from ranks import on_ranks
 from torch import nn
 
@@ -89,6 +92,15 @@ def test_medians_over_steps(jitted):
     runs = profiled._timed[0].backward.runs
     lines = [[marks[i + 1] - marks[i] for marks in runs] for i in range(len(times.seconds[1]))]
     assert times.seconds[1] == tuple(sorted(line)[1] for line in lines)
+
+
+def test_both_traces_of_a_gpu_are_timed_by_events(fake_ranks):
+    """The arguments of backward are lists of tensors."""
+    fake_ranks(2)
+    cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(4, 4), device="cuda"))
+    compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
+    stopwatches = _stopwatches(thunder.compile_stats(cmodel).interpreter_cache[-1])
+    assert [watch._on_cuda for watch in stopwatches] == [True, True]
 
 
 def test_what_was_compiled_is_back_afterwards(jitted):

@@ -23,7 +23,6 @@ from sharded_training import (
     reference,
     sharded_zoo,
 )
-from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -145,14 +144,6 @@ def test_replicas_are_not_kept_on_the_host(fake_ranks):
     fake_ranks(2)
     with pytest.raises(ValueError, match='keeps nothing in host memory with sharding_strategy="ddp"'):
         shardtrace.ddp(Zoo(), **ON_HOST)
-
-
-def test_no_cuda_graphs(fake_ranks):
-    fake_ranks(2)
-    with slow_host():
-        model = shardtrace.fsdp(Zoo(), **ON_HOST)
-    with pytest.raises(Exception, match="a CUDA graph cannot hold Zoo, whose parameters are in host memory"):
-        thunder.jit(model, transforms=[CUDAGraphTransform()])(*tokens(2))
 
 
 @pytest.mark.parametrize("policy", [True, "cpu", CPUOffloadPolicy])

@@ -1,14 +1,19 @@
 """Models that ``fsdp`` refuses to shard, and steps that a sharded model refuses to run, so that no parameter silently
 trains unreduced."""
 
+from contextlib import nullcontext
+
 import shardtrace
 from shardtrace.fake import compile_only
 
 import pytest
 import thunder
 import torch
+from hosts import slow_host
 from ranks import on_ranks
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def mlp():
@@ -183,3 +188,20 @@ def test_thunders_recipes(single_rank):
     cmodel = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"))
     cmodel(X).sum().backward()
     assert model.weight.grad.shape == (8, 8)
+
+
+def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):
+    """They would happen when a graph is captured, and never again."""
+    fake_ranks(2)
+    with slow_host():
+        on_host = shardtrace.fsdp(nn.Linear(4, 4), device="cpu", offload_policy=CPUOffloadPolicy())
+    compared, adding = (shardtrace.fsdp(nn.Linear(4, 4), check_steps=False) for _ in range(2))
+    compared._shardtrace.runtime.compares = True  # as with real ranks
+    for model, context, reason in (
+        (on_host, nullcontext(), "whose parameters are in host memory"),
+        (compared, nullcontext(), r"because the program compares its steps across ranks: call fsdp\(check_steps=False"),
+        (adding, adding.no_sync(), "inside or after no_sync, because the program adds up its gradients"),
+    ):
+        cmodel = thunder.jit(model, transforms=[CUDAGraphTransform()])
+        with pytest.raises(Exception, match=reason), context:
+            cmodel(torch.ones(2, 4))
