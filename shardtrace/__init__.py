@@ -21,10 +21,12 @@ from shardtrace.checkpoint import (
     export_safetensors,
     latest_checkpoint,
     load_checkpoint,
+    load_safetensors,
     save_checkpoint,
     sharded_state_dict,
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
+from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
@@ -65,12 +67,14 @@ __all__ = [
     "fsdp",
     "full_params",
     "full_state_dict",
+    "init_empty_weights",
     "init_process_group",
     "inspect",
     "kernels",
     "latest_checkpoint",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_safetensors",
     "memory",
     "no_sync",
     "profile",

@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms
 from passes.plan import CostModel, Placement
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.state import model_state
+from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
@@ -58,6 +61,7 @@ def fsdp(
     device: torch.device | str | None = None,
     broadcast_from: int | None = None,
     param_init_fn: InitFn | None = None,
+    weights: Source | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     evenness: float = 1.0,
     prefetch: int | None = None,
@@ -107,6 +111,9 @@ def fsdp(
             rank if a strategy replicates parameters; otherwise each rank keeps its own values.
         param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
             have memory. Default: the module's ``reset_parameters``. At most one module is whole at a time.
+        weights: values for all parameters and persistent buffers, of which each rank reads only its rows: a folder of
+            safetensors files, one file, or a state dict (:func:`shardtrace.load_safetensors`). The model may be on the
+            meta device (:func:`shardtrace.init_empty_weights`) and is then never whole.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.
@@ -150,7 +157,8 @@ def fsdp(
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
-        RankMismatchError: on every rank, if the model differs between ranks.
+        CheckpointError: ``weights`` do not fit. Nothing has been sharded.
+        RankMismatchError: on every rank, if the model or the weights differ between ranks or do not fit on another one.
 
     On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
     settings of its own (``MALLOC_...``, ``GLIBC_TUNABLES``, ``LD_PRELOAD``).
@@ -189,14 +197,26 @@ def fsdp(
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
 
-    error = refusal(module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group)
+    stored, error = _stored(weights, module)
+    given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
+    error = error or refusal(
+        module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
+    )
     others = {"broadcast_from": broadcast_from, "cost_model": cost_model, "checkpointed": list(checkpointed)}
+    others["weights"] = weights_lines(stored)
     compare_models(module, found, options, others, error=error, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
     distribute(
-        module, found, homes, group=group, device=target, broadcast_from=broadcast_from, param_init_fn=param_init_fn
+        module,
+        found,
+        homes,
+        group=group,
+        device=target,
+        broadcast_from=broadcast_from,
+        param_init_fn=param_init_fn,
+        given=given,
     )
     entries = [replace(e, shard_shape=tuple(e.shard.shape)) for e in whole if e.stand_in.numel()]
     if group.size() == 1 and options.precision is None and host is None:
@@ -209,6 +229,8 @@ def fsdp(
     if entries and target.type == "cpu":
         keep_freed_memory()
     attach(module, state, checkpointed.values(), repeated, no_sync=no_sync)
+    if stored:
+        read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model
 
 
@@ -217,6 +239,18 @@ def ddp(model: M, **options: Any) -> M:
     if "sharding_strategy" in options:
         raise TypeError("ddp() takes no sharding_strategy: call fsdp() to choose one")
     return fsdp(model, sharding_strategy="ddp", **options)
+
+
+def _stored(weights: Source | None, module: nn.Module) -> tuple[dict[str, Stored], Exception | None]:
+    """The tensors that ``weights`` hold for a model that is not sharded yet, or the reason why they do not fit."""
+    if weights is None:
+        return {}, None
+    try:
+        stored = stored_tensors(weights, module)
+        check_weights(stored, model_state(module), strict=True)
+    except CheckpointError as problem:
+        return {}, problem
+    return stored, None
 
 
 def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> list[Place]:

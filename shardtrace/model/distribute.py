@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from passes.compat import set_traced_device
 from passes.plan import HostMemory, Placement
@@ -72,9 +72,11 @@ def distribute(
     device: torch.device,
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
+    given: Collection[int] = (),
 ) -> None:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
-    time: a whole parameter is freed as soon as its shard is made."""
+    time: a whole parameter is freed as soon as its shard is made. Tensors whose id is ``given`` get memory for the
+    caller to fill."""
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
     sharded: set[int] = set()
@@ -86,15 +88,29 @@ def distribute(
         set_data(parameter, kept if home.host is None else kept.cpu(), name)
         sharded.add(id(parameter))
 
+    def make_room(parameter: nn.Parameter) -> None:
+        name = names.get(id(parameter), "that is ignored")
+        meta, rest = torch.empty_like(parameter, device="meta"), device
+        if name in homes:
+            meta = shard(meta, homes[name])
+            rest = device if homes[name].host is None else torch.device("cpu")
+        set_data(parameter, torch.empty_like(meta, device=rest), name)
+        sharded.add(id(parameter))
+
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:
         if id(parameter) in sharded:
             return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
         return parameter.detach().to(device)
 
-    meta_modules = {m for m in model.modules() if has_meta(m)}  # before tied parameters get memory
+    meta_modules = {m for m in model.modules() if has_meta(m, given)}  # before tied parameters get memory
+    for parameter in model.parameters():
+        if id(parameter) in given and (id(parameter) in names or parameter.is_meta):
+            make_room(parameter)
     for module in model.modules():
         if module in meta_modules:
             for parameter, values in materialized(module, device, param_init_fn, whole_again):
+                if id(parameter) in given:
+                    continue
                 if id(parameter) in names:
                     keep_shard(parameter, values)
                 elif parameter.is_meta:  # ignored, so not sharded
@@ -103,5 +119,7 @@ def distribute(
             if own is not None and id(own) in names and id(own) not in sharded:
                 keep_shard(own, own.detach())
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            elif buffer is not None:
                 module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)
