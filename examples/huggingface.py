@@ -71,7 +71,7 @@ def main() -> None:
         data = batches(text.train, args.batch_size, args.seq_len, args.seed, device)
         losses, rate = train(
             lambda step: next_token_loss(cmodel, data(step)[0]),
-            optimizer,
+            [optimizer],
             args.steps,
             tokens=args.batch_size * args.seq_len,
         )

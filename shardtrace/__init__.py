@@ -36,6 +36,7 @@ from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
 
@@ -80,5 +81,6 @@ __all__ = [
     "profile",
     "save_checkpoint",
     "sharded_state_dict",
+    "split_parameters",
     "sync_buffers",
 ]

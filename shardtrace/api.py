@@ -94,7 +94,8 @@ def fsdp(
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
             "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
             "owner". A mapping of name patterns to strategies, such as ``{"embed.*": "ddp", "*": "zero3"}``, mixes
-            them: the first pattern that matches a parameter's name counts.
+            them: the first pattern that matches a parameter's name counts. A predicate on (name, parameter), which
+            sees whole parameters, may stand in place of a pattern.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
             block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is
@@ -188,7 +189,7 @@ def fsdp(
     found = _parameters_to_shard(module, options, ignored)
     checkpointed = checkpointed_blocks(module, options.checkpointing)
     repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
-    strategies = assign(options.rules, [p.name for p in found])
+    strategies = assign(options.rules, {p.name: p.parameter for p in found})
     target = _device_of_compute(device, mesh, found, options)
     host = host_memory(options.offload, target)
     groups = resolve_groups(mesh, target, hybrid=any(s.is_hybrid for _, s in options.rules))
@@ -204,7 +205,7 @@ def fsdp(
     )
     others = {"broadcast_from": broadcast_from, "cost_model": cost_model, "checkpointed": list(checkpointed)}
     others["weights"] = weights_lines(stored)
-    compare_models(module, found, options, others, error=error, group=group)
+    compare_models(module, found, strategies, options, others, error=error, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]

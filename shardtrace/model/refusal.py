@@ -10,6 +10,7 @@ from shardtrace.model.materialize import InitFn, uninitializable
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.state import part_of, state_of, states_in
 from shardtrace.options.options import Options
+from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import RankMismatchError, compare
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 def compare_models(
     model: nn.Module,
     found: Sequence[Place],
+    strategies: Mapping[str, ShardingStrategy],
     options: Options,
     others: Mapping[str, object],
     *,
@@ -34,7 +36,8 @@ def compare_models(
         if error
         else [
             f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
-            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
+            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
+            f"strategy {strategies[p.name].value}"
             for p in found
         ]
     )
