@@ -28,6 +28,7 @@ from shardtrace.checkpoint import (
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.plugins import DDP, FSDP
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
@@ -49,6 +50,8 @@ only what is better not fused: attention, convolutions, pooling, batch norm and 
 """
 
 __all__ = [
+    "DDP",
+    "FSDP",
     "AsyncCheckpointer",
     "Checkpoint",
     "CheckpointError",

@@ -26,7 +26,7 @@ FLOORS = [
     ["shardtrace.api"],
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
-    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.report", "shardtrace.testing"],
+    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
