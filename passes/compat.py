@@ -15,6 +15,7 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,13 @@ def install() -> tuple[str, ...]:
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
     return missing
+
+
+def import_thunder() -> None:
+    """Imports Thunder without its warning about a library that it does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="transformer_engine module not found")
+        import thunder  # noqa: F401
 
 
 # ---- symbols and lines of a trace ----
@@ -241,6 +249,14 @@ def without_constraints() -> Iterator[None]:
         yield
     finally:
         context._constraints = kept
+
+
+def line_that_makes(value: Any) -> BoundSymbol | None:
+    """The line of the running trace that returns the proxy ``value`` alone; None if there is none."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    lines = get_jit_ctx().computation_trace.scopes[-1]
+    return next((line for line in reversed(lines) if line.output is value), None)
 
 
 def name_of_input(record: Any) -> str:

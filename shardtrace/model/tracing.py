@@ -23,6 +23,7 @@ from passes.pipeline import Compilation, ShardParameters, pipeline
 from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
+from shardtrace.model.lookasides import register_lookasides
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
 
@@ -53,6 +54,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     except RuntimeError as error:
         state.runtime.announce(str(error))
         raise
+    register_lookasides()
     if state.options.kernels:
         enlist_kernels(get_compile_data())
     transforms = get_compile_data().transforms
