@@ -138,7 +138,7 @@ def architecture(args: Namespace) -> tuple[Any, Any]:
 def build_model(args: Namespace, config: Any) -> Any:
     """A random model in host memory, or one without memory if its weights are in files."""
     with nullcontext() if args.from_pretrained is None else shardtrace.init_empty_weights():
-        return AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32).train()
+        return AutoModelForCausalLM.from_config(config).float().train()
 
 
 def parse_args() -> Namespace:

@@ -153,8 +153,9 @@ def fsdp(
             time (default), such as an evaluation after training, or a forward after a skipped backward.
             SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared.
-        spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
-            ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
+        spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
+            for "zero3", False for "zero2"), ``mp`` (mp_policy), ``auto_wrap_policy``, ``TransformerBlock``
+            (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.

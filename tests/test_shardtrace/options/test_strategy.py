@@ -2,6 +2,7 @@
 
 import shardtrace
 from shardtrace import ShardingStrategy
+from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
 
 import pytest
@@ -168,6 +169,11 @@ def test_a_replicated_parameter_is_whole(fake_ranks):
 # ---- other spellings ----
 
 
+@pytest.mark.parametrize(("reshard", "strategy"), [(True, "zero3"), (False, "zero2")])
+def test_fsdp2s_reshard_after_forward(reshard, strategy):
+    assert canonical("zero3", "auto", None, {"reshard_after_forward": reshard}) == (strategy, "auto", None)
+
+
 def test_what_callers_of_other_libraries_write(fake_ranks):
     fake_ranks(2)
     kinds = sent(auto_wrap=True, mp="bf16", shard_strat="SHARD_GRAD_OP", TransformerBlock=nn.Linear)
@@ -207,6 +213,8 @@ def test_policies_of_torch(fake_ranks):
         ({"sharding_strategy": {"0.*": "ddp"}}, "no pattern of sharding_strategy matches parameter '1.weight'"),
         ({"sharding_strategy": {}}, "a mapping is of patterns"),
         ({"mp": "bf16", "mp_policy": "fp16"}, "mp_policy and mp both say what mp_policy is to be"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4: pass True .zero3. or False .zero2."),
+        ({"reshard_after_forward": True, "sharding_strategy": "ddp"}, "both say what sharding_strategy is to be"),
         ({"auto_wrap": False, "TransformerBlock": nn.Linear}, "both say what bucketing_strategy is to be"),
         ({"bucketing_strategy": nn.Conv2d}, "Sequential has no module that"),
         ({"evenness": 2}, "evenness must be a number from 0 to 1"),
