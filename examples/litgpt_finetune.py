@@ -60,7 +60,7 @@ def main() -> None:
             inputs, targets = data(step)
             return F.cross_entropy(cmodel(inputs).flatten(0, 1), targets.flatten())
 
-        losses, rate = train(loss_of, optimizer, args.steps, tokens=args.batch_size * args.seq_len)
+        losses, rate = train(loss_of, [optimizer], args.steps, tokens=args.batch_size * args.seq_len)
         reduced = {n for c in shardtrace.collectives(cmodel) if "reduce" in c.kind for n in c.parameters}
         if common.is_main():
             rows = [

@@ -16,11 +16,11 @@ LOG_EVERY = 10  # steps between two reports of the loss, each of which costs one
 
 def train(
     loss_of: Callable[[int], Tensor],
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     steps: int,
     *,
     tokens: int,
-    schedule: LRScheduler | None = None,
+    schedules: Sequence[LRScheduler] = (),
     start: int = 0,
     losses: Sequence[float] = (),
     save: Callable[[int, list[float]], object] | None = None,
@@ -45,9 +45,10 @@ def train(
         for step in range(start, steps):
             loss = loss_of(step)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if schedule is not None:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for schedule in schedules:
                 schedule.step()
 
             bar.update()

@@ -7,6 +7,7 @@ collectives. Pure: a trace in, a new trace out. Touches no module, optimizer, fi
 from passes import compat
 
 compat.install()
+compat.import_thunder()
 
 from passes.analysis.traffic import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402

@@ -18,6 +18,7 @@ called, because this module is imported before Thunder can be.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -77,6 +78,13 @@ def keeps_graph() -> bool:
     """True while autograd runs a backward that was called with ``retain_graph=True``."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return keeps
+
+
+def import_thunder() -> None:
+    """Imports Thunder without its warning about a library that it does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="transformer_engine module not found")
+        import thunder  # noqa: F401
 
 
 # ---- symbols and lines of a trace ----
@@ -320,6 +328,14 @@ def names_of_users() -> dict[Any, TensorProxy]:
 
     found: dict[Any, TensorProxy] = get_jit_ctx()._proxy_swapmap
     return found
+
+
+def line_that_makes(value: Any) -> BoundSymbol | None:
+    """The line of the running trace that returns the proxy ``value`` alone; None if there is none."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    lines = get_jit_ctx().computation_trace.scopes[-1]
+    return next((line for line in reversed(lines) if line.output is value), None)
 
 
 def name_of_input(record: Any) -> str:

@@ -21,11 +21,14 @@ from shardtrace.checkpoint import (
     export_safetensors,
     latest_checkpoint,
     load_checkpoint,
+    load_safetensors,
     save_checkpoint,
     sharded_state_dict,
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
+from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.plugins import DDP, FSDP
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
@@ -34,6 +37,7 @@ from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
 
@@ -46,6 +50,8 @@ only what is better not fused: attention, convolutions, pooling, batch norm and 
 """
 
 __all__ = [
+    "DDP",
+    "FSDP",
     "AsyncCheckpointer",
     "Checkpoint",
     "CheckpointError",
@@ -66,16 +72,19 @@ __all__ = [
     "fsdp",
     "full_params",
     "full_state_dict",
+    "init_empty_weights",
     "init_process_group",
     "inspect",
     "kernels",
     "latest_checkpoint",
     "load_checkpoint",
     "load_full_state_dict",
+    "load_safetensors",
     "memory",
     "no_sync",
     "profile",
     "save_checkpoint",
     "sharded_state_dict",
+    "split_parameters",
     "sync_buffers",
 ]

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms
 from passes.plan import CostModel, Placement
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.state import model_state
+from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
 from shardtrace.model.absent import is_absent
 from shardtrace.model.casts import keeps_dtype
@@ -59,6 +62,7 @@ def fsdp(
     device: torch.device | str | None = None,
     broadcast_from: int | None = None,
     param_init_fn: InitFn | None = None,
+    weights: Source | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     evenness: float = 1.0,
     prefetch: int | None = None,
@@ -91,7 +95,8 @@ def fsdp(
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
             "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
             "owner". A mapping of name patterns to strategies, such as ``{"embed.*": "ddp", "*": "zero3"}``, mixes
-            them: the first pattern that matches a parameter's name counts.
+            them: the first pattern that matches a parameter's name counts. A predicate on (name, parameter), which
+            sees whole parameters, may stand in place of a pattern.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
             block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is
@@ -108,6 +113,9 @@ def fsdp(
             rank if a strategy replicates parameters; otherwise each rank keeps its own values.
         param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
             have memory. Default: the module's ``reset_parameters``. At most one module is whole at a time.
+        weights: values for all parameters and persistent buffers, of which each rank reads only its rows: a folder of
+            safetensors files, one file, or a state dict (:func:`shardtrace.load_safetensors`). The model may be on the
+            meta device (:func:`shardtrace.init_empty_weights`) and is then never whole.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.
@@ -147,12 +155,14 @@ def fsdp(
             SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
             if ``fsdp`` makes the process group.
-        spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``mp`` (mp_policy),
-            ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket).
+        spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
+            for "zero3", False for "zero2"), ``mp`` (mp_policy), ``auto_wrap_policy``, ``TransformerBlock``
+            (bucketing_strategy), ``auto_wrap`` (False: one bucket).
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
-        RankMismatchError: on every rank, if the model differs between ranks.
+        CheckpointError: ``weights`` do not fit. Nothing has been sharded.
+        RankMismatchError: on every rank, if the model or the weights differ between ranks or do not fit on another one.
 
     On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
     settings of its own (``MALLOC_...``, ``GLIBC_TUNABLES``, ``LD_PRELOAD``).
@@ -182,7 +192,7 @@ def fsdp(
     found = _parameters_to_shard(module, options, ignored)
     checkpointed = checkpointed_blocks(module, options.checkpointing)
     repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
-    strategies = assign(options.rules, [p.name for p in found])
+    strategies = assign(options.rules, {p.name: p.parameter for p in found})
     current = found[0].parameter.device if found else None
     target = choose_device(device, mesh, current, on_host=options.offload is not None)
     host = host_memory(options.offload, target)
@@ -194,14 +204,26 @@ def fsdp(
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
 
-    error = refusal(module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group)
+    stored, error = _stored(weights, module)
+    given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
+    error = error or refusal(
+        module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
+    )
     others = {"broadcast_from": broadcast_from, "cost_model": cost_model, "checkpointed": list(checkpointed)}
-    compare_models(module, found, options, others, error=error, group=group)
+    others["weights"] = weights_lines(stored)
+    compare_models(module, found, strategies, options, others, error=error, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
     distribute(
-        module, found, homes, group=group, device=target, broadcast_from=broadcast_from, param_init_fn=param_init_fn
+        module,
+        found,
+        homes,
+        group=group,
+        device=target,
+        broadcast_from=broadcast_from,
+        param_init_fn=param_init_fn,
+        given=given,
     )
     entries = [
         replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
@@ -220,6 +242,8 @@ def fsdp(
     if entries and target.type == "cpu":
         keep_freed_memory()
     attach(module, state, checkpointed.values(), repeated, no_sync=no_sync)
+    if stored:
+        read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model
 
 
@@ -228,6 +252,18 @@ def ddp(model: M, **options: Any) -> M:
     if "sharding_strategy" in options:
         raise TypeError("ddp() takes no sharding_strategy: call fsdp() to choose one")
     return fsdp(model, sharding_strategy="ddp", **options)
+
+
+def _stored(weights: Source | None, module: nn.Module) -> tuple[dict[str, Stored], Exception | None]:
+    """The tensors that ``weights`` hold for a model that is not sharded yet, or the reason why they do not fit."""
+    if weights is None:
+        return {}, None
+    try:
+        stored = stored_tensors(weights, module)
+        check_weights(stored, model_state(module), strict=True)
+    except CheckpointError as problem:
+        return {}, problem
+    return stored, None
 
 
 def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> list[Place]:

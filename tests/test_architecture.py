@@ -22,10 +22,11 @@ FLOORS = [
     ["shardtrace.costs", "shardtrace.blocks"],
     ["shardtrace.model"],
     ["shardtrace.training"],
-    ["shardtrace.checkpoint", "shardtrace.api"],
+    ["shardtrace.checkpoint"],
+    ["shardtrace.api"],
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
-    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.report", "shardtrace.testing"],
+    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

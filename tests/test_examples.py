@@ -22,7 +22,7 @@ import torch
 from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "compare")]
+SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "compare")]
 SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
 PACKAGES = {"huggingface.py": "transformers", "litgpt_finetune.py": "litgpt", "mnist/train.py": "sklearn"}
@@ -130,6 +130,12 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
         assert report["optimizer_bytes"] == pytest.approx(report["parameter_bytes"], rel=0.01)
     assert all(name in out for name in ("single_device", "ddp", "owner", "fsdp"))
     assert "final losses differ by" in out
+
+
+def test_muon_beside_adamw(run_here):
+    out = run_here("gpt2/muon.py", *TINY, "--steps=3", "--eval-batches=0")
+    adamw, muon = re.findall(r"^(?:AdamW|Muon and AdamW) +([\d.]+) ", out, re.MULTILINE)
+    assert float(adamw) == pytest.approx(float(muon), rel=0.1)
 
 
 def test_a_killed_rank_changes_no_loss(tmp_path, trained):
@@ -297,6 +303,7 @@ def test_help(script, exit_of):
         ("gpt2/fsdp.py", "--json=/nowhere/json", "no file can be written at '/nowhere/json'"),
         ("gpt2/fsdp.py", "--device=cuda", "torch sees no GPU"),
         ("gpt2/single_device.py", "--steps=1", "runs in 1 process, not in 2"),
+        ("gpt2/muon.py", "--optimizer=sgd", "this script compares Muon with adamw"),
         ("gpt2/compare.py", "--ranks=two", "'two' is not a whole number of at least 1"),
         ("gpt2/compare.py", "--batch-size=3", "not divisible by 2 ranks"),
         ("gpt2/compare.py", "--optimizer=adam", "invalid choice: 'adam'"),

@@ -62,8 +62,7 @@ def run(name: str, ranks: int, options: list[str], folder: Path) -> Report | Non
     script, out = Path(__file__).with_name(f"{name}.py"), folder / name
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     launch = [sys.executable, *(torchrun if name != "single_device" else [])]
-    quiet = "ignore:transformer_engine module not found"  # a library that Thunder does not need
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": quiet, **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run([*launch, script, *options, f"--json={out}"], env=environment, stdout=subprocess.DEVNULL)
     if done.returncode:
         return None

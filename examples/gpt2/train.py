@@ -34,7 +34,7 @@ def main() -> None:
         )
         cmodel = thunder.jit(model, executors=args.executors)
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        trainer.run(cmodel, optimizer, checkpoints)
+        trainer.run(cmodel, optimizer, checkpoints=checkpoints)
 
 
 def parse_args() -> Namespace:

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import common
 from checkpoints import Checkpoints, add_checkpoints
-from common import add_count, is_main, mean_over_ranks, new_file, non_negative, whole_number
+from common import add_count, is_main, mean_over_ranks, new_file, non_negative, table, whole_number
 from loop import train
 from model import CONFIGS, GPT
 from results import Report, result_table
@@ -43,8 +43,10 @@ __all__ = [  # for the scripts
     "add_checkpoints",
     "add_count",
     "arguments",
+    "is_main",
     "result_table",
     "start",
+    "table",
 ]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -81,30 +83,31 @@ class Trainer:
         config = CONFIGS[self.args.model]
         return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
 
-    def run(self, cmodel: Module, optimizer: Optimizer, checkpoints: Checkpoints | None = None) -> Report:
+    def run(self, cmodel: Module, *optimizers: Optimizer, checkpoints: Checkpoints | None = None) -> Report:
         """Trains, evaluates and prints the result. ``--json`` writes it to a file.
 
         After a restart whose checkpoint has all steps, nothing is trained and the result is that of the checkpoint.
         """
         args = self.args
-        data, schedule = self.batches(self.text.train), LambdaLR(optimizer, lambda step: lr_scale(step, args.steps))
+        data = self.batches(self.text.train)
+        schedules = [LambdaLR(optimizer, lambda step: lr_scale(step, args.steps)) for optimizer in optimizers]
         with shardtrace.AsyncCheckpointer() as checkpointer:
-            state = {"model": cmodel, "optimizer": optimizer, "schedulers": schedule}
+            state = {"model": cmodel, "optimizer": optimizers, "schedulers": schedules}
             resumed = checkpoints.resume(state) if checkpoints is not None else {}
             if resumed.get("start", 0) >= args.steps:
                 if is_main():
                     print(f"all {args.steps} steps were done before")
                 cmodel(*data(0)).backward()  # compiles the step that the table describes; nothing is updated
-                optimizer.zero_grad()
+                cmodel.zero_grad()
             losses, rate = train(
                 lambda step: cmodel(*data(step)),
-                optimizer,
+                optimizers,
                 args.steps,
                 tokens=args.batch_size * args.seq_len,
-                schedule=schedule,
+                schedules=schedules,
                 **(checkpoints.saving(checkpointer, state) | resumed if checkpoints is not None else {}),
             )
-        held = common.optimizer_bytes(optimizer)
+        held = sum(map(common.optimizer_bytes, optimizers))
         step = shardtrace.memory(cmodel, persistent=held).peak  # the last call was a training step
         collectives = common.traffic(cmodel)
         cmodel.eval()
@@ -112,13 +115,13 @@ class Trainer:
         sample = self.generate(cmodel) if args.sample_bytes else None
 
         memory = (common.parameter_bytes(cmodel), held, step, common.peak_memory(self.device))
-        parameters, optimizers, steps, peaks = (list(sizes) for sizes in zip(*common.from_ranks(memory), strict=True))
+        parameters, states, steps, peaks = (list(sizes) for sizes in zip(*common.from_ranks(memory), strict=True))
         report = Report(
             losses=losses,
             val_loss=val_loss,
             tokens_per_s=rate,
             parameter_bytes=parameters,
-            optimizer_bytes=optimizers,
+            optimizer_bytes=states,
             step_bytes=steps,
             peak_bytes=peaks,
             collectives=collectives,

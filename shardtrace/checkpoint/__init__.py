@@ -6,6 +6,7 @@ from shardtrace.checkpoint.files import CheckpointError, latest_checkpoint
 from shardtrace.checkpoint.load import Checkpoint, load_checkpoint
 from shardtrace.checkpoint.save import save_checkpoint
 from shardtrace.checkpoint.state import sharded_state_dict
+from shardtrace.checkpoint.weights import load_safetensors
 
 __all__ = [
     "AsyncCheckpointer",
@@ -14,6 +15,7 @@ __all__ = [
     "export_safetensors",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_safetensors",
     "save_checkpoint",
     "sharded_state_dict",
 ]

@@ -9,14 +9,13 @@ from typing import Any
 
 from shardtrace.checkpoint.files import step_directory
 from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.save import prepare, write
+from shardtrace.checkpoint.save import Optimizers, prepare, write
 from shardtrace.checkpoint.state import ModelState, model_state
 from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 
 class AsyncCheckpointer:
@@ -41,7 +40,7 @@ class AsyncCheckpointer:
         self,
         path: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         step: int,
         schedulers: Any = (),

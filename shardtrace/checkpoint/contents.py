@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Contents:
     index: Index
     tensors: dict[str, SavedTensor]
     targets: dict[str, torch.Tensor]
-    optimizer: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
     extra_state: dict[str, Any]
     schedulers: list[Any]
     scaler: Any
@@ -36,7 +37,7 @@ class Contents:
 
 
 def checked_contents(
-    path: Path, model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any
+    path: Path, model: ModelState, optimizers: Sequence[Optimizer], schedulers: Any, scaler: Any
 ) -> Contents:
     """The contents of the checkpoint at ``path``. This rank checks its share of the files.
 
@@ -52,8 +53,11 @@ def checked_contents(
 
     _check_model(model, tensors)
     targets |= {f"model.{name}": slot.distributed() for name, slot in model.slots.items()}
-    if optimizer is not None and index.state["optimizer"] is None:
+    saved = len(index.state["optimizers"])
+    if optimizers and not saved:
         raise CheckpointError(f"{directory} holds no optimizer: pass none to load only the model")
+    if optimizers and len(optimizers) != saved:
+        raise CheckpointError(f"{directory} holds {saved} optimizer(s), {len(optimizers)} are to be loaded")
     if schedulers and len(schedulers) != len(index.state["schedulers"]):
         raise CheckpointError(
             f"{directory} holds {len(index.state['schedulers'])} schedulers, {len(schedulers)} are to be loaded"
@@ -67,9 +71,10 @@ def checked_contents(
             f"{directory} was saved inside an accumulation of gradients (no_sync) on {len(index.ranks)} ranks, and can "
             "be loaded only by a sharded model on as many ranks"
         )
-    new_optimizer = None  # this call and the following ones add to targets
-    if optimizer is not None:
-        new_optimizer = optimizer_load(optimizer, model, _saved_optimizer(index), tensors, targets)
+    new_optimizers = [  # these calls and the following ones add to targets
+        optimizer_load(optimizer, model, _saved_optimizer(index, number), tensors, targets)
+        for number, optimizer in enumerate(optimizers)
+    ]
     extra_state = {key: decoded(value) for key, value in index.state["extra_state"].items()}
     if extra_state.keys() != model.extra.keys():
         raise CheckpointError(f"{directory} holds the extra states {[*extra_state]}, the model {[*model.extra]}")
@@ -86,18 +91,18 @@ def checked_contents(
         index=index,
         tensors=tensors,
         targets={name: target for name, target in targets.items() if target is not None},
-        optimizer=new_optimizer,
+        optimizers=new_optimizers,
         extra_state=extra_state,
         **values,
     )
 
 
-def _saved_optimizer(index: Index) -> dict[str, Any]:
-    """The state that the first rank saved, and that of the parameters that other ranks own."""
-    saved = index.state["optimizer"]
+def _saved_optimizer(index: Index, number: int) -> dict[str, Any]:
+    """The state of one of the optimizers that the first rank saved, and that of the parameters that other ranks own."""
+    saved = index.state["optimizers"][number]
     state = {**saved["state"]}
     for rank in index.ranks:
-        state |= rank["optimizer"]
+        state |= rank["optimizers"][number]
     return {**saved, "state": state}
 
 

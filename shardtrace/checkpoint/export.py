@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardtrace.checkpoint.agreement import agree
 from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
@@ -19,9 +21,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 
 
-def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_file_bytes: float = 5e9) -> None:
+def export_safetensors(
+    path: str | os.PathLike[str], model: nn.Module, *, config: Any = None, max_file_bytes: float = 5e9
+) -> None:
     """Write the whole model to ``path/model.safetensors``, or to several files and their index if it is larger.
 
     The names, files and index are those that ``transformers`` writes and ``from_pretrained`` loads. A plain module
@@ -31,6 +36,8 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_fi
 
     Args:
         path: a directory, created if it does not exist.
+        config: also write ``config.json``: the config of a model of Hugging Face (``model.config``), or a mapping. For
+            the former, ``architectures`` becomes the class of the model.
         max_file_bytes: the largest size of a file, unless it holds a single tensor.
 
     Raises:
@@ -38,7 +45,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_fi
     """
     root, state = Path(path).absolute(), model_state(model)
     files = _files(state, max_file_bytes)
-    error = _refusal(root, files, state)
+    error = _refusal(root, files, state, config)
     agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
     with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
@@ -54,6 +61,8 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module, *, max_fi
                 error = _write(root / file, values, aliases)
     if state.rank == 0 and error is None and len(files) > 1:
         error = _write_index(root, files, state)
+    if state.rank == 0 and error is None and config is not None:
+        error = _write_text(root / CONFIG, _config(config, type(state.module).__name__))
     agree(state, f"the model exported to {root}", [], error)
 
 
@@ -76,10 +85,12 @@ def _bytes(slot: Slot) -> int:
     return torch.Size(slot.full_shape).numel() * slot.local.element_size()
 
 
-def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
+def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> Exception | None:
+    if not (config is None or isinstance(config, Mapping) or hasattr(config, "to_json_string")):
+        return CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
     if model.extra:
         return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
-    for name in (*files, SAFETENSORS_INDEX, "model.safetensors"):
+    for name in (*files, SAFETENSORS_INDEX, "model.safetensors", *([CONFIG] if config is not None else [])):
         if (root / name).exists():
             return CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
     return None
@@ -101,9 +112,23 @@ def _write(path: Path, values: dict[str, torch.Tensor], aliases: dict[str, str])
 def _write_index(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
     total = sum(map(_bytes, model.slots.values()))
     weights = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    return _write_text(root / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> Exception | None:
     try:
-        index = {"metadata": {"total_size": total}, "weight_map": weights}
-        write_new(root / SAFETENSORS_INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        write_new(path, text.encode())
     except OSError as error:
-        return CheckpointError(f"cannot write {root / SAFETENSORS_INDEX}: {error}")
+        return CheckpointError(f"cannot write {path}: {error}")
     return None
+
+
+def _config(config: Any, architecture: str) -> str:
+    """The text of ``config.json``."""
+    if isinstance(config, Mapping):
+        return json.dumps(config, indent=2) + "\n"
+    config = copy.deepcopy(config)
+    config.architectures = [architecture]
+    text: str = config.to_json_string()
+    return text

@@ -16,7 +16,7 @@ from shardtrace.checkpoint.files import INDEX, CheckpointError
 
 import torch
 
-FORMAT = "shardtrace 1"
+FORMAT = "shardtrace 2"
 _FILE = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")  # no such name leaves the directory
 _HEAD = '{"crc32": "%08x", "index":\n'
 _TAIL = b"}\n"

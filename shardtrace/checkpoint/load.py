@@ -15,7 +15,7 @@ from shardtrace.checkpoint.optimizer import load_optimizer
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.reader import SafetensorsReader
 from shardtrace.checkpoint.rng import set_rng_state
-from shardtrace.checkpoint.save import as_list, failed
+from shardtrace.checkpoint.save import Optimizers, as_list, failed
 from shardtrace.checkpoint.state import ModelState, model_state
 from shardtrace.checkpoint.sums import set_sums
 from shardtrace.ranks.mesh import is_alone
@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
-from torch.optim import Optimizer
 
 SLOWEST = 50e6  # bytes per second; files are expected to be read at least as fast
 
@@ -47,7 +46,7 @@ class Checkpoint:
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     schedulers: Any = (),
     scaler: Any = None,
@@ -64,15 +63,15 @@ def load_checkpoint(
 
     Args:
         path: a checkpoint, or a directory of checkpoints, from which the latest complete one is loaded.
-        optimizer: new, or in use. Default: the saved state of an optimizer is ignored. Likewise ``schedulers`` and
-            ``scaler``.
+        optimizer: new, or in use; or several in a list, in the order in which they were saved. Default: the saved state
+            of optimizers is ignored. Likewise ``schedulers`` and ``scaler``.
 
     Raises:
         CheckpointError: on every rank, naming the file, tensor or parameter that is wrong.
     """
     state, contents, error = model_state(model), None, None
     try:
-        contents = checked_contents(Path(path), state, optimizer, as_list(schedulers), scaler)
+        contents = checked_contents(Path(path), state, as_list(optimizer), as_list(schedulers), scaler)
     except (CheckpointError, OSError, SafetensorError) as problem:
         error = problem
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:
@@ -87,8 +86,8 @@ def load_checkpoint(
     set_sums(state, contents.sums)
     for key, value in contents.extra_state.items():
         state.module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
-    if optimizer is not None and contents.optimizer is not None:
-        load_optimizer(optimizer, contents.optimizer)
+    for one, values in zip(as_list(optimizer), contents.optimizers, strict=True):
+        load_optimizer(one, values)
     for scheduler, values in zip(as_list(schedulers), contents.schedulers, strict=False):
         scheduler.load_state_dict(values)
     if scaler is not None:

@@ -32,9 +32,9 @@ def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
 
 
 def optimizer_state(
-    optimizer: Optimizer, model: ModelState, tensors: dict[str, torch.Tensor | None], keep: Keep
+    optimizer: Optimizer, model: ModelState, tensors: dict[str, torch.Tensor | None], keep: Keep, label: str
 ) -> dict[str, Any]:
-    """The state as JSON. Its tensors are put into ``tensors`` under ``optimizer.state.<parameter>.<key>``.
+    """The state as JSON. Its tensors are put into ``tensors`` under ``<label>.state.<parameter>.<key>``.
 
     A tensor of the parameter's shape is laid out like the parameter. Others must be scalars, unless every rank holds
     the whole parameter. Raises CheckpointError that names the parameter and the key of a value that cannot be saved.
@@ -51,7 +51,7 @@ def optimizer_state(
         name, slot = names[number], model.slots[names[number]]
         of_parameter = state.setdefault(name, {})
         for key, value in values.items():
-            where = f"optimizer.state.{name}.{key}"
+            where = f"{label}.state.{name}.{key}"
             if is_like(key, value, parameters[number]):
                 tensors[where] = slot.distributed(keep(value))
                 of_parameter[key] = {"like": where}
@@ -61,7 +61,7 @@ def optimizer_state(
                 _check_whole(mine, slot)
                 plain |= mine
     options = [
-        encode({k: v for k, v in g.items() if k not in _OF_PARAMETERS}, f"optimizer.param_groups.{i}", plain)
+        encode({k: v for k, v in g.items() if k not in _OF_PARAMETERS}, f"{label}.param_groups.{i}", plain)
         for i, g in enumerate(optimizer.param_groups)
     ]
     tensors |= {name: keep(value) for name, value in plain.items()}

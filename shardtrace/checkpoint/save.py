@@ -28,6 +28,8 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.optim import Optimizer
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prepared:
@@ -44,7 +46,7 @@ class Prepared:
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     step: int,
     schedulers: Any = (),
@@ -64,6 +66,7 @@ def save_checkpoint(
 
     Args:
         path: the directory that holds all checkpoints of a training run, created if it does not exist.
+        optimizer: the optimizer, or several in a list.
         step: the training step, greater than that of every checkpoint in ``path``.
         schedulers: one or more objects with ``state_dict()``, such as learning rate schedulers.
         scaler: the ``torch.amp.GradScaler``.
@@ -92,7 +95,7 @@ def save_checkpoint(
 def prepare(
     model: ModelState,
     path: str | os.PathLike[str],
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     *,
     step: int,
     schedulers: Any,
@@ -123,7 +126,7 @@ def prepare(
 
 
 def _collect(
-    model: ModelState, optimizer: Optimizer | None, schedulers: Any, scaler: Any, extra: Any, keep: Keep
+    model: ModelState, optimizer: Optimizers, schedulers: Any, scaler: Any, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """The tensors, this rank's own other state, and the state that the first rank saves for all."""
     tensors = {
@@ -131,13 +134,13 @@ def _collect(
         for name, slot in model.slots.items()
         if slot.home is not None or model.rank == 0  # unsharded tensors may differ, as buffers do
     }
-    saved = optimizer_state(optimizer, model, tensors, keep) if optimizer is not None else None
+    saved = [optimizer_state(o, model, tensors, keep, label(number)) for number, o in enumerate(as_list(optimizer))]
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
         "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
         "extra": encode(extra, f"ranks.{model.rank}.extra", plain),
         "accumulated": encode(sums_of(model), f"ranks.{model.rank}.accumulated", plain),
-        "optimizer": {} if saved is None else of_owners(saved, model),
+        "optimizers": [of_owners(one, model) for one in saved],
     }
     shared: dict[str, Any] = {}
     if model.rank == 0:
@@ -145,7 +148,7 @@ def _collect(
         shared = {
             "tied": {f"model.{name}": f"model.{first}" for name, first in model.tied.items()},
             "extra_state": {key: encode(value, f"extra_state.{key}", plain) for key, value in model.extra.items()},
-            "optimizer": saved,
+            "optimizers": saved,
             "schedulers": encode(states, "schedulers", plain),
             "scaler": encode(scaler.state_dict() if scaler is not None else None, "scaler", plain),
         }
@@ -153,8 +156,13 @@ def _collect(
     return {name: value for name, value in tensors.items() if value is not None}, own, shared
 
 
-def as_list(schedulers: Any) -> Sequence[Any]:
-    return schedulers if isinstance(schedulers, (list, tuple)) else [schedulers] if schedulers is not None else []
+def as_list(values: Any) -> Sequence[Any]:
+    return values if isinstance(values, (list, tuple)) else [values] if values is not None else []
+
+
+def label(number: int) -> str:
+    """The beginning of the names of an optimizer's tensors."""
+    return f"optimizer.{number}" if number else "optimizer"
 
 
 def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:

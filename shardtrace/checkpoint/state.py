@@ -43,25 +43,34 @@ class Slot:
         home = self.home
         return home is None or home.placement is Placement.REPLICATE or math.prod(self.full_shape) == 0
 
+    def part(self, local: torch.Tensor | None = None) -> tuple[torch.Tensor | None, int]:
+        """This rank's part without padding, as a view of the parameter, or of a tensor that is laid out like it; and
+        the first of its rows. None if this rank has no part in it."""
+        local = self.local.detach() if local is None else local
+        if self.is_whole or self.home is None:
+            return local, 0
+        group = self.home.group
+        if self.home.placement is Placement.OWNER:
+            return (local if group.rank() == self.home.owner else None), 0
+        if not self.full_shape:
+            return (local[0] if group.rank() == 0 else None), 0
+        first = group.rank() * local.shape[0]
+        return local[: max(0, self.full_shape[0] - first)], first
+
     def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
-        """This rank's part without padding, as a view of the parameter, or of a tensor that is laid out like it.
+        """This rank's part for torch.distributed.checkpoint.
 
         A shard is a DTensor on the mesh of the ranks that share the parameter. A tensor that only one rank holds (an
         owner's, a 0-dim parameter) is a plain tensor there and None on the others. A tensor that is whole on every rank
         is a plain tensor.
         """
-        local = self.local.detach() if local is None else local
-        if self.is_whole or self.home is None:
-            return local
-        group = self.home.group
-        if self.home.placement is Placement.OWNER:
-            return local if group.rank() == self.home.owner else None
-        if not self.full_shape:
-            return local[0] if group.rank() == 0 else None
-        rows = max(0, self.full_shape[0] - group.rank() * local.shape[0])
+        part, _ = self.part(local)
+        home = self.home
+        if part is None or home is None or self.is_whole or home.placement is Placement.OWNER or not self.full_shape:
+            return part
         return DTensor.from_local(
-            local[:rows],
-            self.mesh_of(group, local.device.type),
+            part,
+            self.mesh_of(home.group, part.device.type),
             [Shard(0)],
             run_check=False,
             shape=torch.Size(self.full_shape),

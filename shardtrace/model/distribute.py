@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from passes.compat import set_traced_device
 from passes.plan import HostMemory, Placement
@@ -73,9 +73,11 @@ def distribute(
     device: torch.device,
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
+    given: Collection[int] = (),
 ) -> None:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
-    time: a whole parameter is freed as soon as its shard is made. On a device that is absent nothing has memory."""
+    time: a whole parameter is freed as soon as its shard is made. On a device that is absent nothing has memory.
+    Tensors whose id is ``given`` get memory for the caller to fill."""
     absent, used_on = is_absent(device), device
     device = torch.device("meta") if absent else device
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
@@ -90,15 +92,30 @@ def distribute(
         set_data(parameter, kept if home.host is None or kept.is_meta else kept.cpu(), name)
         sharded.add(id(parameter))
 
+    def make_room(parameter: nn.Parameter) -> None:
+        name = names.get(id(parameter), "that is ignored")
+        meta, rest = torch.empty_like(parameter, device="meta"), device
+        if name in homes:
+            meta = shard(meta, homes[name])
+            rest = device if homes[name].host is None else torch.device("cpu")
+        set_data(parameter, torch.empty_like(meta, device=rest), name)
+        sharded.add(id(parameter))
+
     def whole_again(parameter: nn.Parameter) -> torch.Tensor:
         if id(parameter) in sharded:
             return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
         return parameter.detach().to(device)
 
-    meta_modules = set() if absent else {m for m in model.modules() if has_meta(m)}  # before tied parameters get memory
+    # before tied parameters get memory
+    meta_modules = set() if absent else {m for m in model.modules() if has_meta(m, given)}
+    for parameter in model.parameters():
+        if id(parameter) in given and (id(parameter) in names or parameter.is_meta):
+            make_room(parameter)
     for module in model.modules():
         if module in meta_modules:
             for parameter, values in materialized(module, device, param_init_fn, whole_again):
+                if id(parameter) in given:
+                    continue
                 if id(parameter) in names:
                     keep_shard(parameter, values)
                 elif parameter.is_meta:  # ignored, so not sharded
@@ -107,6 +124,11 @@ def distribute(
             if own is not None and id(own) in names and id(own) not in sharded:
                 keep_shard(own, own.detach())
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                placed = claim(buffer, used_on) if absent else buffer.to(device)
-                module._buffers[name] = broadcast(placed, None if absent else broadcast_from, group)
+            if buffer is None:
+                continue
+            if absent:
+                module._buffers[name] = claim(buffer, used_on)
+            elif buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+            else:
+                module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)

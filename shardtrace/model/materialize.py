@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,19 @@ from torch import nn
 InitFn = Callable[[nn.Module], None]
 
 
-def has_meta(module: nn.Module) -> bool:
-    """True if the module itself, not a child, owns a meta parameter or buffer."""
-    return any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+def has_meta(module: nn.Module, given: Collection[int] = ()) -> bool:
+    """True if the module itself, not a child, owns a meta parameter or buffer, other than those whose id is ``given``:
+    these get values from elsewhere."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(t is not None and t.is_meta and id(t) not in given for t in own)
 
 
-def uninitializable(model: nn.Module, param_init_fn: InitFn | None) -> str | None:
+def uninitializable(model: nn.Module, param_init_fn: InitFn | None, given: Collection[int] = ()) -> str | None:
     """The name of the first module on the meta device that cannot be initialized, if there is one."""
     if param_init_fn is not None:
         return None
     for name, module in model.named_modules():
-        if has_meta(module) and not callable(getattr(module, "reset_parameters", None)):
+        if has_meta(module, given) and not callable(getattr(module, "reset_parameters", None)):
             return f"{name or 'the model itself'} ({type(module).__name__})"
     return None
 

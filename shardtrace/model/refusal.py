@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from shardtrace.model.materialize import InitFn, uninitializable
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.state import part_of, state_of, states_in
 from shardtrace.options.options import Options
+from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import RankMismatchError, compare
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 def compare_models(
     model: nn.Module,
     found: Sequence[Place],
+    strategies: Mapping[str, ShardingStrategy],
     options: Options,
     others: Mapping[str, object],
     *,
@@ -34,7 +36,8 @@ def compare_models(
         if error
         else [
             f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
-            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s)"
+            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
+            f"strategy {strategies[p.name].value}"
             for p in found
         ]
     )
@@ -53,16 +56,20 @@ def refusal(
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
     group: dist.ProcessGroup,
+    given: Collection[int] = (),
 ) -> Exception | None:
-    """The reason why this rank cannot shard the model. None if it can."""
+    """The reason why this rank cannot shard the model. None if it can. ``given``: the ids of tensors whose values are
+    read from files."""
     problems = chain(_problems_of_module(model), _problems_of_parameters(found), _clashes(model), _shared(found))
     if problem := next(problems, ""):
         return ValueError(problem)
     ranks = dist.get_process_group_ranks(group)
     if broadcast_from is not None and broadcast_from not in ranks:
         return ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
-    if module := uninitializable(model, param_init_fn):
-        return ValueError(f"module {module} is on the meta device and has no reset_parameters: pass param_init_fn")
+    if module := uninitializable(model, param_init_fn, given):
+        what = "has a buffer on the meta device that is not in the weights" if given else "is on the meta device"
+        hint = " or build the model in shardtrace.init_empty_weights(), which keeps buffers" if given else ""
+        return ValueError(f"module {module} {what} and has no reset_parameters: pass param_init_fn{hint}")
     if len(ranks) > 1 and (sparse := sparse_embedding(model)) is not None:
         return ValueError(
             f"module {sparse} has sparse gradients, which are not reduced over ranks: build it with sparse=False"

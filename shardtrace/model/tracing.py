@@ -24,6 +24,7 @@ from passes.plan import Gradients
 from shardtrace.blocks.share import TracedBlocks
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
+from shardtrace.model.lookasides import register_lookasides
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
 
@@ -32,11 +33,15 @@ from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.transform_common import Transform
 from thunder.transforms.cudagraph import CUDAGraphTransform
+from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
+from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
 
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
+# Transforms of Thunder that leave the computation alone. Others say so by an attribute ``sees_no_lines``.
+SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
 CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are recomputed in backward
 
@@ -54,6 +59,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     except RuntimeError as error:
         state.runtime.announce(str(error))
         raise
+    register_lookasides()
     if state.options.kernels:
         enlist_kernels(get_compile_data())
     transforms = get_compile_data().transforms
@@ -146,8 +152,9 @@ def _why_no_call(compilation: Compilation) -> str:
     """Why a block's lines must stand in the trace; empty if one line may stand for them."""
     if compilation.recomputing:
         return f"the activations of {compilation.recomputing[0]} are recomputed as a whole"
-    others = [t for t in get_compile_data().transforms if not isinstance(t, Pass) and t not in watching.get()]
-    return f"{type(others[0]).__name__} is to see them" if others else ""
+    others = [t for t in get_compile_data().transforms if not isinstance(t, (Pass, *SEE_NO_LINES))]
+    seeing = [t for t in others if t not in watching.get() and not getattr(t, "sees_no_lines", False)]
+    return f"{type(seeing[0]).__name__} is to see them" if seeing else ""
 
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:

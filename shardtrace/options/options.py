@@ -20,11 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 class Options:
     """The checked arguments of ``fsdp`` that do not depend on a model or on ranks.
 
-    Must be equal on all ranks, which compare its ``repr``. Choices of modules are not in the ``repr``, because
-    functions print their addresses. Ranks compare the chosen modules instead.
+    Must be equal on all ranks, which compare its ``repr``. Choices of modules and of parameters are not in the
+    ``repr``, because functions print their addresses. Ranks compare what was chosen instead.
     """
 
-    rules: Rules
+    rules: Rules = field(repr=False)
     bucketing: str | float
     wrap: Wrap | None = field(repr=False)  # chooses the modules that are buckets, in place of "block"
     precision: MixedPrecisionPolicy | None

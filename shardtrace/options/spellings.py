@@ -6,12 +6,24 @@ from typing import Any
 
 _OURS = {
     "shard_strat": "sharding_strategy",
+    "reshard_after_forward": "sharding_strategy",
     "mp": "mp_policy",
     "auto_wrap_policy": "bucketing_strategy",
     "TransformerBlock": "bucketing_strategy",
     "auto_wrap": "bucketing_strategy",
 }
+_RESHARD = {True: "zero3", False: "zero2"}
 _DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "auto", "mp_policy": None}
+
+
+def _resharded(value: Any) -> str:
+    """The strategy for FSDP2's ``reshard_after_forward``."""
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"reshard_after_forward={value!r}: pass True (zero3) or False (zero2). Parameters are not kept over "
+            'fewer ranks after forward; sharding_strategy="hybrid_zero3" shards over fewer ranks all the time'
+        )
+    return _RESHARD[value]
 
 
 def canonical(
@@ -39,5 +51,7 @@ def canonical(
         if ours in said:
             raise ValueError(f"{said[ours]} and {name} both say what {ours} is to be: pass one of them")
         said[ours] = name
+        if name == "reshard_after_forward":
+            value = _resharded(value)
         values[ours] = "model" if name == "auto_wrap" else value
     return values["sharding_strategy"], values["bucketing_strategy"], values["mp_policy"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
 from passes.plan import Placement
+
+from torch import nn
 
 
 class ShardingStrategy(Enum):
@@ -52,7 +54,8 @@ class ShardingStrategy(Enum):
         return special.get(self, Placement.SHARD)
 
 
-Rules = tuple[tuple[str, ShardingStrategy], ...]  # patterns of parameter names; the first that matches counts
+Pattern = str | Callable[[str, nn.Parameter], bool]  # of parameters: by name, or a predicate on name and parameter
+Rules = tuple[tuple[Pattern, ShardingStrategy], ...]  # the first that matches counts
 
 _ALIASES = {
     **{strategy.value: strategy for strategy in ShardingStrategy},
@@ -83,31 +86,42 @@ def parse_sharding_strategy(value: Any) -> ShardingStrategy:
 
 
 def parse_rules(value: Any) -> Rules:
-    """Accepts one strategy for all parameters, or a mapping of name patterns to strategies."""
+    """Accepts one strategy for all parameters, or a mapping of name patterns or predicates to strategies."""
     if not isinstance(value, Mapping):
         return (("*", parse_sharding_strategy(value)),)
-    if not value or not all(isinstance(pattern, str) for pattern in value):
-        raise ValueError(f"sharding_strategy={value!r}: a mapping is of patterns such as 'embed.*' to strategies")
+    if not value or not all(isinstance(pattern, str) or callable(pattern) for pattern in value):
+        raise ValueError(
+            f"sharding_strategy={value!r}: a mapping is of patterns such as 'embed.*', or predicates on "
+            "(name, parameter), to strategies"
+        )
     return tuple((pattern, parse_sharding_strategy(strategy)) for pattern, strategy in value.items())
 
 
-def assign(rules: Rules, names: Iterable[str]) -> dict[str, ShardingStrategy]:
-    """The strategy of the first pattern that matches, by parameter name.
+def assign(rules: Rules, parameters: Mapping[str, nn.Parameter]) -> dict[str, ShardingStrategy]:
+    """The strategy of the first pattern that matches, by parameter name. The parameters are whole.
 
     Raises ValueError that names the patterns that match nothing, or a parameter that no pattern matches.
     """
     found: dict[str, ShardingStrategy] = {}
     unused = [pattern for pattern, _ in rules]
-    for name in names:
-        matching = [(pattern, strategy) for pattern, strategy in rules if fnmatchcase(name, pattern)]
+    for name, parameter in parameters.items():
+        matching = [(pattern, strategy) for pattern, strategy in rules if _matches(pattern, name, parameter)]
         if not matching:
             raise ValueError(f"no pattern of sharding_strategy matches parameter {name!r}: add '*' as the last one")
         unused = [pattern for pattern in unused if all(pattern != matched for matched, _ in matching)]
         found[name] = matching[0][1]
     if unused and (found or unused != ["*"]):
-        patterns = ", ".join(map(repr, unused))
-        raise ValueError(f"no parameter's name matches {patterns} of sharding_strategy; there are: {_some(found)}")
+        patterns = ", ".join(repr(p) if isinstance(p, str) else f"the predicate {_name(p)}" for p in unused)
+        raise ValueError(f"no parameter matches {patterns} of sharding_strategy; there are: {_some(found)}")
     return found
+
+
+def _matches(pattern: Pattern, name: str, parameter: nn.Parameter) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, parameter))
+
+
+def _name(predicate: Callable[..., Any]) -> str:
+    return getattr(predicate, "__qualname__", type(predicate).__name__)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import sys
 import threading
 import time
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
 LOOK_UP = 1.0  # seconds between look-ups of this key
+SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
 
 
@@ -107,18 +107,28 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
     Raises RankFailedError as soon as a rank has reported that it failed, because that rank may never write the key.
     """
-    deadline = time.monotonic() + timeout
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=min(max(left, 0.01), LOOK_UP)))
-            return True
-        except RuntimeError:  # stores differ in the subclass that a timeout raises
-            reason = _word()
-            if reason:
-                raise RankFailedError(f"another rank failed: {reason}") from None
-            if left < LOOK_UP:
+    now = time.monotonic()
+    deadline, look_up, pause = now + timeout, now + LOOK_UP, SHORTEST_PAUSE
+    while not _has(store, key):
+        now = time.monotonic()
+        if now >= min(deadline, look_up):
+            if reason := _word():
+                raise RankFailedError(f"another rank failed: {reason}")
+            if now >= deadline:
                 return False
+            look_up = now + LOOK_UP
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    """Asks instead of waiting with a timeout, which torch would report on stderr as a failure of the socket."""
+    try:
+        found: bool = store.check([key])
+        return found
+    except RuntimeError:  # the store is gone
+        return False
 
 
 def raise_if_rank_failed(error: Exception, bucket: str) -> None:

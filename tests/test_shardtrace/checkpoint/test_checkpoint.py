@@ -329,8 +329,10 @@ def test_export_is_loaded_by_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install 'shardtrace[examples]'")
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
-    config.save_pretrained(tmp_path)
-    shardtrace.export_safetensors(tmp_path, model, max_file_bytes=2e4)
+    with pytest.raises(shardtrace.CheckpointError, match=r"config is a str: pass model\.config"):
+        shardtrace.export_safetensors(tmp_path, model, config="gpt2")
+    shardtrace.export_safetensors(tmp_path, model, config=model.config, max_file_bytes=2e4)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name

@@ -324,9 +324,9 @@ def nested(depth):
         (at("ranks", 0, "extra", value={"dict": [[[1], 2]]}), "where a value should be"),
         (at("tied", value={"model.x": "model.y"}), "model.x is tied to model.y, which does not fit"),
         (at("state", value={}), "is not one: KeyError"),
-        (at("state", "optimizer", "class", value="SGD"), "the optimizer is a AdamW, the checkpoint's was a SGD"),
-        (at("state", "optimizer", "groups", value=[]), r"parameter 0\.weight is in no group"),
-        (at("state", "optimizer", "state", "2.weight", value={}), r"optimizer state of 2\.weight"),
+        (at("state", "optimizers", 0, "class", value="SGD"), "the optimizer is a AdamW, the checkpoint's was a SGD"),
+        (at("state", "optimizers", 0, "groups", value=[]), r"parameter 0\.weight is in no group"),
+        (at("state", "optimizers", 0, "state", "2.weight", value={}), r"optimizer state of 2\.weight"),
         (at("tensors", "model.0.weight", 0, value="system"), "is not an index"),
         (at("tensors", "model.0.weight", 1, value=[-4, 3]), "shape"),
         (at("tensors", "model.0.weight", 2, value=[]), r"model\.0\.weight is not covered by its chunks"),
@@ -345,7 +345,7 @@ def test_an_index_that_somebody_changed(checkpoint, change, message):
 
 
 def test_an_index_that_is_too_deep(checkpoint):
-    text = json.dumps({"format": "shardtrace 1", "step": 0}).encode()[:-1] + b', "files": ' + b"[" * 100_000
+    text = json.dumps({"format": "shardtrace 2", "step": 0}).encode()[:-1] + b', "files": ' + b"[" * 100_000
     (checkpoint / "index.json").write_bytes(b'{"crc32": "%08x", "index":\n' % zlib.crc32(text) + text + b"}\n")
     load_fails(checkpoint, "is not an index")
 

@@ -2,9 +2,11 @@
 
 import shardtrace
 from shardtrace import ShardingStrategy
+from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
 
 import pytest
+import thunder
 import torch
 import torch.distributed.fsdp
 from golden import compile_fake
@@ -46,7 +48,34 @@ def test_bucketings(spelling, bucketing):
 def test_the_first_pattern_that_matches_counts():
     rules = parse_rules({"embed.*": "ddp", "*.bias": "zero2", "*": "zero3"})
     names = ["embed.weight", "embed.bias", "h.0.bias", "h.0.weight"]
-    assert [s.value for s in assign(rules, names).values()] == ["ddp", "ddp", "zero2", "zero3"]
+    parameters = dict.fromkeys(names, nn.Parameter(torch.ones(2)))
+    assert [s.value for s in assign(rules, parameters).values()] == ["ddp", "ddp", "zero2", "zero3"]
+
+
+def is_matrix(name, p):
+    return p.ndim == 2 and "embed" not in name
+
+
+def never(name, p):
+    return False
+
+
+def test_predicates_see_whole_parameters(fake_ranks):
+    fake_ranks(4)
+    model = shardtrace.fsdp(Zoo(), sharding_strategy={"*.norm": "ddp", is_matrix: "owner", "*": "zero3"})
+    assert model.blocks[0].norm.shape == (6,)
+    assert model.blocks[1].up.weight.shape in ((7, 6), (0, 6))
+    assert model.embedding.weight.shape == (3, 6)
+    assert model.scale.shape == (1,)
+    chosen, others = shardtrace.split_parameters(thunder.jit(model), is_matrix)
+    names = {id(p): name for name, p in model.named_parameters()}
+    single, rest = shardtrace.split_parameters(whole := Zoo(), is_matrix)
+    whole_names = {id(p): name for name, p in whole.named_parameters()}
+    assert [names[id(p)] for p in chosen] == [whole_names[id(p)] for p in single]
+    assert [names[id(p)] for p in others] == [whole_names[id(p)] for p in rest]
+    assert "blocks.0.down" in {names[id(p)] for p in chosen}
+    with pytest.raises(ValueError, match="no parameter matches the predicate never of sharding_strategy"):
+        shardtrace.fsdp(Zoo(), sharding_strategy={never: "owner", "*": "zero3"})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "owner"])
@@ -140,6 +169,11 @@ def test_a_replicated_parameter_is_whole(fake_ranks):
 # ---- other spellings ----
 
 
+@pytest.mark.parametrize(("reshard", "strategy"), [(True, "zero3"), (False, "zero2")])
+def test_fsdp2s_reshard_after_forward(reshard, strategy):
+    assert canonical("zero3", "auto", None, {"reshard_after_forward": reshard}) == (strategy, "auto", None)
+
+
 def test_what_callers_of_other_libraries_write(fake_ranks):
     fake_ranks(2)
     kinds = sent(auto_wrap=True, mp="bf16", shard_strat="SHARD_GRAD_OP", TransformerBlock=nn.Linear)
@@ -175,10 +209,12 @@ def test_policies_of_torch(fake_ranks):
             "param_dtype of mp_policy is torch.int8",
         ),
         ({"sharding_strategy": "hybrid_zero3"}, "a hybrid strategy needs a mesh of two dimensions"),
-        ({"sharding_strategy": {"9.*": "ddp", "*": "zero3"}}, r"no parameter's name matches '9\.\*'"),
+        ({"sharding_strategy": {"9.*": "ddp", "*": "zero3"}}, r"no parameter matches '9\.\*'"),
         ({"sharding_strategy": {"0.*": "ddp"}}, "no pattern of sharding_strategy matches parameter '1.weight'"),
         ({"sharding_strategy": {}}, "a mapping is of patterns"),
         ({"mp": "bf16", "mp_policy": "fp16"}, "mp_policy and mp both say what mp_policy is to be"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4: pass True .zero3. or False .zero2."),
+        ({"reshard_after_forward": True, "sharding_strategy": "ddp"}, "both say what sharding_strategy is to be"),
         ({"auto_wrap": False, "TransformerBlock": nn.Linear}, "both say what bucketing_strategy is to be"),
         ({"bucketing_strategy": nn.Conv2d}, "Sequential has no module that"),
         ({"evenness": 2}, "evenness must be a number from 0 to 1"),

@@ -8,6 +8,7 @@ import shardtrace
 import pytest
 import thunder
 import torch
+from ranks import on_ranks
 from torch import nn
 
 MIXING = ["Muon", "Adafactor", "LBFGS"]
@@ -110,8 +111,63 @@ def on_each_rank(name, strategy):
     torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"), [("Muon", "owner"), ("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp")]
-)
+class Small(nn.Module):
+    """An embedding, matrices and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(5, 4)
+        self.up, self.norm, self.down = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(self.embed(x)))).square().mean()
+
+
+def is_matrix(name, p):
+    return p.ndim == 2 and "embed" not in name
+
+
+def muon_and_adamw(model):
+    matrices, others = shardtrace.split_parameters(model, is_matrix)
+    return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1, eps=1e-2)]
+
+
+def steps(model, optimizers, count):
+    x = torch.arange(4)
+    for _ in range(count):
+        model(x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_muon_on_owned_matrices_and_adamw_on_the_rest(tmp_path):
+    """Equal to a single process, also after a checkpoint that holds both optimizers."""
+    single = Small()
+    steps(single, muon_and_adamw(single), 4)
+
+    def sharded(matrices):
+        model = shardtrace.fsdp(Small(), sharding_strategy={is_matrix: matrices, "*": "zero3"})
+        return model, muon_and_adamw(model)
+
+    model, optimizers = sharded("owner")
+    cmodel = thunder.jit(model)
+    steps(cmodel, optimizers, 2)
+    shardtrace.save_checkpoint(tmp_path, model, optimizers, step=2)
+    steps(cmodel, optimizers, 2)
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))
+
+    model, optimizers = sharded("ddp")
+    for wrong, message in ((optimizers[1], "2 optimizer.s., 1 are"), (optimizers[::-1], "AdamW, the checkpoint's was")):
+        with pytest.raises(shardtrace.CheckpointError, match=message):
+            shardtrace.load_checkpoint(tmp_path, model, wrong)
+    assert shardtrace.load_checkpoint(tmp_path, model, optimizers).step == 2
+    steps(thunder.jit(model), optimizers, 2)
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp")])
 def test_right_with(two_ranks, name, strategy):
     two_ranks.run(on_each_rank, name=name, strategy=strategy)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from models import Zoo, tokens
 from ranks import on_ranks
 from sharded_training import ROWS, full_gradients, my_rows, sharded_zoo
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 @on_ranks(2)
@@ -39,6 +40,28 @@ def test_optimizers_and_schedules():
         for name, value in single.state_dict().items():
             message = f"{kind}: {name}: {{}}".format
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=message)
+
+
+@on_ranks(2)
+def test_averages_of_parameters(tmp_path):
+    """torch's moving and equal averages on shards. A checkpoint of them loads into an unsharded model."""
+    for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}):
+        torch.manual_seed(0)
+        models = [Zoo(), sharded_zoo()]
+        averages = [AveragedModel(model, **options) for model in models]
+        for step in range(3):
+            for model, average in zip(models, averages, strict=True):
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(1.0 + step)
+                average.update_parameters(model)
+        single, average = averages
+        full = shardtrace.full_state_dict(average)
+        torch.testing.assert_close(dict(full), dict(single.state_dict()))
+    shardtrace.save_checkpoint(tmp_path, average, step=3)
+    plain = AveragedModel(Zoo())
+    shardtrace.load_checkpoint(tmp_path, plain)
+    torch.testing.assert_close(dict(plain.state_dict()), dict(full))
 
 
 @on_ranks(2)

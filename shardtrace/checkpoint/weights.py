@@ -1,0 +1,232 @@
+"""Weights of other programs, straight into shards: each rank reads only its own rows from safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from passes.plan import Shape
+from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.export import SAFETENSORS_INDEX
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.progress_bar import ProgressBar
+from shardtrace.checkpoint.state import ModelState, Slot, model_state
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+Source = str | os.PathLike[str] | Mapping[str, torch.Tensor]  # a folder, a file, or a state dict
+Rename = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a ``shape`` that ``read`` returns rows of: ``read(slice(start, stop))``, or ``read(...)`` for all."""
+
+    key: str
+    shape: Shape
+    place: str  # for messages
+    read: Callable[[Any], torch.Tensor]
+
+
+def load_safetensors(
+    weights: Source, model: nn.Module, *, strict: bool = True, rename: Rename | None = None
+) -> _IncompatibleKeys:
+    """Load whole weights into shards, in place. Each rank reads only its own rows of each tensor.
+
+    A collective: every rank of the model's group must call it and see the same files. If the model is not sharded, the
+    calling process loads all of it. The host holds one tensor's rows at a time beside the shards. Values are converted
+    to the dtype of the parameter. One of the names of a tied weight is enough. For models of Hugging Face, keys that
+    the model's class declares to be ignored are ignored, and the weights of a base model get its prefix.
+
+    Args:
+        weights: a folder with safetensors files (those of its index, if there is one), a file, an index, or a mapping
+            of names to tensors, such as a state dict.
+        strict: raise if keys are missing or unexpected.
+        rename: gives the name in the model for a name in the files, or None to leave that tensor out.
+
+    Returns:
+        The missing and the unexpected keys, like ``nn.Module.load_state_dict``.
+
+    Raises:
+        CheckpointError: on every rank, naming the file, key or shape that does not fit; nothing has been loaded then.
+            (If the disk fails later, the error says that the model was loaded in part.)
+    """
+    state, found, error = model_state(model), {}, None
+    keys = _IncompatibleKeys([], [])
+    try:
+        found = stored_tensors(weights, state.module, rename)
+        keys = check_weights(found, state, strict=strict)
+    except CheckpointError as problem:
+        error = problem
+    agree(state, "the weights to load", weights_lines(found), error)
+    read_weights(found, state)
+    return keys
+
+
+def stored_tensors(weights: Source, module: nn.Module, rename: Rename | None = None) -> dict[str, Stored]:
+    """The tensors of files or of a state dict, by their names in ``module``. Reads only the files' headers.
+
+    Raises CheckpointError that names the file or the key at fault.
+    """
+    if isinstance(weights, Mapping):
+        if odd := [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]:
+            raise CheckpointError(f"{odd[0]} of the state dict is a {type(weights[odd[0]]).__name__}, not a tensor")
+        found = {key: Stored(key, tuple(v.shape), "the state dict", v.__getitem__) for key, v in weights.items()}
+    else:
+        found = {}
+        for path in _files(Path(weights)):
+            for key, stored in _tensors_of(path).items():
+                if key in found:
+                    raise CheckpointError(f"{key} is in {found[key].place} and in {path}: remove one of the files")
+                found[key] = stored
+    renamed: dict[str, Stored] = {}
+    for key, stored in found.items():
+        name = rename(key) if rename is not None else key
+        if name in renamed:
+            raise CheckpointError(f"rename gives {renamed[name].key} and {key} the same name, {name}")
+        if name is not None:
+            renamed[name] = stored
+    return _as_from_pretrained(renamed, module)
+
+
+def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: bool) -> _IncompatibleKeys:
+    """The missing and the unexpected keys. Raises CheckpointError that names shapes that do not fit, with ``strict``
+    also these keys. The model may be on the meta device."""
+    names = _names(model)
+    missing = [name for name, all_names in names.items() if not any(n in found for n in all_names)]
+    known = {n for all_names in names.values() for n in all_names}
+    unexpected = [name for name in found if name not in known]
+    problems = [
+        f"{name} of {found[name].place} has shape {found[name].shape}, the model's is {model.slots[first].full_shape}"
+        for first, all_names in names.items()
+        for name in all_names
+        if name in found and found[name].shape != model.slots[first].full_shape
+    ]
+    if strict:
+        problems += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"the weights do not fit {type(model.module).__name__}: {'; '.join(problems[:8])}{more}. Pass rename= if "
+            "only names differ, or strict=False to load what fits"
+        )
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def read_weights(found: Mapping[str, Stored], model: ModelState) -> None:
+    """Reads this rank's rows. A tied weight is read under the first of its names that is there. Raises CheckpointError
+    on every rank if one of them cannot read."""
+    error = None
+    chosen = {first: next((n for n in names if n in found), None) for first, names in _names(model).items()}
+    parts = {first: model.slots[first].part() for first, name in chosen.items() if name is not None}
+    total = sum(part.nbytes for part, _ in parts.values() if part is not None)
+    with ProgressBar("load", show=model.rank == 0).of(total) as advance, torch.no_grad():
+        for first, (part, start) in parts.items():
+            stored = found[str(chosen[first])]
+            try:
+                _fill(part, model.slots[first], start, stored)
+                advance(0 if part is None else part.nbytes)
+            except (OSError, SafetensorError, RuntimeError, ValueError) as problem:
+                error = CheckpointError(
+                    f"the model was loaded only in part: cannot read {stored.key} of {stored.place}: {problem}"
+                )
+                break
+    agree(model, "the weights that were loaded", [], error)
+
+
+def weights_lines(found: Mapping[str, Stored]) -> list[str]:
+    """What must be equal on all ranks."""
+    return [f"{name} of shape {stored.shape}" for name, stored in found.items()]
+
+
+def _names(model: ModelState) -> dict[str, list[str]]:
+    """All names of each tensor of a model, by its first one."""
+    names = {name: [name] for name in model.slots}
+    for name, first in model.tied.items():
+        names[first].append(name)
+    return names
+
+
+def _fill(part: torch.Tensor | None, slot: Slot, start: int, stored: Stored) -> None:
+    """Reads the rows of this rank's part from ``start`` on, and zeros the padding behind it."""
+    if part is None:
+        slot.local.detach().zero_()
+    elif slot.is_whole or part.shape == slot.full_shape:
+        part.copy_(stored.read(...))
+    else:
+        slot.local.detach()[part.shape[0] :].zero_()
+        if part.numel():
+            part.copy_(stored.read(slice(start, start + part.shape[0])))
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        if (path / "model.safetensors").is_file():
+            return [path / "model.safetensors"]
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+        if len(indexes) > 1 and path / SAFETENSORS_INDEX not in indexes:
+            raise CheckpointError(f"{path} has several indexes ({', '.join(i.name for i in indexes)}): name one")
+        if indexes:
+            return _files(path / SAFETENSORS_INDEX if path / SAFETENSORS_INDEX in indexes else indexes[0])
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"there are no *.safetensors files in {path}")
+        return files
+    if not path.is_file():
+        raise CheckpointError(f"there is no file or folder {path}")
+    return _files_of_index(path) if path.name.endswith(".index.json") else [path]
+
+
+def _files_of_index(path: Path) -> list[Path]:
+    try:
+        names = list(dict.fromkeys(json.loads(path.read_text())["weight_map"].values()))
+        files = [path.parent / name for name in names if Path(name).name == name]  # no name leaves the folder
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as problem:
+        raise CheckpointError(f"{path} is no index of safetensors files: {problem!r}") from None
+    if len(files) < len(names):
+        raise CheckpointError(f"{path} names files outside its folder")
+    if absent := [file for file in files if not file.is_file()]:
+        raise CheckpointError(f"{absent[0]} is missing, which {path.name} lists")
+    return files
+
+
+def _tensors_of(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {
+                key: Stored(key, tuple(file.get_slice(key).get_shape()), str(path), _Reader(path, key))
+                for key in file.keys()  # noqa: SIM118  a file is no mapping
+            }
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} is no safetensors file, or is damaged: {problem}") from None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads rows of a tensor. The file is mapped anew each time, so that pages that were read are given back."""
+
+    path: Path
+    key: str
+
+    def __call__(self, rows: Any) -> torch.Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.key) if rows is ... else file.get_slice(self.key)[rows]
+
+
+def _as_from_pretrained(found: dict[str, Stored], module: nn.Module) -> dict[str, Stored]:
+    """What ``from_pretrained`` of Hugging Face does with names: it ignores those that the class declares, and adds the
+    prefix of the base model if the weights are those of a base model."""
+    known = module.state_dict(keep_vars=True).keys()
+    prefix = getattr(module, "base_model_prefix", "")
+    if prefix and hasattr(module, prefix) and not any(name in known for name in found):
+        found = {f"{prefix}.{name}": stored for name, stored in found.items()}
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return {n: s for n, s in found.items() if n in known or not any(re.search(pattern, n) for pattern in ignored)}
