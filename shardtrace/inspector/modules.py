@@ -122,7 +122,7 @@ def assign_modules(
             for source in (known, modules):  # values saved by forward say more than incoming gradients
                 if module is None:
                     module = _deepest(source.get(a.name) for a in reversed(bsym.flat_proxy_args))  # newest first
-            if module is None:
+            if module is None and bsym.flat_proxy_outs:
                 module = within
         found.append(module)
         if module is not None:

@@ -69,9 +69,8 @@ def test_stages(shown):
     assert set(scheduled.changes) == {"kept", "moved"}
     prologue = shown.stages[-1]
     assert prologue.phase == "prologue"
-    assert "check_tensor_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)" in [
-        line.code for line in prologue.lines
-    ]
+    checked = "check_tensors((input, t_0_weight, t_0_bias, t_2_weight, t_2_bias), metadata)"
+    assert checked in [line.code for line in prologue.lines]
 
 
 def test_collectives(zoo):

@@ -93,7 +93,7 @@ def test_prologue_is_folded(page):
     page.click('.stages summary:has-text("prologue")')
     page.click('[data-stage]:visible:has-text("Transform for execution")')
     assert stage(page).startswith("Transform for execution")
-    assert page.is_visible(".line:has-text(\"t_offset = module.get_parameter('offset')\")")
+    assert page.is_visible(".line:has-text('fetch_parameters(module')")
 
 
 def test_diff(page, zoo):
