@@ -19,18 +19,18 @@ gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
-from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
+from passes.analysis.recognise import changes_values, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import symbol, synchronize
 from passes.compat import compile_data_and_stats, keeps_graph
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, CollectionProxy, ProxyTag, TensorProxy
+from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, ProxyTag, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
@@ -222,7 +222,7 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
     differentiated, read = _differentiated(computation), _with_gradients(lines)
     again = {o.name for b in lines if b.sym.id == synchronize.id and b.args[1].plan.regather for o in b.flat_proxy_outs}
     new = from_trace(computation)
-    for bsym in lines:
+    for bsym in _without_new_names(lines):
         block = block_of(bsym)
         if block is not None:
             needs = NOTHING
@@ -235,6 +235,22 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
             bsym = bsym.from_bsym(sym=_variant(block, needs, inner, new).symbol)
         new.bound_symbols.append(bsym)
     return new
+
+
+def _without_new_names(lines: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines without Thunder's new names for aliases that follow the last update in place, which nothing needs.
+
+    Thunder writes them ahead of each line that reads a mask, for example. Between calls of blocks each would be a
+    fusion by itself, and Thunder's rematerialization fails on those.
+    """
+    last = max((i for i, b in enumerate(lines) if changes_values(b)), default=-1)
+    old: dict[Variable, Proxy] = {}
+    for i, bsym in enumerate(lines):
+        if i > last and bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:
+            for a, o in zip(bsym.args[0], bsym.output, strict=True):
+                old[variableify(o)] = old.get(variableify(a), a)
+        else:
+            yield bsym.from_bsym_swap_proxies(old) if old else bsym
 
 
 def _variant(block: Block, needs: Needs, inner: Inner, trace: TraceCtx) -> Variant:
