@@ -65,6 +65,26 @@ def test_averages_of_parameters(tmp_path):
 
 
 @on_ranks(2)
+def test_every_token_counts_the_same():
+    """The recipe of the guide for batches with padding."""
+    torch.manual_seed(0)
+    single = torch.nn.Linear(3, 5)
+    model = torch.nn.Linear(3, 5)
+    model.load_state_dict(single.state_dict())
+    x, labels = torch.randn(4, 3), torch.tensor([1, -100, 2, 4])  # the first rank has one token, the second two
+    torch.nn.functional.cross_entropy(single(x), labels).backward()
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    rank = dist.get_rank()
+    x, labels = x[2 * rank :][:2], labels[2 * rank :][:2]
+    mine = (labels != -100).sum()
+    everyones = mine.clone()
+    dist.all_reduce(everyones)
+    loss = torch.nn.functional.cross_entropy(cmodel(x), labels)
+    (loss * mine * dist.get_world_size() / everyones).backward()
+    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in single.named_parameters()})
+
+
+@on_ranks(2)
 def test_autocast():
     """torch.autocast around a sharded model does what it does around the unsharded one."""
     torch.manual_seed(0)
