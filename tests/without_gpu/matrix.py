@@ -8,12 +8,14 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import fused
 from fused import on_cpu
 
 import shardtrace  # isort: skip
+from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat import fake_calls_on_cpu
@@ -25,6 +27,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from thunder.core.symbol import BoundSymbol
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -65,7 +68,8 @@ class Model(nn.Module):
 TOKENS = torch.arange(24).view(2, 12) % 20
 CASES: dict[str, dict[str, Any]] = {
     "zero3": {},
-    "zero3, dataflow": {"jit_options": {"fusion_type": "dataflow"}},
+    "zero3, inline": {"repeated_blocks": "inline"},
+    "zero3, dataflow": {"repeated_blocks": "inline", "jit_options": {"fusion_type": "dataflow"}},
     "mix, bf16": {
         "sharding_strategy": {"embedding*": "ddp", "blocks.0.*": "owner", "*": "zero2"},
         "bucketing_strategy": "layer",
@@ -95,16 +99,23 @@ def compiled() -> dict[str, Any]:
         wrong = []
         for trace in traces:
             verify(trace)
-            regions = [b for b in trace.bound_symbols if b.sym.is_fusion]
+            regions = [b for b in all_lines(trace) if b.sym.is_fusion]
             wrong += [str(b) for b in regions for part in b.subsymbols if is_collective(part) or is_offload(part)]
         found[name] = {"regions": [count_regions(trace) for trace in traces], "wrong": wrong}
-        if name == "zero3":
+        if name == "zero3, inline":
             found[name]["text"] = text(traces[0], dels=False)
     return found
 
 
+def all_lines(trace: Any) -> Iterator[BoundSymbol]:
+    """The lines of a trace, with those of a block for each of its calls."""
+    for bsym in trace.bound_symbols:
+        part = part_of(bsym)
+        yield from [bsym] if part is None else part.trace.bound_symbols
+
+
 def count_regions(trace: Any) -> int:
-    return sum(b.sym.is_fusion for b in trace.bound_symbols)
+    return sum(b.sym.is_fusion for b in all_lines(trace))
 
 
 def plain() -> list[int]:

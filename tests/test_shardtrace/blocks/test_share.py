@@ -7,6 +7,7 @@ import random
 import shardtrace
 from passes.analysis import collectives
 from passes.analysis.calls import CallOf, block_of
+from passes.analysis.origins import Origin
 from passes.checkpoint_activations import Call
 from passes.pipeline import ShardParameters
 
@@ -78,7 +79,7 @@ def lines(trace, *, recomputed=True):
 
         def line(b):
             values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))
-            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, CallOf) and marked(t))
+            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, (CallOf, Origin)) and marked(t))
             return b.sym.id, [value(v) for v in values[0]], [line(s) for s in b.subsymbols], tags
 
         for b in bsyms:
