@@ -18,7 +18,7 @@ class Reader:
     """Reads the traces of one compilation, which all stay alive meanwhile."""
 
     def __init__(self, model: ModuleMap, cost: CostModel) -> None:
-        self._model, self._cost = model, cost
+        self._map, self._cost = model, cost
         self._lines: dict[Hashable, Line] = {}
         self._functions: dict[Part | Block, Function] = {}
 
@@ -39,12 +39,12 @@ class Reader:
         if called not in self._functions:
             traced = called.traced if isinstance(called, Part) else called.trace
             lines = called.trace.bound_symbols
-            origins = modules_of_traced(traced.bound_symbols, self._model, called.module)
+            origins = modules_of_traced(traced.bound_symbols, self._map, called.module)
             self._functions[called] = Function(
                 name=called.name,
                 module=called.module,
                 lines=self.lines(lines),
-                modules=tuple(assign_modules(lines, self._model, {}, origins, called.module)),
+                modules=tuple(assign_modules(lines, self._map, {}, origins, called.module)),
                 seconds=tuple(compute_seconds(self._cost, b) for b in lines),
             )
         return self._functions[called]
