@@ -296,7 +296,7 @@ def _with_lines(trace: TraceCtx, lines: Sequence[BoundSymbol]) -> TraceCtx:
 
 def _prepared(block: Block, needs: Needs) -> TraceCtx:
     """The block's trace as Thunder's autodiff takes it: with marks on the inputs that need a gradient, and only the
-    outputs that get one as results. The others are listed beside them."""
+    outputs that get one as results. The others are listed with them."""
     new = from_trace(block.trace)
     new.names = set(block.trace.names)
     with tracectx(TraceCtx()):  # the names are taken in the block's own trace
