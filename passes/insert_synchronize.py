@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from passes.analysis.calls import block_of
+from passes.analysis.calls import block_of, unique_name
 from passes.analysis.recognise import names
 from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
@@ -157,12 +157,7 @@ def _synchronize(
 
 def _identifier(trace: TraceCtx, label: str) -> str:
     """A Python name for a bucket, unique in the trace."""
-    base = "b_" + re.sub(r"\W+", "_", label).strip("_")
-    name, n = base, 1
-    while trace.has_name(name):
-        name, n = f"{base}_{n}", n + 1
-    trace.add_name(name)
-    return name
+    return unique_name(trace, "b_" + re.sub(r"\W+", "_", label).strip("_"), first=1)
 
 
 def _return(trace: TraceCtx, bsym: BoundSymbol, swap: dict[Variable, TensorProxy]) -> list[BoundSymbol]:

@@ -98,13 +98,13 @@ class Variant:
     def plain(self) -> Part:
         stages = _Stages(_prepared(self.block, NOTHING))
         for run in self.inner.before(()):
-            stages.add(run)
-        last = stages.last.bound_symbols[-1]
-        stages.add(lambda t: _with_lines(t, [*t.bound_symbols[:-1], last.from_bsym(args=(last.args[0]["outputs"],))]))
-        stages.add(lambda t: transform_for_execution(t, _executors()))
-        stages.add(del_last_used)
+            stages.run(run)
+        *lines, last = stages.last.bound_symbols
+        stages.add(_with_lines(stages.last, [*lines, last.from_bsym(args=(last.args[0]["outputs"],))]))
+        stages.add(transform_for_execution(stages.last, _executors()))
+        stages.run(del_last_used)
         for run in self.inner.after:
-            stages.add(run)
+            stages.run(run)
         return Part(self.name, stages.traces, traced=self.block.trace, module=self.block.module)
 
     # ---- with gradients ----
@@ -136,18 +136,18 @@ class Variant:
         needs, name = self.needs, self.name
         stages = _Stages(_prepared(self.block, needs))
         for run in self.inner.before({self.block.inputs[i].name for i in needs.regathered}):
-            stages.add(run)
-        stages.add(grad_transform_on_trace)
-        stages.add(lambda t: transform_for_execution(t, _executors()))
+            stages.run(run)
+        stages.run(grad_transform_on_trace)
+        stages.add(transform_for_execution(stages.last, _executors()))
         forward, backward = split_into_forward_and_backward(_with_all_outputs(stages.last))
-        forward = stages.add(lambda _: del_last_used(forward))
-        backwards = _Stages()
+        stages.add(del_last_used(forward))
+        backwards = None
         if backward is not None:
-            backwards.add(lambda _: del_last_used(backward, clear_mutable_collections=True))
+            backwards = _Stages(del_last_used(backward, clear_mutable_collections=True))
         for run in self.inner.after:
-            stages.add(run)
-            if backward is not None:
-                backwards.add(run)
+            stages.run(run)
+            if backwards is not None:
+                backwards.run(run)
         return _assemble(name, self.block, stages, backwards)
 
 
@@ -163,20 +163,22 @@ release = symbol("release", lambda saved: None, _run_release, tags=[OpTags.DONT_
 class _Stages:
     """The traces of a function, one for each pass that changed it."""
 
-    def __init__(self, *traces: TraceCtx) -> None:
-        self.traces = list(traces)
+    def __init__(self, first: TraceCtx) -> None:
+        self.traces = [first]
 
     @property
     def last(self) -> TraceCtx:
         return self.traces[-1]
 
-    def add(self, run: Run) -> TraceCtx:
-        new = run(self.traces[-1] if self.traces else TraceCtx())
-        if not self.traces or new is not self.traces[-1]:
-            if new.get_provenance() is None:
-                new.set_provenance(TraceProvenance(f"shardtrace: {_name_of(run)}"))
-            self.traces.append(new)
-        return new
+    def run(self, run: Run) -> None:
+        self.add(run(self.last), _name_of(run))
+
+    def add(self, new: TraceCtx, name: str = "outline") -> None:
+        if new is self.last:
+            return
+        if new.get_provenance() is None:
+            new.set_provenance(TraceProvenance(f"shardtrace: {name}"))
+        self.traces.append(new)
 
 
 def _name_of(run: Run) -> str:
@@ -339,9 +341,9 @@ def _executors() -> Any:
     return data.executors_list
 
 
-def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) -> Parts:
+def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | None) -> Parts:
     """The functions of a block, of the traces that Thunder's split and the passes after it left."""
-    forward, backward = forwards.last, backwards.last if backwards.traces else None
+    forward = forwards.last
     result, (saved, other) = forward.bound_symbols[-1].args
     args, outputs = forward.args, result["flat_output"]
     numbers = {p.name: i for i, p in enumerate(args)}
@@ -349,11 +351,13 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
     kept = [p for p in (*saved, *other) if p.name not in numbers and p.name not in out_numbers]
     returned = (*outputs, kept) if kept else tuple(outputs)
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
-    forwards.add(lambda t: _signed(del_last_used(function_of_lines(f"{name}_forward", args, lines, returned, t.names))))
+    function = function_of_lines(f"{name}_forward", args, lines, returned, forward.names)
+    forwards.add(_signed(del_last_used(function)))
     first = Part(f"{name}_forward", forwards.traces, traced=block.trace, module=block.module)
-    if backward is None:
+    if backwards is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
 
+    backward = backwards.last
     gradients = backward.bound_symbols[-1].args[0]
     lines = [b for b in backward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     read = set().union(names(gradients), *(names(b.flat_proxy_args) for b in lines))
@@ -373,7 +377,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages) ->
             release.bind(collection, output=None),
         ]
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
-    backwards.add(lambda _: _signed(del_last_used(function)))
+    backwards.add(_signed(del_last_used(function)))
     emptied = inputs[0].name if kept else ""
     second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
     return Parts(

@@ -63,7 +63,7 @@ def block_traces(cmodel: Callable[..., Any]) -> dict[str, tuple[TraceCtx, ...]]:
     for trace in thunder.last_traces(cmodel):
         found |= {block.name: (block.trace,) for b in trace.bound_symbols if (block := traced_block(b)) is not None}
     executed = (trace for trace in _executed(cmodel) if trace is not None)
-    return found | {part.name: part.traces for trace in executed for part in parts_in(trace)}
+    return found | {part.name: part.traces for part in parts_in(*executed)}
 
 
 def _executed(cmodel: Callable[..., Any]) -> tuple[TraceCtx | None, TraceCtx | None]:

@@ -141,9 +141,10 @@ def part_of(bsym: BoundSymbol) -> Part | None:
     return bsym.sym.id if isinstance(bsym.sym.id, Part) else None
 
 
-def parts_in(trace: TraceCtx) -> list[Part]:
-    """The functions of blocks that a trace calls, in order of their first call."""
-    return list(dict.fromkeys(part for b in trace.bound_symbols if (part := part_of(b)) is not None))
+def parts_in(*traces: TraceCtx) -> list[Part]:
+    """The functions of blocks that traces call, in order of their first call."""
+    lines = (b for trace in traces for b in trace.bound_symbols)
+    return list(dict.fromkeys(part for b in lines if (part := part_of(b)) is not None))
 
 
 def called_module(bsym: BoundSymbol) -> str | None:
@@ -152,7 +153,7 @@ def called_module(bsym: BoundSymbol) -> str | None:
 
 
 def lines_within(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
-    """What a line consists of: the lines of the function that it calls, or its own parts."""
+    """The lines of the block's function that a line calls, or else its subsymbols."""
     part = part_of(bsym)
     return part.trace.bound_symbols if part is not None else bsym.subsymbols
 
@@ -185,9 +186,10 @@ def function_of_lines(
     return trace
 
 
-def unique_name(trace: TraceCtx, base: str) -> str:
-    """``base``, or with a number if the trace has this name already. It has it from now on."""
-    name, n = base, 2
+def unique_name(trace: TraceCtx, base: str, *, first: int = 2) -> str:
+    """``base``; if the trace has this name already, ``base`` with a number from ``first`` on. The trace has the name
+    from now on."""
+    name, n = base, first
     while trace.has_name(name):
         name, n = f"{base}_{n}", n + 1
     trace.add_name(name)

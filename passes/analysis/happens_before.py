@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows on ``stream`` begins after all that is enqueued on ``other`` so far."""
+    """Work that is enqueued on ``stream`` from now on begins after all work that is on ``other`` already."""
 
     line: int
     stream: str

@@ -305,7 +305,7 @@ def _returned(part: Part) -> list[str]:
 
 
 def _work_of(bucket: Bucket) -> Hashable:
-    """What a bucket's collectives depend on. Buckets of equal blocks have the same."""
+    """A key for the memory of a bucket's collectives, equal for the buckets of equal blocks."""
     members = ((p.full_shape, p.dtype, p.owner, p.plan, m.trainable) for m in bucket.members for p in [m.parameter])
     return type(bucket), bucket.plan, bucket.dtype, bucket.wire, tuple(members)
 
@@ -364,12 +364,12 @@ def _results(trace: TraceCtx) -> set[str]:
 
 
 def _unpacked(part: Part) -> list[TensorProxy]:
-    """What forward saved for a block's backward, as this one names it."""
+    """The saved values of a block, by the names that its backward gives them."""
     return list(next(b for b in part.trace.bound_symbols if b.sym.id == prims.PrimIDs.UNPACK_SEQUENCE).output)
 
 
 def _saved_for_calls(trace: TraceCtx) -> Values:
-    """What forward saved for the blocks' backwards that a trace calls, by the names of the lists."""
+    """Contiguous stand-ins for the lists that the calls of blocks in a backward read, by the names of the lists."""
     found: Values = {}
     for bsym in trace.bound_symbols:
         part = part_of(bsym)
@@ -379,7 +379,7 @@ def _saved_for_calls(trace: TraceCtx) -> Values:
 
 
 def _saved(trace: TraceCtx) -> tuple[Proxy, ...]:
-    """What a forward saves for its backward: tensors, and a list for each block that it calls."""
+    """The values that a forward saves for its backward: tensors, and a list for each call of a block."""
     returned = trace.bound_symbols[-1].args
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or len(returned) != 2:
         return ()

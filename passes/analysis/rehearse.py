@@ -57,7 +57,7 @@ class _Storages:
         """A tensor, or what a collective returned as its future, with layouts in place of tensors.
 
         Raises:
-            _Unknown: if it holds something else, as the future of a user's wire may.
+            _Unknown: if it holds anything else, which the future of a user's wire may.
         """
         if isinstance(value, torch.Tensor):
             return self.layout(value)

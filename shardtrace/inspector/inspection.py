@@ -264,7 +264,7 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     if times is not None:
         steps = count(times.steps, "step")
         notes.append(f"Times are medians over {steps} on this rank. Reasons for a line's position rest on predictions.")
-        if any(parts_in(trace) for trace in forward):
+        if parts_in(*forward):
             notes.append(
                 "A block is timed as a whole; its lines share the time in proportion to their predicted times."
             )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from passes.analysis.calls import Part, parts_in
+from passes.analysis.calls import parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
@@ -187,7 +187,7 @@ def build_record(
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     reader = Reader(module_map, cost)
     stages = _stages("forward", forward, reader) + _stages("backward", backward, reader)
-    for part in _parts(last):
+    for part in parts_in(*last):
         stages += _stages(part.name, part.traces, reader)
     stages += _stages("prologue", prologue, reader)
     expected = predicted(last, cost)
@@ -219,11 +219,6 @@ def build_record(
 
 
 TOOK = re.compile(r" \(took ([\d.]+) milliseconds\)")
-
-
-def _parts(traces: Sequence[TraceCtx]) -> list[Part]:
-    """The functions of blocks that the executed traces call, in order of their first call."""
-    return list(dict.fromkeys(part for trace in traces for part in parts_in(trace)))
 
 
 def _stages(phase: str, traces: Sequence[TraceCtx], reader: Reader) -> tuple[Stage, ...]:

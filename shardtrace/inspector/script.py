@@ -33,6 +33,8 @@ class _Compiled(BaseException):
 class _Watch(Transform):
     """Collects the traces of each jitted function that calls a sharded module, after all passes."""
 
+    sees_no_lines = True  # it shows them as they are
+
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Traces]] = []
 

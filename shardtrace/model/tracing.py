@@ -152,8 +152,8 @@ def _why_no_call(compilation: Compilation) -> str:
     """Why a block's lines must stand in the trace; empty if one line may stand for them."""
     if compilation.recomputing:
         return f"the activations of {compilation.recomputing[0]} are recomputed as a whole"
-    others = [t for t in get_compile_data().transforms if not isinstance(t, (Pass, *SEE_NO_LINES))]
-    seeing = [t for t in others if t not in watching.get() and not getattr(t, "sees_no_lines", False)]
+    others = (t for t in get_compile_data().transforms if not isinstance(t, (Pass, *SEE_NO_LINES)))
+    seeing = [t for t in others if not getattr(t, "sees_no_lines", False)]
     return f"{type(seeing[0]).__name__} is to see them" if seeing else ""
 
 
