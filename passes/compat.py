@@ -150,12 +150,14 @@ def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
     """Lets Thunder call torch functions with fake tensors on the CPU in place of ``device``.
 
     Thunder calls a function that it does not know, such as ``torch.addmm``, to see the shape of its result. A torch
-    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. This is the only place where
-    functions of Thunder are replaced, for the compilation of a step that is never run.
+    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. It also finds no fused
+    attention there, which every CUDA device has. This is the only place where functions of Thunder are replaced, for
+    the compilation of a step that is never run.
     """
     from thunder import torch as ltorch
     from thunder.core.devices import to_device
     from thunder.core.proxies import TensorProxy
+    from thunder.executors import sdpaex
 
     there, cpu = to_device(device), torch.device("cpu")
 
@@ -176,8 +178,19 @@ def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
     with (
         mock.patch.object(ltorch, "_get_fake_arg", fake_argument),
         mock.patch.object(ltorch, "_fake_type_to_thunder", proxy_of),
+        mock.patch.object(sdpaex, "_fused_sdp_choice", _usual_attention),
     ):
         yield
+
+
+def _usual_attention(query: Any, key: Any, value: Any, mask: Any, *options: Any) -> Any:
+    """The kernel of attention that torch chooses on a CUDA device of today."""
+    from thunder.core import dtypes
+    from thunder.executors.sdpaex import SpdaBackend
+
+    if query.dtype in (dtypes.bfloat16, dtypes.float16) and mask is None and query.shape[-1] <= 256:
+        return SpdaBackend.FLASH_ATTENTION
+    return SpdaBackend.MATH if query.dtype is dtypes.float64 else SpdaBackend.MEMORY_EFFICIENT
 
 
 # ---- tracing ----

@@ -1,4 +1,4 @@
-"""The work of a line of compute: the FLOPs of its matrix products and the bytes that it moves.
+"""The work of a line of compute: the FLOPs of its matrix products, its special functions, and the bytes that it moves.
 
 A multiply-add is 2 FLOPs, as in PyTorch's ``torch.utils.flop_counter``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from passes.analysis.calls import lines_within, part_of
 from passes.analysis.recognise import bucket_of
@@ -15,6 +15,7 @@ from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat import shape_of
 from passes.kernels.registration import kernel_id
+from passes.plan.cost import Work
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -22,33 +23,31 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.executors import sdpaex
 
 
-class Work(NamedTuple):
-    """FLOPs by the rate at which they are done: fp32 (and fp64, whose rate is unknown), and 16 bits or less."""
-
-    full: int
-    half: int
-
-
 def flops(bsym: BoundSymbol) -> int:
     """FLOPs of the matrix products, convolutions and attentions in a line, including its subsymbols."""
-    return sum(work(bsym))
+    return work(bsym).flops
 
 
 def work(bsym: BoundSymbol) -> Work:
-    """The :func:`flops` of a line, by the rate at which they are done."""
+    """The arithmetic of a line, by the rate at which it is done."""
     function = differentiated(bsym.sym)
-    rule = FLOPS.get(identity(bsym.sym) if function is None else function)
+    found = identity(bsym.sym) if function is None else function
+    rule = FLOPS.get(found)
     if rule is not None:
         tensors, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
         # A function's gradient takes its arguments and the output's gradient. It recomputes the output and then
         # usually computes two gradients of the same cost.
         count = rule(tensors, outs) if function is None else 3 * rule(tensors[:-1], tensors[-1:])
-        return Work(0, count) if outs[0].dtype.bytes <= 2 else Work(count, 0)
-    full = half = 0
+        half = outs[0].dtype.bytes <= 2
+        if rule in ATTENTIONS:
+            return Work(half_attention=count) if half else Work(attention=count)
+        return Work(half=count) if half else Work(full=count)
+    if found in SPECIAL:
+        return Work(special=max(map(_elements, _tensors(bsym.flat_proxy_outs)), default=0))
+    total = Work()
     for part in lines_within(bsym):
-        done = work(part)
-        full, half = full + done.full, half + done.half
-    return Work(full, half)
+        total += work(part)
+    return total
 
 
 def is_library_call(sym: Symbol) -> bool:
@@ -207,3 +206,20 @@ FLOPS: Mapping[Hashable, Rule] = {
     **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
     **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),
 }
+
+ATTENTIONS = frozenset({_attention_forward, _attention_backward})
+
+
+def _special(names: str) -> frozenset[Hashable]:
+    """The symbols of Thunder, torch and shardtrace for functions with these names."""
+    prims = {PrimIDs[name.upper()] for name in names.split() if name.upper() in PrimIDs.__members__}
+    prefixes = ("torch.", "torch.nn.functional.")
+    kernels = (kernel_id(name + suffix) for name in names.split() for suffix in ("", "_backward"))
+    return frozenset({*prims, *(prefix + name for prefix in prefixes for name in names.split()), *kernels})
+
+
+# Functions of one element that take far longer than an addition on a CPU.
+SPECIAL = _special(
+    "cos erf exp exp2 expm1 log log1p log2 pow rsqrt sin sqrt tanh sigmoid softplus "
+    "elu gelu log_sigmoid logsigmoid mish selu silu softmax log_softmax"
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from passes.analysis.calls import part_of
 from passes.analysis.flops import bytes_moved, is_free, work
 from passes.analysis.recognise import bucket_of, is_gather, is_offload
-from passes.plan import Bucket, CostModel
+from passes.plan import Axis, Bucket, CostModel
 
 from thunder.core.symbol import BoundSymbol
 
@@ -19,8 +19,7 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
         if cost not in part.facts:
             part.facts[cost] = sum(compute_seconds(cost, b) for b in part.trace.bound_symbols)
         return float(part.facts[cost])
-    done = work(bsym)
-    return cost.compute_seconds(done.full, done.half, bytes_moved(bsym))
+    return cost.compute_seconds(work(bsym), bytes_moved(bsym))
 
 
 def link_seconds(issue: BoundSymbol) -> float:
@@ -38,7 +37,8 @@ def link_seconds(issue: BoundSymbol) -> float:
 
 def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
     """One collective of a bucket. An all_reduce sends each byte twice."""
-    return cost.collective_seconds(bucket.trips * bucket.bytes, bucket.plan.world_size)
+    plan = bucket.plan
+    return cost.collective_seconds(bucket.trips * bucket.bytes, plan.world_size, apart=plan.axis is Axis.REPLICATE)
 
 
 def copy_seconds(cost: CostModel, bucket: Bucket) -> float:

@@ -1,7 +1,7 @@
 """The sharding plan as frozen data: placements, buckets, layouts and rates. Touches no trace and no process."""
 
 from passes.plan.bucket import Bucket, OverflowFlag, Wire, inflight_limits
-from passes.plan.cost import CostModel, Device, Link, default_cost_model
+from passes.plan.cost import CostModel, Device, Link, Work, default_cost_model
 from passes.plan.enlisted import Enlisted
 from passes.plan.host_memory import HostMemory
 from passes.plan.plan import Member, Placement, Plan, Shape, ShardedParameter, shard_shape
@@ -28,6 +28,7 @@ __all__ = [
     "ShardedParameter",
     "Step",
     "Wire",
+    "Work",
     "default_cost_model",
     "inflight_limits",
     "shard_shape",

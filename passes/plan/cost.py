@@ -12,32 +12,48 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link between ranks. ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: extra
-    seconds for each collective."""
+    """The link between ranks.
+
+    ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: extra seconds for each collective;
+    ``hop``: more of them for each rank beyond the second, because a ring passes them one after another.
+    """
 
     bandwidth: float
     latency: float
+    hop: float = 0.0
 
     def __post_init__(self) -> None:
         _check_rates(self)
 
+    def seconds(self, nbytes: float, ranks: int) -> float:
+        """Seconds in which each of ``ranks`` ranks sends ``nbytes * (ranks - 1) / ranks`` and receives as many, by a
+        ring or directly. No algorithm sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective
+        communication")."""
+        return self.latency + self.hop * max(ranks - 2, 0) + nbytes * (ranks - 1) / ranks / self.bandwidth
+
 
 @dataclass(frozen=True)
 class Device:
-    """The device that computes. ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16;
-    ``bandwidth``: bytes/s of memory, read and written; ``overhead``: extra seconds for each line of a trace;
-    ``host_bandwidth``: bytes/s of copies between its memory and the host's, in either direction."""
+    """The device that computes.
+
+    ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16; ``bandwidth``: bytes/s of
+    memory, read and written; ``overhead``: extra seconds for each line of a trace; ``host_bandwidth``: bytes/s of
+    copies between its memory and the host's, in either direction; ``attention``: the part of the FLOP/s of products
+    that attention reaches, all scores counted; ``special``: elements/s of functions such as exp and tanh.
+    """
 
     flops: float
     half_flops: float
     bandwidth: float
     overhead: float
     host_bandwidth: float = 20e9  # the part of PCIe 4.0 x16's 32 GB/s that a copy reaches
+    attention: float = 1.0
+    special: float = 1e15  # as fast as memory
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -45,39 +61,84 @@ class Device:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates, and the seconds that follow from them. :meth:`from_dict` is the inverse of ``dataclasses.asdict``."""
+    """Rates, and the seconds that follow from them. :meth:`from_dict` is the inverse of ``dataclasses.asdict``.
+
+    ``link`` connects all ranks. With ``node``, it connects machines of ``node_ranks`` consecutive ranks each, and
+    ``node`` the ranks of one machine.
+    """
 
     link: Link
     device: Device
+    node: Link | None = None
+    node_ranks: int = 1
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
         """Raises KeyError, TypeError or ValueError if an entry is missing, unknown or not a rate."""
-        return cls(Link(**data["link"]), Device(**data["device"]))
+        node = data.get("node")
+        return cls(
+            Link(**data["link"]),
+            Device(**data["device"]),
+            Link(**node) if node is not None else None,
+            data.get("node_ranks", 1),
+        )
 
-    def collective_seconds(self, nbytes: int, ranks: int) -> float:
+    def collective_seconds(self, nbytes: int, ranks: int, *, apart: bool = False) -> float:
         """Seconds from issue to arrival of a collective that moves ``nbytes`` for the whole group, on an idle link.
 
-        Each of the N ranks sends ``nbytes * (N - 1) / N`` and receives as many, by a ring or directly. No algorithm
-        sends less (Chan, Heimlich, Purkayastha and van de Geijn, 2007, "Collective communication").
+        The ranks of the group follow each other, or lie ``apart``, each on another machine. A group over several
+        machines moves the bytes inside them and between them at once.
         """
-        return self.link.latency + nbytes * (ranks - 1) / ranks / self.link.bandwidth
+        if self.node is None or (apart and ranks > 1):
+            return self.link.seconds(nbytes, ranks)
+        inside = self.node.seconds(nbytes, min(ranks, self.node_ranks))
+        machines = -(-ranks // self.node_ranks)
+        if machines == 1:
+            return inside
+        between = self.link.seconds(nbytes / self.node_ranks, machines)  # each rank of a machine sends a part
+        latencies = self.node.latency + self.link.latency
+        return latencies + max(inside - self.node.latency, between - self.link.latency)
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds for a copy between host and device memory, in either direction."""
         return nbytes / self.device.host_bandwidth
 
-    def compute_seconds(self, flops: int, half_flops: int, nbytes: int) -> float:
-        """Seconds for one line of compute: FLOPs in fp32, FLOPs in bf16 or fp16, and bytes read and written."""
-        arithmetic = flops / self.device.flops + half_flops / self.device.half_flops
-        return self.device.overhead + max(arithmetic, nbytes / self.device.bandwidth)
+    def compute_seconds(self, work: Work, nbytes: int) -> float:
+        """Seconds for one line of compute that reads and writes ``nbytes``."""
+        device = self.device
+        arithmetic = work.full / device.flops + work.half / device.half_flops
+        attention = work.attention / device.flops + work.half_attention / device.half_flops
+        arithmetic += attention / device.attention + work.special / device.special
+        return device.overhead + max(arithmetic, nbytes / device.bandwidth)
+
+
+class Work(NamedTuple):
+    """The arithmetic of a line: FLOPs of products in fp32 (and fp64, whose rate is unknown) and in 16 bits or less,
+    those of fused attention, and the elements for which a function such as exp is computed."""
+
+    full: int = 0
+    half: int = 0
+    attention: int = 0
+    half_attention: int = 0
+    special: int = 0
+
+    def __add__(self, other: Any) -> Work:
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def flops(self) -> int:
+        return self.full + self.half + self.attention + self.half_attention
 
 
 def _check_rates(rates: Link | Device) -> None:
     for name, value in vars(rates).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} of {type(rates).__name__} must be a number, not {value!r}")
-        is_time = name in ("latency", "overhead")  # may be too short to measure; a rate of 0 would divide by zero
+        is_time = name in (
+            "latency",
+            "hop",
+            "overhead",
+        )  # may be too short to measure; no rate may be 0
         if not math.isfinite(value) or value < 0 or (value == 0 and not is_time):
             raise ValueError(f"{name} of {type(rates).__name__} must be finite and positive, not {value!r}")
 

@@ -1,0 +1,135 @@
+"""Devices and links by name, from their data sheets.
+
+A data sheet has peaks. What programs reach is a part of them, and the constants below say which. They are modelled;
+``python -m shardtrace.calibrate`` measures the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from passes.plan.cost import CPU, GLOO, CostModel, Device, Link
+
+GB = 1e9
+
+# The parts of a data sheet's peak that large matrix products, memory-bound kernels and collectives reach. Products in
+# 16 bits are limited by power: 600 to 700 of an H100's 989 TFLOP/s are what cuBLAS reaches on random data.
+PRODUCTS, MEMORY, COLLECTIVES = 0.65, 0.85, 0.8
+# Flash attention 2 with a causal mask, all scores counted, to products: it computes half of the scores, at half the
+# rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100).
+CAUSAL_ATTENTION = 0.9
+LAUNCH = 5e-6  # seconds between two kernels of eager PyTorch, if its host keeps up
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device with its memory. ``memory``: bytes in total; ``context``: bytes of them that the driver, its libraries
+    and their workspaces take; ``communicator``: bytes of the buffers of each process group; ``allocator``: the part of
+    tensors' bytes that a caching allocator reserves in addition, for rounding and gaps; ``peak``: FLOP/s in 16 bits of
+    the data sheet, which MFU refers to; ``source``: of these figures."""
+
+    name: str
+    device: Device
+    memory: float
+    context: float
+    communicator: float
+    allocator: float
+    peak: float
+    source: str
+
+
+def _gpu(name: str, *, half: float, full: float, bandwidth: float, memory: float, host: float, source: str) -> Hardware:
+    """A GPU, from TFLOP/s without sparsity, TB/s, GB, and GB/s of its bus."""
+    device = Device(
+        flops=PRODUCTS * full * 1e12,
+        half_flops=PRODUCTS * half * 1e12,
+        bandwidth=MEMORY * bandwidth * 1e12,
+        overhead=LAUNCH,
+        host_bandwidth=0.8 * host * 1e9,
+        attention=CAUSAL_ATTENTION,
+    )
+    return Hardware(name, device, memory * GB, 1.0 * GB, 0.4 * GB, 0.03, half * 1e12, source)
+
+
+def _by_name(*rows: Hardware) -> Mapping[str, Hardware]:
+    return {row.name: row for row in rows}
+
+
+# fp32 products are those of PyTorch's default, which does not use TF32.
+HARDWARE = _by_name(
+    _gpu("a100-40", half=312, full=19.5, bandwidth=1.555, memory=40, host=32, source="NVIDIA A100 data sheet, SXM4"),
+    _gpu("a100-80", half=312, full=19.5, bandwidth=2.039, memory=80, host=32, source="NVIDIA A100 data sheet, SXM4"),
+    _gpu("h100-sxm", half=989, full=67, bandwidth=3.35, memory=80, host=64, source="NVIDIA H100 data sheet, SXM5"),
+    _gpu("h100-pcie", half=756, full=51, bandwidth=2.0, memory=80, host=64, source="NVIDIA H100 data sheet, PCIe"),
+    _gpu("h200", half=989, full=67, bandwidth=4.8, memory=141, host=64, source="NVIDIA H200 data sheet, SXM"),
+    _gpu("b200", half=2250, full=75, bandwidth=8.0, memory=180, host=64, source="NVIDIA DGX B200 data sheet, a GPU"),
+    _gpu("l40s", half=362, full=91.6, bandwidth=0.864, memory=48, host=32, source="NVIDIA L40S data sheet"),
+    _gpu("mi300x", half=1307, full=163.4, bandwidth=5.3, memory=192, host=64, source="AMD Instinct MI300X data sheet"),
+    Hardware("cpu", CPU, 64 * GB, 0.0, 0.0, 0.0, CPU.half_flops, "shardtrace's default: 16 cores with AVX-512"),
+)
+ALIASES = {"a100": "a100-80", "h100": "h100-sxm", "cuda": "h100-sxm"}
+
+
+def _ethernet(gbits: float, latency: float) -> Link:
+    return Link(bandwidth=COLLECTIVES * gbits / 8 * 1e9, latency=latency, hop=3e-6)
+
+
+# By the bytes/s that one rank sends. A machine whose ranks share a network card has a part of it for each.
+LINKS: Mapping[str, Link] = {
+    "nvlink3": Link(COLLECTIVES * 300e9, 20e-6, 0.5e-6),  # A100: 600 GB/s in both directions
+    "nvlink4": Link(COLLECTIVES * 450e9, 20e-6, 0.5e-6),  # H100, H200: 900 GB/s in both directions
+    "nvlink5": Link(COLLECTIVES * 900e9, 20e-6, 0.5e-6),  # B200: 1.8 TB/s in both directions
+    "xgmi": Link(COLLECTIVES * 448e9, 20e-6, 0.5e-6),  # MI300X: 7 links of 64 GB/s in each direction
+    "pcie4": Link(COLLECTIVES * 25e9, 25e-6, 1e-6),  # x16: 32 GB/s less its protocol
+    "pcie5": Link(COLLECTIVES * 50e9, 25e-6, 1e-6),
+    "400gbit": _ethernet(400, 30e-6),
+    "200gbit": _ethernet(200, 30e-6),
+    "100gbit": _ethernet(100, 30e-6),
+    "25gbit": _ethernet(25, 50e-6),
+    "10gbit": _ethernet(10, 100e-6),
+    "1gbit": GLOO,
+}
+# The link inside a machine and the number of ranks there, where the name of the device tells.
+INSIDE = {
+    "a100-40": ("nvlink3", 8), "a100-80": ("nvlink3", 8), "h100-sxm": ("nvlink4", 8), "h200": ("nvlink4", 8),
+    "b200": ("nvlink5", 8), "mi300x": ("xgmi", 8), "h100-pcie": ("pcie5", 8), "l40s": ("pcie4", 8), "cpu": ("1gbit", 1),
+}  # fmt: skip
+BETWEEN = {"cpu": "1gbit"}  # else 400 Gbit/s for each rank, as in NVIDIA's DGX
+
+T = TypeVar("T")
+
+
+def hardware(name: str) -> Hardware:
+    """A device by name. Raises ValueError that lists the names."""
+    return _find(HARDWARE, ALIASES.get(name.lower(), name.lower()), "device", name)
+
+
+def link(name: str) -> Link:
+    """A link by name. Raises ValueError that lists the names."""
+    return _find(LINKS, name.lower().replace(" ", "").replace("/s", ""), "link", name)
+
+
+def _find(table: Mapping[str, T], key: str, what: str, given: str) -> T:
+    if key not in table:
+        raise ValueError(f"there is no {what} {given!r}: choose one of {', '.join(table)}")
+    return table[key]
+
+
+def cluster(device: Hardware, *, inside: str | None, between: str | None, node_ranks: int | None) -> CostModel:
+    """The cost model of machines with ``node_ranks`` of these devices each, connected by ``inside`` in a machine and by
+    ``between`` from machine to machine. None: what is usual for the device.
+
+    Raises ValueError for a link that does not exist, or a number of ranks below 1.
+    """
+    usual, usual_ranks = INSIDE[device.name]
+    ranks = usual_ranks if node_ranks is None else node_ranks
+    if ranks < 1:
+        raise ValueError(f"a machine has 1 rank or more, not {ranks}")
+    return CostModel(
+        link=link(between or BETWEEN.get(device.name, "400gbit")),
+        device=replace(device.device),
+        node=link(inside or usual) if ranks > 1 else None,
+        node_ranks=ranks,
+    )
