@@ -3,7 +3,7 @@
 Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. This pass tags
 the lines of a block, except for those whose results other lines use, so that a block saves only its inputs. It treats
 the lines that Thunder tagged, because the model itself calls ``torch.utils.checkpoint``, in the same way. Note
-[Not twice] holds for both.
+[Not twice] holds for both. Of a call that is cheap it tags only the lines that :mod:`passes.analysis.cheap` finds.
 
 Note [Not twice]. A random line would draw other numbers, and a line that reads or writes values that are updated in
 place would see or make other values. The results of such lines are saved. Random numbers are saved in their smallest
@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from passes.analysis.cheap import cheap_lines
 from passes.analysis.recognise import (
+    is_decomposed_by_autodiff,
     is_random,
     is_repeatable,
     may_be_taken_apart,
@@ -34,12 +36,15 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 
 class Call:
-    """A call of a checkpointed block, as a tag of its lines."""
+    """A call of a checkpointed block, as a tag of its lines. ``cheap``: only its cheap lines run again."""
+
+    def __init__(self, *, cheap: bool = False) -> None:
+        self.cheap = cheap
 
 
-def mark_block(lines: Iterable[BoundSymbol]) -> None:
+def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
     """Marks lines that were just traced as those of one call. If blocks are nested, the outer one counts."""
-    call = Call()
+    call = Call(cheap=cheap)
     for bsym in lines:
         inner = {tag for tag in bsym.tags if isinstance(tag, Call)}
         bsym.tags -= inner
@@ -51,7 +56,7 @@ def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
 
     If only some parts of a composite symbol may run twice, its parts replace it, as autodiff would do anyway.
     """
-    lines = computation.bound_symbols
+    lines = list(_taken_apart(computation.bound_symbols))
     by_thunder = {o.name: o for b in lines for o in b.flat_proxy_outs if ProxyTag.RECOMPUTE_IN_BACKWARD in o.tags}
     calls = [_call(b) for b in lines]
     if not by_thunder and not any(calls):
@@ -59,10 +64,36 @@ def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
     new = from_trace(computation)
     swap = _untagged(new, by_thunder)
     facts = Facts(_results(lines, calls), frozenset(updated_in_place(computation)), set(), new)
-    for bsym, call in zip(lines, calls, strict=True):
-        again = call is not None or any(o.name in by_thunder for o in bsym.flat_proxy_outs)
+    chosen = _chosen(lines, calls, facts)
+    for i, bsym in enumerate(lines):
+        again = i in chosen or any(o.name in by_thunder for o in bsym.flat_proxy_outs)
         new.bound_symbols += _tagged(bsym.from_bsym_swap_proxies(swap), facts, again=again)
     return new
+
+
+def _taken_apart(lines: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines, with the parts of those of cheap calls that autodiff would take apart."""
+    for bsym in lines:
+        call = _call(bsym)
+        if call is not None and call.cheap and is_decomposed_by_autodiff(bsym):
+            yield from _taken_apart(part.from_bsym(tags=part.tags | bsym.tags) for part in bsym.subsymbols)
+        else:
+            yield bsym
+
+
+def _chosen(lines: Sequence[BoundSymbol], calls: Sequence[Call | None], facts: Facts) -> set[int]:
+    """The numbers of the lines that are to run again if they may."""
+    found: dict[Call, list[int]] = {}
+    for i, call in enumerate(calls):
+        if call is not None:
+            found.setdefault(call, []).append(i)
+    chosen: set[int] = set()
+    for call, numbers in found.items():
+        if call.cheap:
+            cheap = cheap_lines([lines[i] for i in numbers], facts.results, facts.trace.names)
+            numbers = [numbers[k] for k in cheap]
+        chosen.update(numbers)
+    return chosen
 
 
 class Facts(NamedTuple):

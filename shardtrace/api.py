@@ -209,7 +209,11 @@ def fsdp(
     error = error or refusal(
         module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
     )
-    others = {"broadcast_from": broadcast_from, "cost_model": cost_model, "checkpointed": list(checkpointed)}
+    others = {
+        "broadcast_from": broadcast_from,
+        "cost_model": cost_model,
+        "checkpointed": [f"{name}: {what}" for name, (_, what) in checkpointed.items()],
+    }
     others["weights"] = weights_lines(stored)
     compare_models(module, found, strategies, options, others, error=error, group=group)
     cost = cost_model or load_cost_model(target, group)

@@ -298,7 +298,7 @@ def _renamed(bsym: BoundSymbol, names: Mapping[str, Proxy], calls: dict[Hashable
         kwargs=swap(bsym.kwargs),
         output=swap(bsym.output),
         subsymbols=[_renamed(part, names, calls) for part in bsym.subsymbols],
-        tags={calls.setdefault(tag, Call()) if isinstance(tag, Call) else tag for tag in bsym.tags},
+        tags={calls.setdefault(tag, Call(cheap=tag.cheap)) if isinstance(tag, Call) else tag for tag in bsym.tags},
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -43,7 +43,9 @@ watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
 # Transforms of Thunder that leave the computation alone. Others say so by an attribute ``sees_no_lines``.
 SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
-CHECKPOINTED = "_shardtrace_checkpointed"  # of a module whose activations are recomputed in backward
+# Of a module whose activations are recomputed in backward, all of them or the cheap ones. Two names, because blocks
+# that differ in an attribute's name are never taken for equal.
+CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
 
 
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +161,8 @@ def _why_no_call(compilation: Compilation) -> str:
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces a module's forward. Marks the lines that it adds if its activations are recomputed in backward."""
-    if CHECKPOINTED not in unwrap(module).__dict__:
+    attributes = unwrap(module).__dict__
+    if attributes.keys().isdisjoint(CHECKPOINTED.values()):
         return interpret(forward, module, *args, **kwargs)
     lines = get_jit_ctx().computation_trace.scopes[-1]
     before, recomputing = len(lines), _compilation().recomputing
@@ -168,7 +171,7 @@ def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **
         result = interpret(forward, module, *args, **kwargs)
     finally:
         recomputing.pop()
-    mark_block(lines[before:])
+    mark_block(lines[before:], cheap=CHECKPOINTED["cheap"] in attributes)
     return result
 
 
@@ -294,7 +297,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 def attach(
     model: nn.Module,
     state: ShardedState,
-    checkpointed: Iterable[nn.Module] = (),
+    checkpointed: Collection[tuple[nn.Module, str]] = (),
     repeated: Mapping[str, nn.Module] | None = None,
     *,
     no_sync: Callable[..., Any] | None = None,
@@ -303,10 +306,12 @@ def attach(
     checkpointed, have a ``save_pretrained``, or are ``repeated`` blocks (by their names)."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
-    for module in checkpointed:
-        module.__dict__[CHECKPOINTED] = True
+    for module, what in checkpointed:
+        module.__dict__[CHECKPOINTED[what]] = True
     names = {module: name for name, module in (repeated or {}).items()}
-    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(checkpointed, names)
+    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(
+        (module for module, _ in checkpointed), names
+    )
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward on the instance overrides the class's; submodules with their own sharding are no parts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -60,7 +61,8 @@ def blocks_of_a_kind(model: nn.Module, chosen: Any, buckets: Collection[str]) ->
     raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
 
 
-Checkpointed = int | type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any] | None
+Checkpointed = int | str | type[nn.Module] | Collection[type[nn.Module]] | Mapping[str, str] | Callable[..., Any] | None
+RECOMPUTED = ("full", "cheap")  # what a block recomputes: all of its activations, or those that are cheap to compute
 Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 
@@ -110,30 +112,60 @@ def _apply_policy(policy: Callable[..., Any], module: nn.Module, name: str, bloc
     return inside
 
 
-def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, nn.Module]:
-    """The modules whose activations are recomputed, by their qualified names.
+def checkpointed_blocks(model: nn.Module, chosen: Any) -> dict[str, tuple[nn.Module, str]]:
+    """The modules whose activations are recomputed, by their qualified names, and what they recompute: "full", "cheap".
 
-    ``chosen`` is None or False (no module), True (each repeated block), an int n (every n-th one), a class or several,
-    or a predicate on ``(module)`` or ``(name, module)``. Raises ValueError for anything else, or if it chooses nothing.
+    ``chosen`` is None or False (no module), True or "full" (each repeated block), "cheap" (the cheap activations of
+    each), an int n (every n-th block), a class or several, a predicate on ``(module)`` or ``(name, module)``, or a
+    mapping of patterns of names to "full", "cheap" or "none", of which the first that matches counts. Raises ValueError
+    for anything else, or if it chooses nothing.
     """
     if chosen is None or chosen is False:
         return {}
     modules = dict(model.named_modules())
-    if isinstance(chosen, int) and chosen > 0:
-        found = {name: modules[name] for name in repeated_blocks(model)[chosen - 1 :: chosen]}
+    found: dict[str, tuple[nn.Module, str]]
+    if isinstance(chosen, str) and chosen in RECOMPUTED:
+        found = {name: (modules[name], chosen) for name in repeated_blocks(model)}
+    elif isinstance(chosen, int) and chosen > 0:
+        found = {name: (modules[name], "full") for name in repeated_blocks(model)[chosen - 1 :: chosen]}
+    elif isinstance(chosen, Mapping):
+        found = _by_pattern(model, modules, chosen)
     elif is_wrap(chosen):
         chooses = _predicate(chosen)
-        found = {name: module for name, module in modules.items() if chooses(name, module)}
+        found = {name: (module, "full") for name, module in modules.items() if chooses(name, module)}
     else:
         raise ValueError(
             f"activation_checkpointing={chosen!r}: pass the class of a block (or several), a predicate on modules, "
-            "or n for every n-th repeated block"
+            'n for every n-th repeated block, "full" or "cheap", or a mapping of names of blocks to these'
         )
     if not found:
         raise ValueError(f"{type(model).__name__} has no module that activation_checkpointing={chosen!r} chooses")
-    for name, module in found.items():
+    for name, (module, _) in found.items():
         if "forward" in module.__dict__:
             raise ValueError(f"module {name} has a forward set on the instance, which cannot be checkpointed")
+    return found
+
+
+def _by_pattern(
+    model: nn.Module, modules: Mapping[str, nn.Module], chosen: Mapping[str, str]
+) -> dict[str, tuple[nn.Module, str]]:
+    known = (*RECOMPUTED, "none")
+    for pattern, what in chosen.items():
+        if what not in known:
+            raise ValueError(
+                f"activation_checkpointing[{pattern!r}]={what!r}: choose one of {', '.join(map(repr, known))}"
+            )
+    blocks = set(repeated_blocks(model))
+    found, unused = {}, dict.fromkeys(chosen)
+    for name, module in modules.items():
+        # a pattern with a wildcard chooses among blocks, a plain name any module
+        pattern = next((p for p in chosen if p == name or (name in blocks and fnmatchcase(name, p))), None)
+        if pattern is not None:
+            unused.pop(pattern, None)
+            if chosen[pattern] != "none":
+                found[name] = module, chosen[pattern]
+    if missing := [p for p in unused if p != "*"]:
+        raise ValueError(f"no block of {type(model).__name__} matches {missing[0]!r} of activation_checkpointing")
     return found
 
 

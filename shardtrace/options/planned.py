@@ -1,0 +1,230 @@
+"""A plan: the options of ``fsdp`` that :func:`shardtrace.plan` has chosen, and what they are predicted to cost."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from passes.plan import CostModel
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+VERSION = 1  # of the file format
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read, or that is for another model, world size or version."""
+
+
+class NoPlanFitsError(ValueError):
+    """No step fits into the memory. ``least`` is the plan that needs the least."""
+
+    def __init__(self, message: str, least: TrainingPlan) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step on the front of memory and time: no other needs less of both. Bytes and seconds of one rank.
+
+    ``strategy``, ``kept`` (buckets that stay gathered until backward), ``recomputing`` (blocks that recompute their
+    activations, all of them or the cheap ones) and ``prefetch`` say what it does; ``options`` are those of ``fsdp``.
+    """
+
+    memory: int
+    seconds: float
+    exposed: float
+    strategy: str
+    kept: int
+    recomputing: str
+    prefetch: int
+    options: Mapping[str, Any] = field(repr=False)
+
+
+class Rows(list[Row]):
+    """Rows, with :meth:`to_pandas`."""
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame. Raises ImportError if pandas is not installed."""
+        import pandas
+
+        return pandas.DataFrame([vars(row) for row in self])
+
+    def to_csv(self) -> str:
+        """The rows as comma-separated values, without the options."""
+        text = io.StringIO()
+        names = [f.name for f in fields(Row) if f.name != "options"]
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(vars, self))
+        return text.getvalue()
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The result of :func:`shardtrace.plan`. All sizes are bytes of one rank, all times seconds of one step.
+
+    Args:
+        model: the class of the model; ``fingerprint`` identifies its parameters.
+        world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen.
+        budget: the memory that a step may need.
+        device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
+            "calibrated" or "given".
+        choices: the options of ``fsdp`` as JSON has them; :attr:`options` are those to pass.
+        seconds, exposed, tokens: of a step; ``exposed`` seconds of it compute waits for communication; ``tokens`` are
+            those that a rank reads, 0 if the inputs are no integers.
+        memory: the bytes at the peak by kind; ``peak`` is their sum.
+        mfu: the FLOPs of the model, none recomputed, over those that the device could do meanwhile; 0 if unknown.
+        binding: what keeps the step from being faster.
+        pareto: the front of memory and time, from the least memory to the fastest step.
+        cost: the rates of the cost model.
+        notes: what a reader should know.
+    """
+
+    model: str
+    fingerprint: str
+    world_size: int
+    mesh_shape: tuple[int, int] | None
+    budget: float
+    device: str
+    links: str
+    rates: str
+    choices: Mapping[str, Any]
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+    exposed: float
+    tokens: int
+    memory: Mapping[str, int]
+    mfu: float
+    binding: str
+    pareto: Rows
+    cost: CostModel
+    notes: tuple[str, ...] = ()
+    version: int = VERSION
+    again: Any = field(default=None, repr=False, compare=False)  # plans for another batch; None if read from a file
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of :func:`shardtrace.fsdp`. A hybrid strategy needs a mesh of ``mesh_shape`` as well, which
+        ``fsdp(model, plan=plan)`` makes."""
+        return options_of(self.choices) | {"cost_model": self.cost}
+
+    def largest_batch(self) -> int:
+        """The largest size of dim 0 of the inputs with which these options fit into the memory.
+
+        Compiles the model two or three times. Raises PlanError for a plan that was read from a file.
+        """
+        if self.again is None:
+            raise PlanError("a plan from a file has no model: call shardtrace.plan(...).largest_batch()")
+        size: int = self.again(self)
+        return size
+
+    # ---- files ----
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as text, written to ``path`` if one is given."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "again"}
+        data |= {"cost": asdict(self.cost), "pareto": [asdict(row) for row in self.pareto]}
+        text = json.dumps(data, indent=2) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> TrainingPlan:
+        """Reads a plan from a file, or from the text of one.
+
+        Raises:
+            PlanError: if it is no plan, or one of another version.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            data = json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
+            if data["version"] != VERSION:
+                raise PlanError(f"the plan is of version {data['version']!r}, not {VERSION}: plan again")
+            data["cost"] = CostModel.from_dict(data["cost"])
+            data["pareto"] = Rows(Row(**row) for row in data["pareto"])
+            data["mesh_shape"] = tuple(data["mesh_shape"]) if data["mesh_shape"] else None
+            data["notes"] = tuple(data["notes"])
+            return cls(**data)
+        except PlanError:
+            raise
+        except OSError as error:
+            raise PlanError(f"there is no plan in {source}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            what = "the text" if is_text else source
+            raise PlanError(f"{what} is no plan of shardtrace ({type(error).__name__}: {error})") from error
+
+    @property
+    def hash(self) -> str:
+        """Identifies what ``fsdp`` does with the plan. Ranks compare it."""
+        text = json.dumps([self.fingerprint, self.world_size, self.choices, asdict(self.cost)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def check(self, model: nn.Module, world_size: int) -> None:
+        """Raises PlanError if the plan is for another model or number of ranks."""
+        if fingerprint(model) != self.fingerprint:
+            raise PlanError(
+                f"the plan is for a {self.model} with other parameters than this {type(model).__name__}: names, shapes "
+                "or dtypes differ; plan again"
+            )
+        if world_size != self.world_size:
+            raise PlanError(f"the plan is for {self.world_size} ranks, not {world_size}: plan again")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Identifies a model's parameters: their names, shapes and dtypes."""
+    text = json.dumps([(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- options as JSON ----
+
+
+def choices_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``fsdp`` as JSON. Raises TypeError that names an option that has no place there."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, MixedPrecisionPolicy):
+            found[name] = {key: _dtype_name(v) for key, v in asdict(value).items()}
+        elif isinstance(value, CPUOffloadPolicy):
+            found[name] = {"pin_memory": value.pin_memory}
+        else:
+            try:
+                found[name] = json.loads(json.dumps(value))
+            except TypeError:
+                raise TypeError(f"fixed option {name}={value!r} cannot be written into a plan's file") from None
+    return found
+
+
+def options_of(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`choices_of`."""
+    options = dict(choices)
+    if isinstance(policy := options.get("mp_policy"), Mapping):
+        options["mp_policy"] = MixedPrecisionPolicy(**{key: _dtype(v) for key, v in policy.items()})
+    if isinstance(policy := options.get("offload_policy"), Mapping):
+        options["offload_policy"] = CPUOffloadPolicy(**policy)
+    return options
+
+
+def _dtype_name(value: Any) -> Any:
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _dtype(value: Any) -> Any:
+    return getattr(torch, value.removeprefix("torch.")) if isinstance(value, str) else value

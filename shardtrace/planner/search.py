@@ -1,0 +1,246 @@
+"""Finds the steps of a model that are worth their memory.
+
+The space is large (each block keeps its parameters or gathers them again; it saves its activations, or recomputes the
+cheap ones, or all), but blocks of a class are alike, so that only their numbers count. For each of ``LEVELS`` amounts
+of memory an integer program over these numbers finds the combination that should be fastest, from the seconds and bytes
+of single lines. Each is then composed and predicted exactly, beside what people choose by hand. The budget takes no
+part in this: it picks a point of the result. So more memory never gives a slower plan, and no plan is slower than a
+recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from passes.analysis.recognise import bucket_of, is_gather, is_issue
+from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.plan import Bucket
+from shardtrace.planner.compose import Call, Choice, Compiled, Pair, Step, compose
+from shardtrace.planner.estimate import Estimate, Setting, estimate
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from thunder.core.proxies import TensorProxy
+
+LEVELS = 16  # amounts of memory, from the least to the most that any combination takes
+PREFETCHES = (1, 2, 3)
+NOTHING = "nothing"  # is recomputed
+
+
+class Candidate(NamedTuple):
+    """A combination: a family of strategies ("zero", "hybrid" or "ddp"), what each block recomputes ("cheap" or "full",
+    none if it is not there), which buckets are kept, and the prefetch."""
+
+    family: str
+    recomputed: tuple[tuple[str, str], ...] = ()
+    kept: frozenset[str] = frozenset()
+    prefetch: int = 1
+
+
+class Point(NamedTuple):
+    """A combination and what it costs. ``name`` is that of a recipe, or empty."""
+
+    candidate: Candidate
+    estimate: Estimate
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Class:
+    """Blocks that call the same functions, in order of forward, and the labels of their buckets."""
+
+    calls: tuple[Call, ...]
+    labels: tuple[str, ...]
+
+
+class Family:
+    """The steps of one family of strategies.
+
+    ``variants`` has, for each name of what is recomputed, the functions of the blocks that recompute it.
+    """
+
+    def __init__(
+        self, name: str, base: Compiled, variants: Mapping[str, Mapping[Call, Pair]], setting: Setting
+    ) -> None:
+        self.name, self.base, self.variants, self.setting = name, base, variants, setting
+        self._points: dict[Candidate, Point] = {}
+
+    # ---- what is known of it ----
+
+    @cached_property
+    def buckets(self) -> dict[str, Bucket]:
+        """The buckets that backward gathers again, by label, in order of forward."""
+        again = {bucket_of(b).label for b in self.base.step.backward.bound_symbols if is_issue(b) and is_gather(b)}
+        issues = (b for b in self.base.step.forward.bound_symbols if is_issue(b) and is_gather(b))
+        return {bucket_of(b).label: bucket_of(b) for b in issues if bucket_of(b).label in again}
+
+    @cached_property
+    def classes(self) -> list[Class]:
+        """The blocks that may recompute something, by class."""
+        found: dict[int, list[Call]] = {}
+        for call, pair in self.base.calls.items():
+            if any(call in calls for calls in self.variants.values()):
+                found.setdefault(id(pair.forward.id), []).append(call)
+        return [Class(tuple(calls), tuple(c[0] for c in calls if c[0] in self.buckets)) for calls in found.values()]
+
+    @cached_property
+    def outside(self) -> list[str]:
+        """The buckets that belong to no class."""
+        inside = {label for c in self.classes for label in c.labels}
+        return [label for label in self.buckets if label not in inside]
+
+    # ---- points ----
+
+    def point(self, candidate: Candidate, name: str = "") -> Point:
+        if candidate not in self._points:
+            self._points[candidate] = Point(candidate, estimate(self.step(candidate), self.setting), name)
+        return self._points[candidate]
+
+    def step(self, candidate: Candidate) -> Step:
+        """The executed traces of a candidate."""
+        chosen = dict(candidate.recomputed)
+        calls = {call: self.variants[chosen[call[0]]] for call in self.base.calls if call[0] in chosen}
+        pairs = {call: found[call] for call, found in calls.items() if call in found}
+        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch))
+
+    def recipes(self) -> Iterable[Point]:
+        """What people choose by hand: all buckets alike, all blocks alike."""
+        everything = frozenset(self.buckets)
+        for variant in (NOTHING, *self.variants):
+            recomputed = tuple((c[0], variant) for k in self.classes for c in k.calls if variant != NOTHING)
+            for kept in dict.fromkeys((frozenset[str](), everything)):
+                prefetch = 3 if kept else 1  # the defaults of fsdp
+                yield self.point(Candidate(self.name, _sorted(recomputed), kept, prefetch), "by hand")
+
+    def points(self) -> list[Point]:
+        """The recipes, and the fastest steps for amounts of memory between the least and the most that they need."""
+        list(self.recipes())
+        if self.classes or self.buckets:
+            program = _Program(self)
+            for level in np.linspace(0.0, program.most, LEVELS):
+                solved = program.solve(float(level))
+                for prefetch in PREFETCHES if self.buckets else (1,):
+                    if solved is not None:
+                        self.point(solved._replace(prefetch=prefetch))
+        return list(self._points.values())
+
+
+def front(points: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in both seconds and memory, from the least memory to the most."""
+    found: list[Point] = []
+    for point in sorted(points, key=_order):
+        if not found or point.estimate.seconds < found[-1].estimate.seconds:
+            found.append(point)
+    return found
+
+
+def fastest(points: Iterable[Point], memory: float) -> Point | None:
+    """The fastest point that fits, of equally fast ones that with the least memory."""
+    fitting = [p for p in points if p.estimate.peak <= memory]
+    return min(fitting, key=lambda p: (p.estimate.seconds, *_order(p)), default=None)
+
+
+def _order(point: Point) -> tuple[Any, ...]:
+    c = point.candidate
+    return point.estimate.peak, point.estimate.seconds, c.family, c.recomputed, sorted(c.kept), c.prefetch
+
+
+def _sorted(recomputed: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(set(recomputed)))
+
+
+# ---- the integer program ----
+
+
+class _Program:
+    """How many blocks of each class recompute what, and how many buckets are kept.
+
+    Minimises the seconds of backward, the longer of compute and communication, under a limit of the bytes that forward
+    leaves for it. Variables: for each class and variant a number of blocks; for each class, and each bucket outside, a
+    number of kept buckets; the seconds.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.variants = [NOTHING, *family.variants]
+        cost, backward = family.setting.cost, family.base.step.backward.bound_symbols
+        own = family.base.calls
+        sets = [{NOTHING: own, **family.variants} for _ in family.classes]
+        self.seconds = [  # of a block's backward
+            [compute_seconds(cost, _line(found[v][c.calls[0]].backward)) for v in self.variants]
+            for c, found in zip(family.classes, sets, strict=True)
+        ]
+        self.bytes = [
+            [_saved_bytes(found[v][c.calls[0]].forward.id) for v in self.variants]
+            for c, found in zip(family.classes, sets, strict=True)
+        ]
+        self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
+        self.compute = sum(compute_seconds(cost, b) for b in backward if not is_issue(b))
+        self.link = sum(link_seconds(b) for b in backward if is_issue(b))
+        issues = {bucket_of(b).label: b for b in backward if is_issue(b) and is_gather(b)}
+        self.gather = [link_seconds(issues[labels[0]]) if labels else 0.0 for labels in self.groups]
+        self.whole = [family.buckets[labels[0]].bytes if labels else 0 for labels in self.groups]
+
+    @cached_property
+    def most(self) -> float:
+        """The bytes of the combination that saves and keeps everything."""
+        blocks = sum(max(row) * len(c.calls) for row, c in zip(self.bytes, self.family.classes, strict=True))
+        return float(blocks + sum(w * len(labels) for w, labels in zip(self.whole, self.groups, strict=True)))
+
+    def solve(self, memory: float) -> Candidate | None:
+        """The fastest combination whose saved and kept bytes are at most ``memory``."""
+        classes, v = self.family.classes, len(self.variants)
+        blocks = len(classes) * v
+        n = blocks + len(self.groups) + 1
+        extra = np.array([s - row[0] for row in self.seconds for s in row])
+        gather, whole = np.array(self.gather), np.array(self.whole, dtype=float)
+        scale = 1 / max(self.compute, self.link, 1e-12)
+        # beside the seconds, a little for all work and all messages, which choose among equals
+        objective = scale * np.concatenate([0.01 * extra, -0.01 * gather, [1.0]])
+        limit = np.concatenate([[b for row in self.bytes for b in row], whole, [0.0]])
+        rules = [
+            LinearConstraint(limit / max(self.most, 1.0), -np.inf, memory / max(self.most, 1.0)),
+            LinearConstraint(scale * np.concatenate([-extra, 0 * gather, [1.0]]), scale * self.compute, np.inf),
+            LinearConstraint(scale * np.concatenate([0 * extra, gather, [1.0]]), scale * self.link, np.inf),
+        ]
+        for k, c in enumerate(classes):
+            row = np.zeros(n)
+            row[k * v : (k + 1) * v] = 1
+            rules.append(LinearConstraint(row, len(c.calls), len(c.calls)))
+        most = [len(c.calls) for c in classes for _ in self.variants] + [len(labels) for labels in self.groups]
+        found = milp(
+            objective,
+            integrality=[*[1] * (n - 1), 0],
+            bounds=Bounds(0, np.array([*most, np.inf])),
+            constraints=rules,
+        )
+        return self._candidate(np.rint(found.x[:-1]).astype(int)) if found.success else None
+
+    def _candidate(self, numbers: Sequence[int]) -> Candidate:
+        """The first blocks recompute, because their backward comes last, when memory is free again. The last buckets
+        are kept, because their backward comes first."""
+        v = len(self.variants)
+        recomputed: list[tuple[str, str]] = []
+        for k, c in enumerate(self.family.classes):
+            names = list(dict.fromkeys(name for name, _ in c.calls))
+            for variant, number in zip(
+                reversed(self.variants[1:]), numbers[k * v + 1 : (k + 1) * v][::-1], strict=True
+            ):
+                recomputed += [(name, variant) for name in names[:number]]
+                names = names[number:]
+        counts = numbers[len(self.family.classes) * v :]
+        kept = (labels[len(labels) - n :] for labels, n in zip(self.groups, counts, strict=True) if n)
+        return Candidate(self.family.name, _sorted(recomputed), frozenset(label for found in kept for label in found))
+
+
+def _line(symbol: Any) -> Any:
+    return symbol.bind(output=None)
+
+
+def _saved_bytes(part: Any) -> int:
+    """The bytes of what a block's forward saves. Values that share memory count twice."""
+    lists = (r for r in part.trace.bound_symbols[-1].args[0] if isinstance(r, list))
+    return sum(p.numel * p.dtype.bytes for saved in lists for p in saved if isinstance(p, TensorProxy))
