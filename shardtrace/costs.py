@@ -103,6 +103,11 @@ def load_cost_model(device: torch.device, group: dist.ProcessGroup) -> CostModel
     return model if is_alone(group) and model is not None else of_first_rank(group, device, model)
 
 
+def find_cost_model(device: torch.device, backend: str, world_size: int) -> CostModel | None:
+    """This machine's calibration for the nearest world size. None if there is none."""
+    return _find(Key(_device_name(device), backend, world_size))
+
+
 def _find(key: Key) -> CostModel | None:
     if exact := _read(key.path, key):
         return exact[1]

@@ -34,7 +34,7 @@ import thunder
 from thunder.core import prims
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 Call = tuple[str, int]  # the name of a block's module, and how often forward had called it before
@@ -214,7 +214,8 @@ class _Values:
         if not _saves(symbol.id):
             self.saved = None
         elif self.saved is None:
-            self.saved = AnyProxy(None, name=f"saved_{call[0]}_{call[1]}")
+            with tracectx(TraceCtx()):
+                self.saved = AnyProxy(None, name=f"saved_{call[0]}_{call[1]}")
         output = (*self.results, *([self.saved] if self.saved is not None else []))
         return self.line.from_bsym(sym=symbol, output=output)
 

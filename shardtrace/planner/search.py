@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_gather, is_issue
 from passes.analysis.seconds import compute_seconds, link_seconds
-from passes.plan import Bucket
+from passes.plan import Bucket, CostModel
 from shardtrace.planner.compose import Call, Choice, Compiled, Pair, Step, compose
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from thunder.core.proxies import TensorProxy
 
 LEVELS = 16  # amounts of memory, from the least to the most that any combination takes
@@ -59,13 +58,26 @@ class Class:
 class Family:
     """The steps of one family of strategies.
 
-    ``variants`` has, for each name of what is recomputed, the functions of the blocks that recompute it.
+    Args:
+        name: "zero", "hybrid", "ddp", or "given" for a strategy that is not to be changed.
+        base: a compiled step that gathers all buckets again, if the family does so.
+        variants: the functions of each call of a block, by what they recompute; those that recompute nothing first.
+        keeps: whether buckets are kept until backward: True, False, or None if that is to be decided.
+        prefetches: the numbers to choose from.
     """
 
     def __init__(
-        self, name: str, base: Compiled, variants: Mapping[str, Mapping[Call, Pair]], setting: Setting
+        self,
+        name: str,
+        base: Compiled,
+        variants: Mapping[str, Mapping[Call, Pair]],
+        setting: Setting,
+        *,
+        keeps: bool | None = None,
+        prefetches: Sequence[int] = PREFETCHES,
     ) -> None:
         self.name, self.base, self.variants, self.setting = name, base, variants, setting
+        self.keeps, self.prefetches = keeps, prefetches
         self._points: dict[Candidate, Point] = {}
 
     # ---- what is known of it ----
@@ -81,10 +93,13 @@ class Family:
     def classes(self) -> list[Class]:
         """The blocks that may recompute something, by class."""
         found: dict[int, list[Call]] = {}
-        for call, pair in self.base.calls.items():
-            if any(call in calls for calls in self.variants.values()):
+        if len(self.variants) > 1:
+            for call, pair in self.variants[NOTHING].items():
                 found.setdefault(id(pair.forward.id), []).append(call)
-        return [Class(tuple(calls), tuple(c[0] for c in calls if c[0] in self.buckets)) for calls in found.values()]
+        return [Class(tuple(calls), self._buckets_of(calls)) for calls in found.values()]
+
+    def _buckets_of(self, calls: Sequence[Call]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name, _ in calls if name in self.buckets))
 
     @cached_property
     def outside(self) -> list[str]:
@@ -102,29 +117,35 @@ class Family:
     def step(self, candidate: Candidate) -> Step:
         """The executed traces of a candidate."""
         chosen = dict(candidate.recomputed)
-        calls = {call: self.variants[chosen[call[0]]] for call in self.base.calls if call[0] in chosen}
-        pairs = {call: found[call] for call, found in calls.items() if call in found}
+        pairs = {call: self.variants[chosen.get(call[0], NOTHING)][call] for call in self.variants.get(NOTHING, {})}
         return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch))
 
-    def recipes(self) -> Iterable[Point]:
-        """What people choose by hand: all buckets alike, all blocks alike."""
+    def recipes(self) -> None:
+        """Adds what people choose by hand: all buckets alike, all blocks alike, with the prefetch of ``fsdp``."""
         everything = frozenset(self.buckets)
-        for variant in (NOTHING, *self.variants):
-            recomputed = tuple((c[0], variant) for k in self.classes for c in k.calls if variant != NOTHING)
-            for kept in dict.fromkeys((frozenset[str](), everything)):
-                prefetch = 3 if kept else 1  # the defaults of fsdp
-                yield self.point(Candidate(self.name, _sorted(recomputed), kept, prefetch), "by hand")
+        for variant in self.variants or (NOTHING,):
+            recomputed = _sorted((c[0], variant) for k in self.classes for c in k.calls if variant != NOTHING)
+            for kept in self._kept([frozenset(), everything]):
+                usual = 3 if kept == everything else 1
+                prefetch = usual if usual in self.prefetches else self.prefetches[0]
+                self.point(Candidate(self.name, recomputed, kept, prefetch), "by hand")
+
+    def _kept(self, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+        """The sets of kept buckets that are allowed."""
+        if self.keeps is None:
+            return list(dict.fromkeys(sets))
+        return [frozenset(self.buckets) if self.keeps else frozenset()]
 
     def points(self) -> list[Point]:
         """The recipes, and the fastest steps for amounts of memory between the least and the most that they need."""
-        list(self.recipes())
+        self.recipes()
         if self.classes or self.buckets:
             program = _Program(self)
             for level in np.linspace(0.0, program.most, LEVELS):
                 solved = program.solve(float(level))
-                for prefetch in PREFETCHES if self.buckets else (1,):
-                    if solved is not None:
-                        self.point(solved._replace(prefetch=prefetch))
+                for prefetch in self.prefetches if self.buckets and solved is not None else ():
+                    (kept,) = self._kept([solved.kept])
+                    self.point(solved._replace(kept=kept, prefetch=prefetch))
         return list(self._points.values())
 
 
@@ -165,18 +186,11 @@ class _Program:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.variants = [NOTHING, *family.variants]
-        cost, backward = family.setting.cost, family.base.step.backward.bound_symbols
-        own = family.base.calls
-        sets = [{NOTHING: own, **family.variants} for _ in family.classes]
-        self.seconds = [  # of a block's backward
-            [compute_seconds(cost, _line(found[v][c.calls[0]].backward)) for v in self.variants]
-            for c, found in zip(family.classes, sets, strict=True)
-        ]
-        self.bytes = [
-            [_saved_bytes(found[v][c.calls[0]].forward.id) for v in self.variants]
-            for c, found in zip(family.classes, sets, strict=True)
-        ]
+        self.variants = list(family.variants)
+        cost, backward = family.setting.cost, family.step(Candidate(family.name)).backward.bound_symbols
+        pairs = [[family.variants[v][c.calls[0]] for v in self.variants] for c in family.classes]
+        self.seconds = [[_seconds(cost, pair.backward) for pair in row] for row in pairs]
+        self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
         self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
         self.compute = sum(compute_seconds(cost, b) for b in backward if not is_issue(b))
         self.link = sum(link_seconds(b) for b in backward if is_issue(b))
@@ -192,6 +206,8 @@ class _Program:
 
     def solve(self, memory: float) -> Candidate | None:
         """The fastest combination whose saved and kept bytes are at most ``memory``."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         classes, v = self.family.classes, len(self.variants)
         blocks = len(classes) * v
         n = blocks + len(self.groups) + 1
@@ -236,8 +252,8 @@ class _Program:
         return Candidate(self.family.name, _sorted(recomputed), frozenset(label for found in kept for label in found))
 
 
-def _line(symbol: Any) -> Any:
-    return symbol.bind(output=None)
+def _seconds(cost: CostModel, function: Any) -> float:
+    return sum(compute_seconds(cost, b) for b in function.id.trace.bound_symbols)
 
 
 def _saved_bytes(part: Any) -> int:

@@ -1,0 +1,467 @@
+"""``plan``: chooses the options of ``fsdp`` for a model on a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from passes.analysis.flops import work
+from passes.plan import CostModel
+from passes.plan.hardware import BETWEEN, INSIDE, Hardware, cluster, hardware
+from shardtrace.costs import find_cost_model
+from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
+from shardtrace.inspector.units import duration, size
+from shardtrace.model.state import states_in
+from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
+from shardtrace.options.planned import NoPlanFitsError, Row, Rows, TrainingPlan, choices_of, fingerprint, options_of
+from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
+from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
+from shardtrace.planner.estimate import Estimate, Setting, estimate
+from shardtrace.planner.optimizer import optimizer_cost
+from shardtrace.planner.search import NOTHING, PREFETCHES, Candidate, Family, Point, fastest, front
+
+import thunder
+import torch
+from thunder.core.proxies import TensorProxy
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+DECIDED = ("sharding_strategy", "activation_checkpointing", "prefetch")
+STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
+    "zero": ("zero2", "zero3"),
+    "hybrid": ("hybrid_zero2", "hybrid_zero3"),
+    "ddp": ("ddp", "ddp"),
+}
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    world_size: int | None = None,
+    mesh_shape: tuple[int, int] | None = None,
+    memory: str | float | None = None,
+    device: str = "h100-sxm",
+    link: str | None = None,
+    node_link: str | None = None,
+    node_ranks: int | None = None,
+    cost_model: CostModel | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | str = "AdamW",
+    accumulation: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+    jit_options: Mapping[str, Any] | None = None,
+) -> TrainingPlan:
+    """Chooses the options of :func:`shardtrace.fsdp` for a model on a cluster, under a budget of memory.
+
+    Compiles the model for fake ranks, composes the traces of many combinations, and predicts each with the schedule,
+    the cost model and the prediction of memory that :func:`shardtrace.inspect` uses. Nothing runs, and neither a GPU
+    nor other ranks are needed. The same arguments give the same plan on every machine.
+
+    It decides the strategy, which blocks' parameters stay gathered between forward and backward, what each block
+    recomputes in backward (nothing, the cheap activations, all), and the prefetch. Precision and offload stay as
+    ``fixed`` has them.
+
+    Args:
+        model: a module, which may be on the meta device. It is not changed.
+        example_inputs: a rank's inputs for one step: a tuple of arguments, a mapping of keyword arguments, or a single
+            argument. Their values do not matter.
+        world_size: number of ranks.
+        mesh_shape: (replicas, shards), which allows hybrid strategies. Default: machines of ``node_ranks`` ranks.
+        memory: bytes of a rank, as a number or as in "80GB" or "72GiB". Default: the memory of the device.
+        device: "h100-sxm", "a100-80", "cpu", ...; another name raises an error that lists all. ``link`` connects
+            machines, ``node_link`` the ``node_ranks`` ranks of one, by names such as "400gbit" and "nvlink4"; an
+            unknown name raises an error that lists all. Default: what is usual for the device.
+        cost_model: rates that were measured, in place of those that the names stand for. For ``device="cpu"`` the
+            default is this machine's calibration, if there is one.
+        optimizer: a class of optimizers or the name of one of ``torch.optim``, whose state and work are counted.
+        accumulation: forwards and backwards for each step of the optimizer.
+        fixed: options of ``fsdp`` that are kept as they are, such as ``{"mp_policy": "bf16", "prefetch": 2}``.
+        jit_options: options of ``thunder.jit``.
+
+    Raises:
+        NoPlanFitsError: if nothing fits. It names the least memory that would do, and has the plan for it.
+        ValueError: for a device, link, memory or mesh that does not exist, or options that contradict each other.
+        TypeError: for a model that is sharded or jitted already, or an unknown option.
+        RuntimeError: if this process is in a process group already.
+    """
+    if not isinstance(model, nn.Module) or states_in(model):
+        raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
+    if mesh_shape is not None:
+        world_size = count_ranks(tuple(mesh_shape), world_size)
+    if world_size is None:
+        raise TypeError("plan needs world_size, or mesh_shape")
+    if accumulation < 1:
+        raise ValueError(f"accumulation must be 1 or more, not {accumulation}")
+    found = hardware(device)
+    cost, rates = cost_model or cluster(found, inside=node_link, between=link, node_ranks=node_ranks), "modelled"
+    if cost_model is not None:
+        rates = "given"
+    elif found.name == "cpu" and (measured := find_cost_model(torch.device("cpu"), "gloo", world_size)):
+        cost, rates = measured, "calibrated"
+    budget = found.memory if memory is None else _bytes(memory)
+    setting = Setting(cost, found, optimizer_cost(optimizer), accumulation)
+    task = _Task(model, example_inputs, world_size, mesh_shape, setting, dict(fixed or {}), dict(jit_options or {}))
+    with fake_ranks(world_size):
+        search = _Search(task, budget, rates, _links(found, node_link, link, node_ranks, cost_model))
+        best = search.best()
+    if best is None:
+        with fake_ranks(world_size):
+            least = search.plan(search.front[0])
+        raise NoPlanFitsError(
+            f"no step of {type(model).__name__} on {world_size} ranks fits into {size(budget)}: the least is "
+            f"{size(least.peak)}, with {_spelled(least.choices)}. Use more ranks, smaller inputs, a lower precision "
+            '(fixed={"mp_policy": "bf16"}), or memory of the host (fixed={"offload_policy": CPUOffloadPolicy()})',
+            least,
+        )
+    return best
+
+
+def _bytes(memory: str | float) -> float:
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
+        unit = UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB")
+        memory = float(match[1]) * unit
+    if not memory > 0:
+        raise ValueError(f"memory={memory!r} must be positive")
+    return float(memory)
+
+
+def _links(found: Hardware, inside: str | None, between: str | None, ranks: int | None, given: Any) -> str:
+    if given is not None:
+        return "given rates"
+    usual, usual_ranks = INSIDE[found.name]
+    ranks = usual_ranks if ranks is None else ranks
+    between = between or BETWEEN.get(found.name, "400gbit")
+    return f"{between} between ranks" if ranks == 1 else f"{inside or usual} in machines of {ranks}, {between} between"
+
+
+# ---- compiling ----
+
+
+class _Task(NamedTuple):
+    """What is to be planned."""
+
+    model: nn.Module
+    inputs: Any
+    world_size: int
+    mesh_shape: tuple[int, int] | None
+    setting: Setting
+    fixed: dict[str, Any]
+    jit_options: dict[str, Any]
+
+    def families(self) -> list[Family]:
+        """The families of strategies to choose from. Call it as a fake rank."""
+        families: list[Family] = []
+        for name, strategy in self._strategies().items():
+            families.append(self._family(name, strategy, families[0] if families else None))
+        return families
+
+    def _strategies(self) -> dict[str, Any]:
+        """The families to try, with the strategy that each is compiled with."""
+        pinned = self.fixed.get("sharding_strategy")
+        if pinned is not None:
+            if isinstance(pinned, Mapping):
+                return {"given": pinned}
+            strategy = parse_sharding_strategy(pinned)
+            self._check_mesh(strategy)
+            return {_family_of(strategy) or "given": strategy.value}
+        found = {"zero": "zero3"}
+        if self.mesh() is not None:
+            found["hybrid"] = "hybrid_zero3"
+        return found | {"ddp": "ddp"}
+
+    def _check_mesh(self, strategy: ShardingStrategy) -> None:
+        if strategy.is_hybrid and self.mesh() is None:
+            raise ValueError(
+                f'sharding_strategy="{strategy.value}" needs mesh_shape=(replicas, shards): {self.world_size} ranks do '
+                f"not fill several machines of {self.setting.cost.node_ranks}"
+            )
+
+    def mesh(self) -> tuple[int, int] | None:
+        """(replicas, shards) of a hybrid strategy: as given, or one replica for each machine."""
+        inside = self.setting.cost.node_ranks
+        if self.mesh_shape is not None:
+            return self.mesh_shape
+        several = 1 < inside < self.world_size and self.world_size % inside == 0
+        return (self.world_size // inside, inside) if several else None
+
+    def _family(self, name: str, strategy: Any, first: Family | None) -> Family:
+        """The family ``name``. Its blocks call the functions that were compiled for ``first``, if there is one."""
+        keeps: bool | None = None
+        if "sharding_strategy" in self.fixed:
+            keeps = name in STRATEGIES and strategy == STRATEGIES[name][0]
+            strategy = STRATEGIES[name][1] if name in STRATEGIES else strategy
+        if first is not None:
+            base = self.compile(sharding_strategy=strategy)
+            variants = {v: {c: pairs[c] for c in base.calls} for v, pairs in first.variants.items()}
+        else:
+            base, variants = self._variants(strategy)
+        pinned = self.fixed.get("prefetch")
+        prefetches = PREFETCHES if pinned is None else (pinned,)
+        return Family(name, base, variants, self.setting, keeps=keeps, prefetches=prefetches)
+
+    def _variants(self, strategy: Any) -> tuple[Compiled, dict[str, Mapping[Call, Pair]]]:
+        """A compiled step, and the functions of its blocks by what they recompute."""
+        blocks = repeated_blocks(self.model)
+        if "activation_checkpointing" in self.fixed or not blocks:
+            base = self.compile(sharding_strategy=strategy)
+            return base, {NOTHING: base.calls}
+        whats = (NOTHING, *reversed(RECOMPUTED))
+        if len(blocks) >= 2 * len(whats):  # each kind needs two to be called
+            chosen = {name: whats[i % len(whats)] for i, name in enumerate(blocks)}
+            mixed = {name: what for name, what in chosen.items() if what != NOTHING}
+            base = self.compile(sharding_strategy=strategy, activation_checkpointing=mixed)
+            if found := _by_variant(base, chosen, whats):
+                return base, found
+        base = self.compile(sharding_strategy=strategy)
+        found = {NOTHING: base.calls}
+        for what in whats[1:] if base.calls else ():
+            calls = self.compile(sharding_strategy=strategy, activation_checkpointing=what).calls
+            found[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
+        return base, found
+
+    def compile(self, **chosen: Any) -> Compiled:
+        return compiled(self.compile_function(chosen))
+
+    def compile_function(self, chosen: Mapping[str, Any]) -> Any:
+        """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
+        options = {"bucketing_strategy": "block", "cost_model": self.setting.cost, **self.fixed, **chosen}
+        options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
+        if "hybrid" in str(options.get("sharding_strategy")):
+            shape = self.mesh()
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        arguments = parse_arguments(self.inputs)
+        return compile_sharded(self.model, arguments, fsdp_options=options, jit_options=self.jit_options)
+
+
+def _by_variant(
+    base: Compiled, chosen: Mapping[str, str], whats: Sequence[str]
+) -> dict[str, Mapping[Call, Pair]] | None:
+    """The functions of each call by what they recompute, from a step in which blocks recompute different things. None
+    if blocks of one signature are of several kinds, or not all of them are called."""
+    if {name for name, _ in base.calls} != chosen.keys():
+        return None
+    kinds: dict[Any, dict[str, set[Pair]]] = {}
+    signature = {call: _signature(pair) for call, pair in base.calls.items()}
+    for call, pair in base.calls.items():
+        kinds.setdefault(signature[call], {}).setdefault(chosen[call[0]], set()).add(pair)
+    if any(len(found.get(what, ())) != 1 for found in kinds.values() for what in whats):
+        return None
+    return {what: {call: next(iter(kinds[signature[call]][what])) for call in base.calls} for what in whats}
+
+
+def _signature(pair: Pair) -> Any:
+    """The shapes and dtypes that a block's forward takes and returns."""
+    trace = pair.forward.id.trace
+    tensors = [*trace.args, *trace.bound_symbols[-1].args[0]]
+    return tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, TensorProxy))
+
+
+def _family_of(strategy: ShardingStrategy) -> str | None:
+    return next((name for name, found in STRATEGIES.items() if strategy.value in found), None)
+
+
+# ---- the result ----
+
+
+class _Search:
+    """The points of all families, and the plan that one of them makes. Call it as a fake rank."""
+
+    def __init__(self, task: _Task, budget: float, rates: str, links: str) -> None:
+        self.task, self.budget, self.rates, self.links = task, budget, rates, links
+        self.families = {family.name: family for family in task.families()}
+        self.points = [point for family in self.families.values() for point in family.points()]
+        self.front = front(self.points)
+
+    def best(self) -> TrainingPlan | None:
+        """The plan for the fastest point that fits; None if none does. It is compiled, to be sure."""
+        points = list(self.points)
+        while (point := fastest(points, self.budget)) is not None:
+            plan = self.plan(point)
+            if plan.peak <= self.budget:
+                return plan
+            points.remove(point)
+        return None
+
+    def plan(self, point: Point) -> TrainingPlan:
+        task, options = self.task, self.options(point.candidate)
+        function = task.compile_function(options)
+        found = compiled_estimate(function, task.setting)
+        once = useful_flops(self.families[point.candidate.family])
+        setting = task.setting
+        seconds, peak = found.seconds, setting.hardware.peak
+        shape = task.mesh() if point.candidate.family == "hybrid" else task.mesh_shape
+        choices = {"bucketing_strategy": "block", **task.fixed, **options}
+        return TrainingPlan(
+            model=type(task.model).__name__,
+            fingerprint=fingerprint(task.model),
+            world_size=task.world_size,
+            mesh_shape=shape,
+            budget=self.budget,
+            device=setting.hardware.name,
+            links=self.links,
+            rates=self.rates,
+            choices=choices_of(choices),
+            seconds=seconds,
+            forward=found.forward,
+            backward=found.backward,
+            optimizer=found.optimizer,
+            exposed=found.exposed,
+            tokens=setting.accumulation * _tokens(task.inputs),
+            memory={kind: nbytes for kind, nbytes in found.memory.items() if nbytes},
+            mfu=setting.accumulation * once / (seconds * peak) if seconds else 0.0,
+            binding=self._binding(point, found),
+            pareto=Rows(self._row(p) for p in self.front),
+            cost=setting.cost,
+            again=self._largest_batch,
+        )
+
+    def options(self, candidate: Candidate) -> dict[str, Any]:
+        """The options of ``fsdp`` that the planner decides."""
+        fixed, family = self.task.fixed, self.families[candidate.family]
+        found: dict[str, Any] = {}
+        if "sharding_strategy" not in fixed:
+            found["sharding_strategy"] = _strategy(family, candidate)
+        if "activation_checkpointing" not in fixed:
+            found["activation_checkpointing"] = _checkpointing(family, candidate)
+        if fixed.get("prefetch") is None and family.buckets:
+            found["prefetch"] = candidate.prefetch
+        return found
+
+    def _row(self, point: Point) -> Row:
+        c, e = point.candidate, point.estimate
+        counts = {what: sum(w == what for _, w in c.recomputed) for what in reversed(RECOMPUTED)}
+        options = {"bucketing_strategy": "block", **self.task.fixed, **self.options(c)}
+        return Row(
+            memory=e.peak,
+            seconds=e.seconds,
+            exposed=e.exposed,
+            strategy=_name(self.families[c.family], c),
+            kept=len(c.kept),
+            recomputing=", ".join(f"{what} {n}" for what, n in counts.items() if n) or "nothing",
+            prefetch=c.prefetch,
+            options=choices_of(options),
+        )
+
+    def _binding(self, point: Point, found: Estimate) -> str:
+        faster = [p for p in self.front if p.estimate.seconds < 0.999 * point.estimate.seconds]
+        if faster:
+            better = faster[0].estimate
+            extra, gain = better.peak - found.peak, found.seconds - better.seconds
+            return f"memory: {size(max(extra, 0))} more would save {duration(max(gain, 0.0))} a step"
+        if found.exposed > 0.05 * found.seconds:
+            return f"communication: compute waits for it {found.exposed / found.seconds:.0%} of the step"
+        return "compute"
+
+    def _largest_batch(self, plan: TrainingPlan) -> int:
+        """The largest size of dim 0 of the inputs that fits. Memory is close to linear in it."""
+        task = self.task
+        start = _batch(task.inputs)
+        sizes: dict[int, float] = {start: float(plan.peak)}
+
+        def peak(batch: int) -> float:
+            if batch not in sizes:
+                again = task._replace(inputs=_resized(task.inputs, start, batch))
+                with fake_ranks(task.world_size):
+                    sizes[batch] = compiled_estimate(
+                        again.compile_function(options_of(plan.choices)), task.setting
+                    ).peak
+            return sizes[batch]
+
+        low, high = 0, 2 * start
+        slope = (peak(high) - sizes[start]) / start
+        guess = max(1, int(start + (self.budget - sizes[start]) / slope)) if slope > 0 else start
+        while peak(guess) > self.budget and guess > 1:
+            low = min(n for n, used in sizes.items() if used > self.budget) - 1
+            guess = max(1, min(low, guess - max(1, int((peak(guess) - self.budget) / max(slope, 1.0)))))
+        if peak(guess) > self.budget:
+            return 0
+        while peak(guess + 1) <= self.budget:
+            guess += 1
+        return guess
+
+
+def compiled_estimate(function: Any, setting: Setting) -> Estimate:
+    """What the last step of a jitted function costs."""
+    forward, backward = thunder.last_traces(function), thunder.last_backward_traces(function)
+    return estimate(Step(forward[-1], backward[-1]), setting)
+
+
+def useful_flops(family: Family) -> float:
+    """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its forward."""
+    return 3.0 * sum(work(b).flops for b in family.base.step.forward.bound_symbols)
+
+
+def _strategy(family: Family, candidate: Candidate) -> Any:
+    keeping, again = STRATEGIES[family.name]
+    if not candidate.kept:
+        return again
+    if candidate.kept == family.buckets.keys():
+        return keeping
+    rules = {}
+    for label in family.buckets:
+        if label in candidate.kept:
+            members = [m.parameter for m in family.buckets[label].members]
+            whole_block = all(p.block == label for p in members)
+            rules |= {f"{label}.*": keeping} if whole_block else {p.name: keeping for p in members}
+    return rules | {"*": again}
+
+
+def _checkpointing(family: Family, candidate: Candidate) -> Any:
+    if not candidate.recomputed:
+        return None
+    whats = {what for _, what in candidate.recomputed}
+    blocks = {name for c in family.classes for name, _ in c.calls}
+    if len(whats) == 1 and {name for name, _ in candidate.recomputed} == blocks:
+        return {"*": next(iter(whats))} if len(family.classes) > 1 else next(iter(whats))
+    return dict(candidate.recomputed)
+
+
+def _name(family: Family, candidate: Candidate) -> str:
+    if family.name not in STRATEGIES:
+        return "given"
+    keeping, again = STRATEGIES[family.name]
+    if not family.buckets or candidate.kept == family.buckets.keys():
+        return keeping if family.buckets else again
+    return f"{again} and {keeping}" if candidate.kept else again
+
+
+def _spelled(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in choices.items() if value is not None)
+
+
+# ---- inputs ----
+
+
+def _leaves(inputs: Any) -> list[torch.Tensor]:
+    args, kwargs = parse_arguments(inputs)
+    return [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
+
+
+def _tokens(inputs: Any) -> int:
+    """The elements of the first input of integers, as tokens are."""
+    return next((t.numel() for t in _leaves(inputs) if not t.is_floating_point() and t.dim() > 1), 0)
+
+
+def _batch(inputs: Any) -> int:
+    """The size of dim 0 of the inputs. Raises ValueError if there is none."""
+    found = next((t.shape[0] for t in _leaves(inputs) if t.dim()), None)
+    if found is None:
+        raise ValueError("largest_batch needs an input with a batch in dim 0")
+    return found
+
+
+def _resized(inputs: Any, old: int, new: int) -> Any:
+    """The inputs with ``new`` in place of ``old`` as the size of dim 0. Values do not matter."""
+
+    def resize(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != old:
+            return t
+        return torch.zeros(new, *t.shape[1:], dtype=t.dtype, device=t.device)
+
+    return tree_map(resize, inputs)
