@@ -27,7 +27,9 @@ from shardtrace.checkpoint import (
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.model.empty_weights import init_empty_weights
+from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.planner import plan
 from shardtrace.plugins import DDP, FSDP
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
@@ -59,10 +61,13 @@ __all__ = [
     "CollectiveRow",
     "Inspection",
     "MemoryRow",
+    "NoPlanFitsError",
+    "PlanError",
     "Profile",
     "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
+    "TrainingPlan",
     "VerificationError",
     "block_traces",
     "clip_grad_norm_",
@@ -82,6 +87,7 @@ __all__ = [
     "load_safetensors",
     "memory",
     "no_sync",
+    "plan",
     "profile",
     "save_checkpoint",
     "sharded_state_dict",

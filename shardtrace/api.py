@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms
@@ -35,9 +37,11 @@ from shardtrace.options.blocks import (
     repeated_blocks as find_blocks,
 )
 from shardtrace.options.options import Options, parse_options
+from shardtrace.options.planned import PlanError, TrainingPlan
 from shardtrace.options.strategy import ShardingStrategy, assign
+from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
-from shardtrace.ranks.mesh import Mesh, choose_device, resolve_groups
+from shardtrace.ranks.mesh import Mesh, choose_device, is_alone, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -47,6 +51,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,6 +60,7 @@ M = TypeVar("M", bound=nn.Module)
 def fsdp(
     model: M,
     *,
+    plan: TrainingPlan | str | Path | None = None,
     sharding_strategy: ShardingStrategy | str | Mapping[str, Any] | Any = "zero3",
     bucketing_strategy: str | float | Wrap = "auto",
     mesh: Mesh | None = None,
@@ -91,6 +97,8 @@ def fsdp(
 
     Args:
         model: a module, or the result of ``thunder.jit(module)``. For the latter, a new jitted module is returned.
+        plan: the result of :func:`shardtrace.plan`, or the file that its ``to_json`` wrote. It has the options that it
+            decides, and makes the mesh of a hybrid strategy; the others may be passed beside it.
         sharding_strategy: a :class:`ShardingStrategy` or its name. "zero3" / "full_shard" frees gathered parameters
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
             "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
@@ -127,9 +135,11 @@ def fsdp(
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
             bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
         activation_checkpointing: blocks that save only their inputs and are recomputed in backward: their class (or
-            several), a predicate on ``(module)`` or ``(name, module)``, n for every n-th repeated block, or True for
-            every block. A ZeRO-3 bucket is still gathered only once in backward, before its block is recomputed. Random
-            numbers are not drawn again: a dropout saves its mask, one byte per element.
+            several), a predicate on ``(module)`` or ``(name, module)``, n for every n-th repeated block, or "full" or
+            True for every block. "cheap" recomputes in every block only what is cheap, no products and no attention;
+            which values are saved instead is found by a minimum cut. A mapping of names or patterns of blocks to
+            "full", "cheap" or "none" mixes them. A ZeRO-3 bucket is still gathered only once in backward, before its
+            block is recomputed. Random numbers are not drawn again: a dropout saves its mask, one byte per element.
         offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and thus the optimizer state in host
             memory. Shards are copied to the device when they are gathered, gradients to the host when they are reduced.
             The memory is page-locked (``pin_memory``; torch allocates powers of two), so that copies overlap with
@@ -162,6 +172,7 @@ def fsdp(
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         CheckpointError: ``weights`` do not fit. Nothing has been sharded.
+        PlanError: ``plan`` cannot be read, or is for another model or number of ranks. Nothing has been sharded.
         RankMismatchError: on every rank, if the model or the weights differ between ranks or do not fit on another one.
 
     On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
@@ -169,6 +180,9 @@ def fsdp(
 
     Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The layout is that of PyTorch FSDP2.
     """
+    if plan is not None:
+        arguments = {name: value for name, value in locals().items() if name not in ("model", "plan", "spelling")}
+        return fsdp(model, **_with_plan(model, plan, arguments | spelling))
     module = jitted_module(model) if isinstance(model, ThunderModule) else model
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")
@@ -256,6 +270,34 @@ def ddp(model: M, **options: Any) -> M:
     if "sharding_strategy" in options:
         raise TypeError("ddp() takes no sharding_strategy: call fsdp() to choose one")
     return fsdp(model, sharding_strategy="ddp", **options)
+
+
+def _with_plan(model: nn.Module, plan: TrainingPlan | str | Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``fsdp`` that were ``given``, with the options of a plan. Call it on all ranks."""
+    device = choose_device(given["device"], given["mesh"], next((p.device for p in model.parameters()), None))
+    group = resolve_groups(given["mesh"], device, hybrid=_is_2d(given["mesh"]), timeout=given["timeout"]).everyone
+    found, error = None, None
+    try:
+        found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.from_json(plan)
+        found.check(jitted_module(model) if isinstance(model, ThunderModule) else model, group.size())
+        defaults = inspect.signature(fsdp).parameters
+        twice = [n for n in found.options if n in given and given[n] is not defaults[n].default]
+        if twice:
+            raise PlanError(f"the plan decides {', '.join(twice)}: leave it to the plan, or pass plan.options yourself")
+    except PlanError as problem:
+        if is_alone(group):
+            raise
+        error = str(problem)
+    compare(group, "the plan", [found.hash if found else ""], timeout=given["timeout"], error=error)
+    assert found is not None
+    mesh = given["mesh"]
+    if mesh is None and found.mesh_shape is not None:
+        mesh = init_device_mesh(device.type, found.mesh_shape, mesh_dim_names=("replicate", "shard"))
+    return given | found.options | {"mesh": mesh}
+
+
+def _is_2d(mesh: Mesh | None) -> bool:
+    return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
 
 
 def _stored(weights: Source | None, module: nn.Module) -> tuple[dict[str, Stored], Exception | None]:

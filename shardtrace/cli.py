@@ -7,8 +7,8 @@ sharded model that has a backward. This call is compiled and not run:
 
     shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
 
-The script's own collectives do nothing. Exit codes: 0; 1 if the target cannot be loaded or compiled; 2 for a usage
-error.
+The script's own collectives do nothing. "plan" takes a factory. Exit codes: 0; 1 if the target cannot be loaded or
+compiled, or if no plan fits; 2 for a usage error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from shardtrace.inspector import Inspection, NothingCompiledError, inspect, run_script
+from shardtrace.planner import plan
 
 import thunder
 
@@ -40,8 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments[:cut])
     if options.world_size is None:
         options.world_size = math.prod(options.mesh_shape) if options.mesh_shape else 8
-    print(f"compiling {options.target} for rank {options.rank} of {options.world_size} ...", file=sys.stderr)
+    print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
     try:
+        if options.command == "plan":
+            _plan(options)
+            return 0
         shown = load(options, arguments[cut + 1 :])
         if options.command == "explain":
             print(shown)
@@ -87,7 +91,28 @@ def _parser() -> argparse.ArgumentParser:
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
+    _add_plan(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
+    command = commands.add_parser("plan", help=about, description=f"{about}.", formatter_class=_Format)
+    command.add_argument("target", metavar="TARGET", help="file.py:function, or package.module:function")
+    command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
+    shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
+    command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
+    command.add_argument("--memory", metavar="M", help="of a rank, as in 80GB or 72GiB (that of the device)")
+    command.add_argument("--device", default="h100-sxm", metavar="D", help="as in a100-80, l40s, cpu (h100-sxm)")
+    command.add_argument("--link", metavar="L", help="between machines, as in 100gbit (what is usual for the device)")
+    command.add_argument("--node-link", metavar="L", help="inside a machine, as in nvlink4 (what is usual)")
+    command.add_argument("--node-ranks", type=int, metavar="N", help="ranks of a machine (what is usual)")
+    command.add_argument("--optimizer", default="AdamW", metavar="O", help="of torch.optim (AdamW)")
+    command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
+    command.add_argument("--mp-policy", metavar="P", help="bf16, fp16 or fp32, as in shardtrace.fsdp")
+    command.add_argument("--sharding-strategy", metavar="S", help="to keep instead of choosing one")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
+    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
@@ -118,14 +143,38 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     made = _factory(place, function)()
     if thunder.compile_data(made) is not None:
         return inspect(made)
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise TargetError(
-            f"{options.target} must return a module and its inputs, as in `return model, (x, y)`, "
-            f"not {type(made).__name__}"
-        )
     names = ("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return inspect(*made, world_size=options.world_size, rank=options.rank, **given)
+    return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    place, colon, function = options.target.rpartition(":")
+    if not colon:
+        raise TargetError(f"plan takes a function that returns a module and its inputs, as in {options.target}:build")
+    pins = ("mp_policy", "sharding_strategy")
+    model, inputs = _model_and_inputs(options.target, _factory(place, function)())
+    found = plan(
+        model,
+        inputs,
+        world_size=None if options.mesh_shape else options.world_size,
+        **{name: getattr(options, name) for name in ("mesh_shape", "memory", "device", "link", "node_link")},
+        **{name: getattr(options, name) for name in ("node_ranks", "optimizer", "accumulation")},
+        fixed={name: getattr(options, name) for name in pins if getattr(options, name) is not None},
+    )
+    print(found)
+    if options.out is not None:
+        found.to_json(options.out)
+        print(f"wrote {options.out}")
+
+
+def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise TargetError(
+            f"{target} must return a module and its inputs, as in `return model, (x, y)`, not {type(made).__name__}"
+        )
+    model, inputs = made
+    return model, inputs
 
 
 def _factory(place: str, function: str) -> Callable[[], Any]:

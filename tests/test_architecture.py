@@ -26,6 +26,7 @@ FLOORS = [
     ["shardtrace.api"],
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
+    ["shardtrace.planner"],
     ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]

@@ -17,7 +17,7 @@ from passes.analysis.flops import is_library_call
 from passes.analysis.recognise import is_repeatable, names
 from passes.analysis.symbols import is_foreign
 
-import networkx as nx  # type: ignore[import-untyped]
+import networkx as nx
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag

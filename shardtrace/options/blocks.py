@@ -159,11 +159,11 @@ def _by_pattern(
     found, unused = {}, dict.fromkeys(chosen)
     for name, module in modules.items():
         # a pattern with a wildcard chooses among blocks, a plain name any module
-        pattern = next((p for p in chosen if p == name or (name in blocks and fnmatchcase(name, p))), None)
-        if pattern is not None:
-            unused.pop(pattern, None)
-            if chosen[pattern] != "none":
-                found[name] = module, chosen[pattern]
+        matching = next((p for p in chosen if p == name or (name in blocks and fnmatchcase(name, p))), None)
+        if matching is not None:
+            unused.pop(matching, None)
+            if chosen[matching] != "none":
+                found[name] = module, chosen[matching]
     if missing := [p for p in unused if p != "*"]:
         raise ValueError(f"no block of {type(model).__name__} matches {missing[0]!r} of activation_checkpointing")
     return found

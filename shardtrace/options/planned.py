@@ -49,6 +49,10 @@ class Row:
     prefetch: int
     options: Mapping[str, Any] = field(repr=False)
 
+    def __str__(self) -> str:
+        times = f"{_gib(self.memory):<13} {_ms(self.seconds):<13} {_ms(self.exposed):<13}"
+        return f"{times} {self.strategy:<18} {self.recomputing:<19} {self.prefetch}"
+
 
 class Rows(list[Row]):
     """Rows, with :meth:`to_pandas`."""
@@ -116,7 +120,30 @@ class TrainingPlan:
 
     @property
     def peak(self) -> int:
+        """The bytes at the peak."""
         return sum(self.memory.values())
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} ranks of {self.device}, {self.links}"
+        speed = f", {self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""
+        parts = [
+            f"{self.model} on {ranks} ({self.rates} rates)",
+            "",
+            *(f"  {name} = {value!r}" for name, value in _shortened(self.choices).items() if value is not None),
+            *([f"  mesh_shape = {self.mesh_shape}"] if self.mesh_shape else []),
+            "",
+            f"step     {_ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
+            f"         forward {_ms(self.forward)}, backward {_ms(self.backward)}, optimizer {_ms(self.optimizer)}; "
+            f"compute waits {_ms(self.exposed)} for communication",
+            f"memory   {_gib(self.peak)} of {_gib(self.budget)}",
+            *(f"         {_gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
+            f"limit    {self.binding}",
+            "",
+            "  memory        step          exposed       strategy           recomputing         prefetch",
+            *(f"{_mark(self, row)}{row}" for row in self.pareto),
+            *self.notes,
+        ]
+        return "\n".join(parts)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -191,6 +218,35 @@ def fingerprint(model: nn.Module) -> str:
     """Identifies a model's parameters: their names, shapes and dtypes."""
     text = json.dumps([(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- text ----
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _mark(plan: TrainingPlan, row: Row) -> str:
+    return "> " if row.options == plan.choices else "  "
+
+
+def _shortened(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices with mappings of many names in few words."""
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, Mapping) or len(value) < 6:
+            return value
+        groups: dict[Any, list[str]] = {}
+        for name, what in value.items():
+            groups.setdefault(what, []).append(name)
+        return {f"{n[0]} to {n[-1]} ({len(n)})" if len(n) > 2 else ", ".join(n): w for w, n in groups.items()}
+
+    return {name: short(value) for name, value in choices.items()}
 
 
 # ---- options as JSON ----

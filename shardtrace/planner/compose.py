@@ -33,7 +33,7 @@ from passes.wait_copies import wait_copies
 import thunder
 from thunder.core import prims
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy, Variable, variableify
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
@@ -159,8 +159,12 @@ class _Plans:
 
     def line(self, bsym: BoundSymbol) -> BoundSymbol:
         args = [self._bucket(a) if isinstance(a, Bucket) else a for a in bsym.args]
-        changed = any(new is not old for new, old in zip(args, bsym.args, strict=True))
-        return bsym.from_bsym(args=tuple(args)) if changed else bsym
+        if not any(new is not old for new, old in zip(args, bsym.args, strict=True)):
+            return bsym
+        tags = bsym.tags
+        if bucket_of(bsym).label in self.choice.kept:
+            tags = tags - {BoundSymbolTag.RECOMPUTE_IN_BACKWARD}
+        return bsym.from_bsym(args=tuple(args), tags=tags)
 
     def _bucket(self, bucket: Bucket) -> Bucket:
         if id(bucket) not in self._buckets:

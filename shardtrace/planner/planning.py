@@ -90,7 +90,7 @@ def plan(
     if not isinstance(model, nn.Module) or states_in(model):
         raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
     if mesh_shape is not None:
-        world_size = count_ranks(tuple(mesh_shape), world_size)
+        world_size = count_ranks(mesh_shape, world_size)
     if world_size is None:
         raise TypeError("plan needs world_size, or mesh_shape")
     if accumulation < 1:
@@ -196,6 +196,7 @@ class _Task(NamedTuple):
         if "sharding_strategy" in self.fixed:
             keeps = name in STRATEGIES and strategy == STRATEGIES[name][0]
             strategy = STRATEGIES[name][1] if name in STRATEGIES else strategy
+        variants: Mapping[str, Mapping[Call, Pair]]
         if first is not None:
             base = self.compile(sharding_strategy=strategy)
             variants = {v: {c: pairs[c] for c in base.calls} for v, pairs in first.variants.items()}
@@ -205,7 +206,7 @@ class _Task(NamedTuple):
         prefetches = PREFETCHES if pinned is None else (pinned,)
         return Family(name, base, variants, self.setting, keeps=keeps, prefetches=prefetches)
 
-    def _variants(self, strategy: Any) -> tuple[Compiled, dict[str, Mapping[Call, Pair]]]:
+    def _variants(self, strategy: Any) -> tuple[Compiled, Mapping[str, Mapping[Call, Pair]]]:
         """A compiled step, and the functions of its blocks by what they recompute."""
         blocks = repeated_blocks(self.model)
         if "activation_checkpointing" in self.fixed or not blocks:
@@ -216,14 +217,14 @@ class _Task(NamedTuple):
             chosen = {name: whats[i % len(whats)] for i, name in enumerate(blocks)}
             mixed = {name: what for name, what in chosen.items() if what != NOTHING}
             base = self.compile(sharding_strategy=strategy, activation_checkpointing=mixed)
-            if found := _by_variant(base, chosen, whats):
-                return base, found
+            if (by_variant := _by_variant(base, chosen, whats)) is not None:
+                return base, by_variant
         base = self.compile(sharding_strategy=strategy)
-        found = {NOTHING: base.calls}
+        separate: dict[str, Mapping[Call, Pair]] = {NOTHING: base.calls}
         for what in whats[1:] if base.calls else ():
             calls = self.compile(sharding_strategy=strategy, activation_checkpointing=what).calls
-            found[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
-        return base, found
+            separate[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
+        return base, separate
 
     def compile(self, **chosen: Any) -> Compiled:
         return compiled(self.compile_function(chosen))
@@ -233,7 +234,7 @@ class _Task(NamedTuple):
         options = {"bucketing_strategy": "block", "cost_model": self.setting.cost, **self.fixed, **chosen}
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
         if "hybrid" in str(options.get("sharding_strategy")):
-            shape = self.mesh()
+            shape = self.mesh() or ()
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(self.inputs)
         return compile_sharded(self.model, arguments, fsdp_options=options, jit_options=self.jit_options)
@@ -241,7 +242,7 @@ class _Task(NamedTuple):
 
 def _by_variant(
     base: Compiled, chosen: Mapping[str, str], whats: Sequence[str]
-) -> dict[str, Mapping[Call, Pair]] | None:
+) -> Mapping[str, Mapping[Call, Pair]] | None:
     """The functions of each call by what they recompute, from a step in which blocks recompute different things. None
     if blocks of one signature are of several kinds, or not all of them are called."""
     if {name for name, _ in base.calls} != chosen.keys():
@@ -403,7 +404,7 @@ def _strategy(family: Family, candidate: Candidate) -> Any:
         return again
     if candidate.kept == family.buckets.keys():
         return keeping
-    rules = {}
+    rules: dict[str, str] = {}
     for label in family.buckets:
         if label in candidate.kept:
             members = [m.parameter for m in family.buckets[label].members]

@@ -141,10 +141,10 @@ class Family:
         self.recipes()
         if self.classes or self.buckets:
             program = _Program(self)
-            for level in np.linspace(0.0, program.most, LEVELS):
-                solved = program.solve(float(level))
-                for prefetch in self.prefetches if self.buckets and solved is not None else ():
-                    (kept,) = self._kept([solved.kept])
+            levels = (program.solve(float(level)) for level in np.linspace(0.0, program.most, LEVELS))
+            for solved in filter(None, levels):
+                (kept,) = self._kept([solved.kept])
+                for prefetch in self.prefetches if self.buckets else self.prefetches[:1]:
                     self.point(solved._replace(kept=kept, prefetch=prefetch))
         return list(self._points.values())
 

@@ -1,0 +1,31 @@
+"""A toy GPT, compiled once for all tests of the planner."""
+
+import shardtrace
+from passes.plan.hardware import cluster, hardware
+from shardtrace.fake import fake_ranks
+from shardtrace.planner.estimate import Setting
+from shardtrace.planner.optimizer import optimizer_cost
+from shardtrace.planner.planning import _Task
+
+import pytest
+from toy_gpt import RANKS, gpt, tokens
+
+
+@pytest.fixture(scope="session")
+def task():
+    cost = cluster(hardware("cpu"), inside=None, between="1gbit", node_ranks=1)
+    setting = Setting(cost, hardware("cpu"), optimizer_cost("AdamW"))
+    return _Task(gpt(), (tokens(), tokens()), RANKS, None, setting, {"sharding_strategy": {"*": "zero3"}}, {})
+
+
+@pytest.fixture(scope="session")
+def family(task):
+    """The steps with sharded parameters: each block compiled in three variants, in one step."""
+    with fake_ranks(RANKS):
+        free = task._replace(fixed={})
+        return free._family("zero", "zero3", None)
+
+
+@pytest.fixture(scope="session")
+def planned():
+    return shardtrace.plan(gpt(), (tokens(), tokens()), world_size=RANKS, device="cpu", link="1gbit", memory="1GB")

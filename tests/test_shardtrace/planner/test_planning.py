@@ -1,0 +1,159 @@
+"""``shardtrace.plan``: what it returns, writes and refuses, and how ``fsdp`` takes it."""
+
+import json
+
+import shardtrace
+from passes.plan import Placement
+from shardtrace.cli import main
+from shardtrace.fake import fake_ranks
+from shardtrace.model.state import state_of
+from shardtrace.options.planned import choices_of, options_of
+
+import pytest
+import thunder
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from toy_gpt import RANKS, gpt, tokens
+
+
+def test_a_plan_is_data(planned, tmp_path):
+    text = planned.to_json(tmp_path / "plan.json")
+    assert shardtrace.TrainingPlan.from_json(tmp_path / "plan.json") == planned
+    assert shardtrace.TrainingPlan.from_json(text).hash == planned.hash
+    assert planned.peak <= 1e9
+    assert planned.seconds == pytest.approx(planned.forward + planned.backward + planned.optimizer)
+    assert planned.tokens == tokens().numel()
+    assert planned.memory["optimizer"] == 2 * sum(
+        4 * -(-p.shape[0] // RANKS) * p[0].numel() for p in gpt().parameters()
+    )
+
+
+def test_what_it_prints(planned):
+    text = str(planned)
+    assert f"GPT on {RANKS} ranks of cpu, 1gbit between ranks (modelled rates)" in text
+    for word in ("sharding_strategy", "tokens/s", "MFU", "optimizer", "limit", "\n> "):
+        assert word in text
+
+
+def test_the_front_as_a_table(planned):
+    table = planned.pareto.to_pandas()
+    assert list(table.memory) == sorted(table.memory)
+    assert planned.pareto.to_csv().count("\n") == len(table) + 1
+    assert planned.choices in [row.options for row in planned.pareto]
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_fsdp_takes_it(planned, tmp_path, as_file):
+    planned.to_json(tmp_path / "plan.json")
+    with fake_ranks(RANKS):
+        model = shardtrace.fsdp(gpt(), plan=tmp_path / "plan.json" if as_file else planned)
+        state = state_of(model)
+        assert state.cost == planned.cost
+        assert {p.prefetch for p in state.plans.values() if p.placement is Placement.SHARD} <= {
+            planned.choices.get("prefetch")
+        }
+        cmodel = thunder.jit(model)
+        cmodel(tokens(), tokens()).backward()
+        persistent = planned.memory["optimizer"]
+        assert shardtrace.memory(cmodel, persistent=persistent).peak == planned.peak
+
+
+def test_what_fsdp_refuses(planned, tmp_path):
+    with fake_ranks(RANKS):
+        with pytest.raises(shardtrace.PlanError, match="for a GPT with other parameters than this Linear"):
+            shardtrace.fsdp(nn.Linear(2, 2), plan=planned)
+        with pytest.raises(shardtrace.PlanError, match="the plan decides sharding_strategy"):
+            shardtrace.fsdp(gpt(), plan=planned, sharding_strategy="zero2")
+        (tmp_path / "broken.json").write_text("{}")
+        with pytest.raises(shardtrace.PlanError, match=r"broken.json is no plan of shardtrace"):
+            shardtrace.fsdp(gpt(), plan=tmp_path / "broken.json")
+        with pytest.raises(shardtrace.PlanError, match="there is no plan in"):
+            shardtrace.fsdp(gpt(), plan=tmp_path / "nothing.json")
+        old = json.loads(planned.to_json()) | {"version": 0}
+        with pytest.raises(shardtrace.PlanError, match="is of version 0, not 1"):
+            shardtrace.TrainingPlan.from_json(json.dumps(old))
+    with fake_ranks(RANKS + 1), pytest.raises(shardtrace.PlanError, match=f"for {RANKS} ranks, not {RANKS + 1}"):
+        shardtrace.fsdp(gpt(), plan=planned)
+
+
+def small(**options):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    return shardtrace.plan(model, torch.zeros(2, 8), **{"world_size": 2, "device": "cpu", **options})
+
+
+def test_a_model_without_blocks_and_the_same_plan_again():
+    first, second = small(), small()
+    assert first == second
+    assert first.choices["sharding_strategy"] in ("ddp", "zero2", "zero3")
+
+
+def test_what_is_fixed_stays():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = small(fixed={"sharding_strategy": "zero2", "prefetch": 2, "mp_policy": policy})
+    assert found.choices["sharding_strategy"] == "zero2"
+    assert found.options["prefetch"] == 2
+    assert found.options["mp_policy"] == policy
+
+
+def test_options_as_json():
+    options = {"mp_policy": "bf16", "offload_policy": CPUOffloadPolicy(pin_memory=False), "prefetch": 1}
+    assert options_of(json.loads(json.dumps(choices_of(options)))) == options
+    with pytest.raises(TypeError, match=r"fixed option bucketing_strategy=.* cannot be written"):
+        choices_of({"bucketing_strategy": nn.Linear})
+
+
+def test_a_hybrid_strategy_makes_its_mesh(tmp_path):
+    found = small(world_size=4, mesh_shape=(2, 2), fixed={"sharding_strategy": "hybrid_zero2"})
+    assert found.mesh_shape == (2, 2)
+    with fake_ranks(4):
+        model = shardtrace.fsdp(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), plan=found)
+        assert state_of(model).groups.outer.size() == 2
+
+
+def test_nothing_fits():
+    with pytest.raises(shardtrace.NoPlanFitsError, match=r"fits into 100 B: the least is .* with .*strategy") as caught:
+        small(memory=100)
+    assert caught.value.least.peak > 100
+
+
+def test_the_largest_batch():
+    found = small(memory=20_000)
+    batch = found.largest_batch()
+    assert batch > 2
+    assert small(memory=20_000, fixed=dict(found.options, cost_model=None)).peak <= 20_000
+    with pytest.raises(shardtrace.PlanError, match="a plan from a file has no model"):
+        shardtrace.TrainingPlan.from_json(found.to_json()).largest_batch()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device": "h1000"}, ValueError, "there is no device 'h1000': choose one of a100-40"),
+        ({"link": "string"}, ValueError, "there is no link 'string': choose one of nvlink3"),
+        ({"memory": "lots"}, ValueError, "write it as 80GB"),
+        ({"memory": -1}, ValueError, "must be positive"),
+        ({"world_size": None}, TypeError, "needs world_size"),
+        ({"mesh_shape": (2, 3), "world_size": 4}, ValueError, "has 6 ranks, not world_size=4"),
+        ({"fixed": {"sharding_strategy": "hybrid_zero3"}}, ValueError, "needs mesh_shape"),
+        ({"fixed": {"sharding": "zero3"}}, TypeError, "sharding"),
+        ({"accumulation": 0}, ValueError, "accumulation must be 1 or more"),
+        ({"optimizer": "Adamw"}, ValueError, "no optimizer 'Adamw'"),
+    ],
+)
+def test_bad_input(options, error, message):
+    with pytest.raises(error, match=message):
+        small(**options)
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "factory.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"
+    )
+    out = tmp_path / "plan.json"
+    target = f"{tmp_path}/factory.py:build"
+    assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "1GB", "--out", str(out)]) == 0
+    assert "Linear on 2 ranks of cpu" in capsys.readouterr().out
+    assert shardtrace.TrainingPlan.from_json(out).world_size == 2
+    assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "10"]) == 1
+    assert "fits into 10 B" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""The search: budgets, recipes, and the order of what it finds."""
+
+from shardtrace.planner.search import NOTHING, Candidate, Point, fastest, front
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def points(family):
+    return family.points()
+
+
+def test_the_blocks_are_one_class(family):
+    (blocks,) = family.classes
+    assert blocks.labels == tuple(f"h.{i}" for i in range(6))
+    assert list(family.variants) == [NOTHING, "cheap", "full"]
+    assert set(family.outside) == family.buckets.keys() - set(blocks.labels)
+
+
+def test_no_recipe_beats_the_search(points):
+    recipes = [p for p in points if p.name]
+    assert len(recipes) == 6  # nothing, cheap or full, with everything gathered again or kept
+    for recipe in recipes:
+        chosen = fastest(points, recipe.estimate.peak)
+        assert chosen.estimate.seconds <= recipe.estimate.seconds
+
+
+def test_more_memory_is_never_slower(points):
+    sizes = sorted({p.estimate.peak for p in points})
+    seconds = [fastest(points, size).estimate.seconds for size in sizes]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
+    assert fastest(points, sizes[0] - 1) is None
+
+
+def test_there_are_steps_between_the_recipes(points):
+    """Some blocks recompute, and some buckets are kept."""
+    assert any(0 < len(p.candidate.recomputed) < 6 or 0 < len(p.candidate.kept) < 8 for p in front(points))
+
+
+def test_the_front_is_sorted_both_ways(points):
+    found = front(points)
+    assert [p.estimate.peak for p in found] == sorted(p.estimate.peak for p in found)
+    assert [p.estimate.seconds for p in found] == sorted((p.estimate.seconds for p in found), reverse=True)
+
+
+def test_of_equals_the_smaller_one(points):
+    point = points[0]
+    larger = Point(Candidate("other"), point.estimate._replace(peak=point.estimate.peak + 1))
+    assert fastest([larger, point], 1e12) is point
+
+
+def test_first_blocks_recompute_and_last_buckets_are_kept(points):
+    for point in points:
+        for what in ("full",):
+            numbers = sorted(int(name[2:]) for name, w in point.candidate.recomputed if w == what)
+            assert numbers == list(range(len(numbers)))
+        kept = sorted(int(label[2:]) for label in point.candidate.kept if label.startswith("h."))
+        assert kept == list(range(6 - len(kept), 6))
