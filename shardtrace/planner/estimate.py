@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from passes.analysis.flops import work
 from passes.analysis.liveness import KINDS, LineMemory, step_liveness
-from passes.analysis.recognise import bucket_of, is_issue
+from passes.analysis.recognise import bucket_of, is_deletion, is_issue, is_return, is_unpack, names
 from passes.plan import CostModel
 from passes.plan.hardware import Hardware
 from shardtrace.inspector.timeline import predicted
@@ -97,11 +96,8 @@ def _reserved(step: Step, tensors: int, hardware: Hardware) -> dict[str, int]:
 
 def _trained_words(forward: TraceCtx) -> int:
     """The 4-byte words of this rank's trained parameters, to whose dtype an optimizer's state keeps."""
-    given = [a for a in forward.args if isinstance(a, TensorProxy)]
+    lines = (b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b)))
+    read = names([b.flat_proxy_args for b in lines])  # of a parameter's several names only one is
+    given = [a for a in forward.args if isinstance(a, TensorProxy) and a.name in read]
     trained = (a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags)
     return sum(a.numel * a.dtype.bytes for a in trained) // 4
-
-
-def model_flops(step: Step) -> int:
-    """FLOPs of a step's products and attentions, recomputed ones included."""
-    return sum(work(b).flops for trace in step for b in trace.bound_symbols)

@@ -95,6 +95,8 @@ def plan(
         raise TypeError("plan needs world_size, or mesh_shape")
     if accumulation < 1:
         raise ValueError(f"accumulation must be 1 or more, not {accumulation}")
+    fixed = dict(fixed or {})
+    cost_model = fixed.pop("cost_model", cost_model)
     found = hardware(device)
     cost, rates = cost_model or cluster(found, inside=node_link, between=link, node_ranks=node_ranks), "modelled"
     if cost_model is not None:
@@ -103,7 +105,7 @@ def plan(
         cost, rates = measured, "calibrated"
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(cost, found, optimizer_cost(optimizer), accumulation)
-    task = _Task(model, example_inputs, world_size, mesh_shape, setting, dict(fixed or {}), dict(jit_options or {}))
+    task = _Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}))
     with fake_ranks(world_size):
         search = _Search(task, budget, rates, _links(found, node_link, link, node_ranks, cost_model))
         best = search.best()
@@ -374,17 +376,22 @@ class _Search:
                     ).peak
             return sizes[batch]
 
-        low, high = 0, 2 * start
-        slope = (peak(high) - sizes[start]) / start
-        guess = max(1, int(start + (self.budget - sizes[start]) / slope)) if slope > 0 else start
-        while peak(guess) > self.budget and guess > 1:
-            low = min(n for n, used in sizes.items() if used > self.budget) - 1
-            guess = max(1, min(low, guess - max(1, int((peak(guess) - self.budget) / max(slope, 1.0)))))
-        if peak(guess) > self.budget:
+        if plan.peak > self.budget:
             return 0
-        while peak(guess + 1) <= self.budget:
-            guess += 1
-        return guess
+        low, high = start, 2 * start
+        while peak(high) <= self.budget:
+            low, high = high, _crossing(low, peak(low), high, peak(high), self.budget, least=high + 1) + 1
+        while high - low > 1:  # low fits, high does not
+            middle = _crossing(low, peak(low), high, peak(high), self.budget, least=low + 1)
+            middle = min(middle, high - 1)
+            low, high = (middle, high) if peak(middle) <= self.budget else (low, middle)
+        return low
+
+
+def _crossing(low: int, at_low: float, high: int, at_high: float, budget: float, *, least: int) -> int:
+    """The batch at which a line through two sizes of memory reaches the budget."""
+    slope = (at_high - at_low) / (high - low)
+    return max(least, int(low + (budget - at_low) / slope)) if slope > 0 else 2 * high
 
 
 def compiled_estimate(function: Any, setting: Setting) -> Estimate:
