@@ -27,6 +27,7 @@ FLOORS = [
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
     ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
+    ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
