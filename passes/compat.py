@@ -100,6 +100,11 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
     return Symbol(name=name, meta=meta, _bind_postprocess=bind, **options)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch is on, or ``torch.autograd.profiler.emit_nvtx``."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def set_signature(trace: TraceCtx, name: str) -> None:
     """Makes a trace print, and run, as a function of this name with the trace's arguments."""
     from thunder.core.codeutils import SigInfo

@@ -35,10 +35,12 @@ from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.report import block_traces, collectives, memory
+from shardtrace.snapshot import MemorySnapshot, memory_snapshot
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.join import join
 from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
@@ -61,6 +63,7 @@ __all__ = [
     "CollectiveRow",
     "Inspection",
     "MemoryRow",
+    "MemorySnapshot",
     "Profile",
     "RankFailedError",
     "RankMismatchError",
@@ -78,6 +81,7 @@ __all__ = [
     "init_empty_weights",
     "init_process_group",
     "inspect",
+    "join",
     "kernels",
     "latest_checkpoint",
     "load_checkpoint",
@@ -85,6 +89,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "memory",
+    "memory_snapshot",
     "no_sync",
     "profile",
     "save_checkpoint",

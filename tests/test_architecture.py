@@ -26,7 +26,8 @@ FLOORS = [
     ["shardtrace.api"],
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
-    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
+    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report"],
+    ["shardtrace.snapshot", "shardtrace.testing"],
     ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]
