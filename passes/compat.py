@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -102,7 +103,7 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
 
 def is_profiling() -> bool:
     """Whether a profiler of torch is on, or ``torch.autograd.profiler.emit_nvtx``."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+    return profiler._is_profiler_enabled
 
 
 def set_signature(trace: TraceCtx, name: str) -> None:

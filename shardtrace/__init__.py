@@ -40,6 +40,7 @@ from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.generation import Generator
 from shardtrace.training.join import join
 from shardtrace.training.split import split_parameters
 
@@ -61,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "Collective",
     "CollectiveRow",
+    "Generator",
     "Inspection",
     "MemoryRow",
     "MemorySnapshot",

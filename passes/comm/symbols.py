@@ -167,7 +167,7 @@ def _profiled(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         if not is_profiling():
             return fn(*args)
         label = getattr(args[-1], "label", "")
-        with torch.profiler.record_function(f"shardtrace.{name} {label}".rstrip()):
+        with torch.profiler.record_function(f"shardtrace::{name} {label}".rstrip()):
             return fn(*args)
 
     return run

@@ -153,4 +153,4 @@ def test_names_in_a_profile():
         cmodel(torch.ones(1, 4)).sum().backward()
     found = {event.key for event in profile.key_averages()}
     rows = shardtrace.collectives(cmodel)
-    assert {f"shardtrace.{wait}{row.kind} {row.bucket}" for row in rows for wait in ("", "wait_")} <= found
+    assert {f"shardtrace::{wait}{row.kind} {row.bucket}" for row in rows for wait in ("", "wait_")} <= found
