@@ -22,7 +22,9 @@ import torch
 from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "compare")]
+SCRIPTS = [
+    f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "ema", "plugin", "compare")
+]
 SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
 PACKAGES = {
@@ -141,6 +143,13 @@ def test_muon_beside_adamw(run_here):
     out = run_here("gpt2/muon.py", *TINY, "--steps=3", "--eval-batches=0")
     adamw, muon = re.findall(r"^(?:AdamW|Muon and AdamW) +([\d.]+) ", out, re.MULTILINE)
     assert float(adamw) == pytest.approx(float(muon), rel=0.1)
+
+
+def test_a_moving_average_beside_the_model(tmp_path, run_here):
+    out = run_here("gpt2/ema.py", *TINY, "--steps=3", "--eval-batches=1", "--decay=0", f"--save={tmp_path}/both")
+    model, average = re.findall(r"^(?:model|average) +([\d.]+)$", out, re.MULTILINE)
+    assert model == average  # of the last step only
+    assert shardtrace.latest_checkpoint(tmp_path / "both")
 
 
 def test_a_killed_rank_changes_no_loss(tmp_path, trained):

@@ -42,8 +42,8 @@ class Generator:
         self.config: Any = getattr(self.model, "config", None)
         if not hasattr(self.model, "generate") or not hasattr(self.config, "num_hidden_layers"):
             raise ValueError(
-                f"{type(self.model).__name__} is no causal language model of Hugging Face: write your own loop, in which "
-                "every rank calls the jitted model equally often"
+                f"{type(self.model).__name__} is no causal language model of Hugging Face: write your own loop, in "
+                "which every rank calls the jitted model equally often"
             )
         window = getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True)
         supports = getattr(self.model, "_supports_static_cache", getattr(self.model, "_can_compile_fullgraph", True))
