@@ -52,6 +52,7 @@ class Generator:
             raise ValueError(
                 f"{type(self.model).__name__} {what}: call model.generate inside shardtrace.full_params(model)"
             )
+        self._cache = _cache_class()
         self._step = thunder.jit(self._forward, **options)
 
     @torch.no_grad()
@@ -110,7 +111,7 @@ class Generator:
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        cache = _cache_class()(keys, values, places)
+        cache = self._cache(keys, values, places)
         output = self.model(
             input_ids=input_ids,
             position_ids=positions,
