@@ -153,6 +153,7 @@ def _cache_class() -> Any:
     class Tensors(Cache):
         def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], places: torch.Tensor) -> None:
             self.keys, self.values, self.places = [*keys], [*values], places
+            self.layers: list[Any] = []  # of transformers 4.56 and later, which have no tensors here
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, cache_kwargs: Any = None
