@@ -3,6 +3,7 @@
 python docs/build.py build/api
 """
 
+import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +15,9 @@ import pdoc
 
 TEMPLATES = Path(__file__).parent / "templates"
 # the exports of both packages, and the helpers for testing passes
-MODULES = (shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing")
+MODULES = [shardtrace.__name__, passes.__name__, "!.*[.]", "shardtrace.testing"]
+if importlib.util.find_spec("lightning") is not None:
+    MODULES.append("shardtrace.lightning")
 
 
 def build(folder: Path) -> None:

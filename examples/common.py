@@ -181,14 +181,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
 
 
-def add_sharding(parser: argparse.ArgumentParser) -> None:
+def add_sharding(parser: argparse.ArgumentParser, *, mixed_precision: bool = True) -> None:
     """Adds the options of `fsdp`, without the hybrid strategies, which need a 2-D mesh."""
     strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
     parser.add_argument("--sharding-strategy", choices=strategies, default="zero3", help="default: zero3")
     what = "the parameters of one collective: auto (default), none, layer, block, model or a size in MB"
     parser.add_argument("--bucketing-strategy", type=bucketing, default="auto", metavar="WHAT", help=what)
-    what = "compute and communicate in bf16; shards and optimizer state keep their dtype"
-    parser.add_argument("--mp-policy", choices=["bf16"], help=what)
+    if mixed_precision:
+        what = "compute and communicate in bf16; shards and optimizer state keep their dtype"
+        parser.add_argument("--mp-policy", choices=["bf16"], help=what)
 
 
 def bucketing(value: str) -> str | float:

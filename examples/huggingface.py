@@ -8,6 +8,7 @@ On two ranks of this machine, with a small random model or with weights from a l
 Random models learn bytes. If the folder has a tokenizer, the model learns its tokens.
 """
 
+import math
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -76,6 +77,9 @@ def main() -> None:
         )
         traffic = common.traffic(cmodel)  # the last call was a training step
         val_loss = evaluate(cmodel, text, args, device)
+        if args.generate:
+            prompt = text.val[None, : args.seq_len // 2].long().to(device)
+            generated = shardtrace.Generator(model)(prompt, max_new_tokens=args.generate)[0, prompt.shape[1] :]
 
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.save or common.from_ranks(Path(scratch))[0]  # the same one for all
@@ -90,9 +94,13 @@ def main() -> None:
                     ("  loss, last step", losses[-1]),
                     ("  tokens/s", None if rate is None else int(rate)),
                     ("  validation loss, sharded", val_loss),
+                    ("  perplexity of the held-out text", math.exp(val_loss)),
                     ("  validation loss, as from_pretrained loads it", loaded_loss),
                 ]
                 print(f"\n{common.table(rows)}\n\n{common.traffic_table(traffic)}")
+                if args.generate:
+                    what = generated.tolist() if encode else bytes(generated.tolist()).decode(errors="replace")
+                    print(f"\n--- generated, sharded ---\n{what}")
                 if args.save:
                     print(f"\nsaved {folder}")
                 if abs(loaded_loss - val_loss) > 1e-3 * val_loss:
@@ -153,6 +161,7 @@ def parse_args() -> Namespace:
         metavar="DIR",
         help="save the model here; default: a temporary folder, to test that it can be loaded",
     )
+    common.add_count(parser, "--generate", 0, "tokens to generate after training, greedily", at_least=0)
     add("--lr", type=common.non_negative, default=3e-3, help="learning rate of AdamW; default: %(default)s")
     add_training(parser, steps=100, batch_size=8, seq_len=64)
     common.add_sharding(parser)

@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -98,6 +99,11 @@ def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any
         bsym._call_ctx = {name: fn}
 
     return Symbol(name=name, meta=meta, _bind_postprocess=bind, **options)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is on, or ``torch.autograd.profiler.emit_nvtx``."""
+    return profiler._is_profiler_enabled
 
 
 def set_signature(trace: TraceCtx, name: str) -> None:

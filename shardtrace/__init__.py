@@ -19,8 +19,10 @@ from shardtrace.checkpoint import (
     Checkpoint,
     CheckpointError,
     export_safetensors,
+    full_optimizer_state_dict,
     latest_checkpoint,
     load_checkpoint,
+    load_full_optimizer_state_dict,
     load_safetensors,
     save_checkpoint,
     sharded_state_dict,
@@ -35,10 +37,13 @@ from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.report import block_traces, collectives, memory
+from shardtrace.snapshot import MemorySnapshot, memory_snapshot
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.generation import Generator
+from shardtrace.training.join import join
 from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
@@ -59,8 +64,10 @@ __all__ = [
     "CheckpointError",
     "Collective",
     "CollectiveRow",
+    "Generator",
     "Inspection",
     "MemoryRow",
+    "MemorySnapshot",
     "NoPlanFitsError",
     "PlanError",
     "Profile",
@@ -75,17 +82,21 @@ __all__ = [
     "ddp",
     "export_safetensors",
     "fsdp",
+    "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
     "init_empty_weights",
     "init_process_group",
     "inspect",
+    "join",
     "kernels",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_safetensors",
     "memory",
+    "memory_snapshot",
     "no_sync",
     "plan",
     "profile",

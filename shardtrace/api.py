@@ -79,6 +79,7 @@ def fsdp(
     repeated_blocks: Repeated = "once",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
+    gradient_divide_factor: float | None = None,
     check_steps: bool | None = None,
     timeout: float = 300.0,
     **spelling: Any,
@@ -88,7 +89,7 @@ def fsdp(
     By default each rank then holds ``ceil(rows / N)`` rows of dim 0 of each parameter, padded with zeros. The
     ``nn.Parameter`` objects and the names in ``state_dict()`` stay the same, so that an optimizer may be built before
     or after. ``thunder.jit(model)`` runs the model with full parameters, which lines of the trace gather and free. The
-    gradient of a shard is the mean over ranks.
+    gradient of a shard is the mean over ranks (``gradient_divide_factor``).
 
     Tied weights stay one parameter and are gathered once. Frozen parameters are sharded; no gradient is reduced for
     them. A 0-dim parameter becomes a shard of shape ``(1,)`` whose value is on rank 0. Parameters without elements stay
@@ -159,6 +160,8 @@ def fsdp(
             of the group's first rank, else those of a slow link and a fast device.
         accumulation_dtype: the dtype in which :func:`shardtrace.no_sync` adds up gradients of lower precision. None:
             their own dtype.
+        gradient_divide_factor: the number by which the sum of the ranks' gradients is divided. Default: the number of
+            ranks, for their mean. 1 leaves the sum, for a loss that is divided by the tokens of all ranks.
         check_steps: check that all ranks are about to send the same collectives: before every step (True), only when a
             step is compiled (False), or only before a step other than the one that followed the same predecessor last
             time (default), such as an evaluation after training, or a forward after a skipped backward.
@@ -195,6 +198,7 @@ def fsdp(
         max_inflight_bytes=max_inflight_bytes,
         timeout=timeout,
         accumulation_dtype=accumulation_dtype,
+        gradient_divide_factor=gradient_divide_factor,
         check_steps=check_steps,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
@@ -246,7 +250,7 @@ def fsdp(
     entries = [
         replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
     ]
-    if group.size() == 1 and options.precision is None and host is None:
+    if group.size() == 1 and options.precision is None and host is None and options.gradient_divide_factor in (None, 1):
         entries = []  # nothing to do: the model is unchanged
     if current is not None and current.type not in (target.type, "meta") and host is None and group.rank() == 0:
         print(f"shardtrace: {type(module).__name__} was on {current}, its shards are on {target}", file=sys.stderr)

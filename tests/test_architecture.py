@@ -27,7 +27,9 @@ FLOORS = [
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
-    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report", "shardtrace.testing"],
+    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report"],
+    ["shardtrace.snapshot", "shardtrace.testing"],
+    ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -22,10 +22,17 @@ import torch
 from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPTS = [f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "compare")]
+SCRIPTS = [
+    f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "ema", "plugin", "compare")
+]
 SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
-PACKAGES = {"huggingface.py": "transformers", "litgpt_finetune.py": "litgpt", "mnist/train.py": "sklearn"}
+PACKAGES = {
+    "huggingface.py": "transformers",
+    "lightning_pretrain.py": "litgpt",
+    "litgpt_finetune.py": "litgpt",
+    "mnist/train.py": "sklearn",
+}
 
 
 def needs(script):
@@ -136,6 +143,13 @@ def test_muon_beside_adamw(run_here):
     out = run_here("gpt2/muon.py", *TINY, "--steps=3", "--eval-batches=0")
     adamw, muon = re.findall(r"^(?:AdamW|Muon and AdamW) +([\d.]+) ", out, re.MULTILINE)
     assert float(adamw) == pytest.approx(float(muon), rel=0.1)
+
+
+def test_a_moving_average_beside_the_model(tmp_path, run_here):
+    out = run_here("gpt2/ema.py", *TINY, "--steps=3", "--eval-batches=1", "--decay=0", f"--save={tmp_path}/both")
+    model, average = re.findall(r"^(?:model|average) +([\d.]+)$", out, re.MULTILINE)
+    assert model == average  # of the last step only
+    assert shardtrace.latest_checkpoint(tmp_path / "both")
 
 
 def test_a_killed_rank_changes_no_loss(tmp_path, trained):
@@ -274,6 +288,17 @@ def test_litgpt_reduces_only_adapters(tmp_path):
     )
     assert adapters == reduced
     assert all("lora_" in name for name in torch.load(tmp_path / "adapters.pth")["model"])
+
+
+def test_litgpts_own_loop_with_fabric(tmp_path):
+    out = run_on_two_ranks(
+        "lightning_pretrain.py", *TINY, "--steps=20", "--accumulate=1", f"--save={tmp_path}/checkpoint"
+    )
+    first, *_ = re.findall(r"loss train: ([\d.]+)", out)
+    assert float(first) < 5.5  # of 256 bytes
+    whole, mine = re.findall(r"parameters, .* ([\d,]+)", out)
+    assert int(whole.replace(",", "")) == 2 * int(mine.replace(",", ""))
+    assert shardtrace.latest_checkpoint(tmp_path / "checkpoint")
 
 
 # ---- the command line ----

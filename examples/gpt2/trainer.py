@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import common
 from checkpoints import Checkpoints, add_checkpoints
-from common import add_count, is_main, mean_over_ranks, new_file, non_negative, table, whole_number
+from common import add_count, is_main, mean_over_ranks, new_file, new_folder, non_negative, table, whole_number
 from loop import train
 from model import CONFIGS, GPT
 from results import Report, result_table
@@ -44,6 +44,7 @@ __all__ = [  # for the scripts
     "add_count",
     "arguments",
     "is_main",
+    "new_folder",
     "result_table",
     "start",
     "table",

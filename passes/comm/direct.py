@@ -85,13 +85,14 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     _wait(future)
     rank, layout, dtype = bucket.plan.rank, bucket.layout, bucket.torch_reduced_dtype
+    share = 1 / bucket.plan.divisor
     large = []
     for i, grad, others in zip(layout.large, future.sent, future.received, strict=False):
-        large.append(_mean_shard(grad, others, bucket.members[i], rank).to(dtype))
+        large.append(_mean_shard(grad, others, bucket.members[i], rank, share).to(dtype))
     if not layout.small:
         return tuple(large)
     mine = future.sent[-1].split_with_sizes(bucket.packed.row_sizes)[rank]
-    return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1]).to(dtype)))
+    return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1], share).to(dtype)))
 
 
 def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
@@ -127,9 +128,11 @@ def _wait(future: InFlight) -> None:
         work.wait()
 
 
-def _mean_shard(grad: torch.Tensor, others: Sequence[torch.Tensor], member: Member, rank: int) -> torch.Tensor:
+def _mean_shard(
+    grad: torch.Tensor, others: Sequence[torch.Tensor], member: Member, rank: int, share: float
+) -> torch.Tensor:
     start, stop = member.parameter.pieces[rank]
-    mean = _mean(grad[start:stop], others)
+    mean = _mean(grad[start:stop], others, share)
     if mean.numel() < member.numel:
         padded = mean.new_zeros(member.numel)
         padded[: mean.numel()] = mean
@@ -137,9 +140,9 @@ def _mean_shard(grad: torch.Tensor, others: Sequence[torch.Tensor], member: Memb
     return mean.view(member.parameter.shard_shape)
 
 
-def _mean(mine: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiplies before it adds, because a sum of fp16 gradients may overflow even if their mean does not."""
-    share = 1 / (len(others) + 1)
+def _mean(mine: torch.Tensor, others: Sequence[torch.Tensor], share: float) -> torch.Tensor:
+    """Multiplies by ``share`` before it adds, because a sum of fp16 gradients may overflow even if their mean does
+    not."""
     mean = mine * share
     for other in others:
         mean.add_(other, alpha=share)

@@ -91,6 +91,6 @@ def _is_uneven(bucket: Bucket) -> bool:
 
 
 def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:
-    averages, ranks = bucket.plan.averages, bucket.plan.world_size
-    rows = bucket.layout.pack_rows(grads, divisor=1 if averages else ranks)
+    averages = bucket.plan.averages and bucket.plan.divisor == bucket.plan.world_size
+    rows = bucket.layout.pack_rows(grads, divisor=1 if averages else bucket.plan.divisor)
     return rows, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM

@@ -36,7 +36,7 @@ from passes.comm import direct, native
 from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
 from passes.comm.overflow import finish_share_overflow, issue_share_overflow
 from passes.comm.properties import Property
-from passes.compat import symbol_that_calls
+from passes.compat import is_profiling, symbol_that_calls
 from passes.plan import Bucket, Placement, Wire
 
 import torch
@@ -159,6 +159,20 @@ def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tenso
 # ---- symbols ----
 
 
+def _profiled(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, with a range of the symbol and its bucket in the profile while a profiler of torch is on."""
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> Any:
+        if not is_profiling():
+            return fn(*args)
+        label = getattr(args[-1], "label", "")
+        with torch.profiler.record_function(f"shardtrace::{name} {label}".rstrip()):
+            return fn(*args)
+
+    return run
+
+
 def symbol(
     name: str,
     meta: Callable[..., Any],
@@ -171,6 +185,7 @@ def symbol(
 
     ``properties`` describe its work besides sending. Most of our symbols compute nothing.
     """
+    fn = _profiled(name, fn) if fn is not None else None
     return symbol_that_calls(
         name, meta, fn, id=f"shardtrace.{name}", executor=executor if fn else None, is_prim=fn is not None,
         tags=[*tags, properties],

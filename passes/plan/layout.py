@@ -48,7 +48,7 @@ class Layout(Protocol):
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Turns the flat buffer of all ranks' rows into the unsharded parameters."""
 
-    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: float = 1) -> torch.Tensor:
         """Inverts :meth:`unpack_rows`: returns the flat buffer of the tensors, each divided by ``divisor``."""
 
     def unpack_row(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -152,7 +152,7 @@ class ShardLayout:
         columns = units.split([size // self.unit for size in self.sizes], dim=1)
         return torch.cat([column.reshape(-1) for column in columns])
 
-    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: float = 1) -> torch.Tensor:
         tensors = _summed(tensors, self.places) if self.scalars else tensors
         one_by_one = self.padded and tensors[0].device.type == "cpu"  # a copy of each member, and none of padded ones
         rows = tensors[0].new_empty(self.world_size, self.numel, dtype=self.dtype)
@@ -211,7 +211,7 @@ class OwnerLayout:
     def unpack_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(rows.as_strided(p.full, p.full_strides, p.start) for p in self.places)
 
-    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: int = 1) -> torch.Tensor:
+    def pack_rows(self, tensors: Sequence[torch.Tensor], *, divisor: float = 1) -> torch.Tensor:
         tensors = _summed(tensors, self.places) if self.scalars else tensors
         rows = tensors[0].new_empty(sum(self.sizes), dtype=self.dtype)
         torch.cat([tensors[i].reshape(-1) for i in self.by_owner], out=rows)

@@ -65,6 +65,7 @@ class Plan:
         max_inflight_bytes: limit of the bytes of buckets in flight; None: ``prefetch + 1`` times the trace's largest
             bucket.
         cost: the cost model of collectives and compute.
+        divide_by: the number by which the sum of the ranks' gradients is divided; None: that of ranks, for their mean.
         direct: whether ranks exchange messages (passes/comm/direct.py) instead of calling the backend's collectives.
         averages: whether the backend's reduce_scatter can average.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
@@ -88,6 +89,7 @@ class Plan:
     prefetch: int = 1
     max_inflight_bytes: int | None = None
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
+    divide_by: float | None = None
     direct: bool = False
     averages: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
@@ -96,6 +98,11 @@ class Plan:
     def group(self) -> Any:
         """The process group of the plan's collectives."""
         return self.runtime.group(self.axis)
+
+    @property
+    def divisor(self) -> float:
+        """The number by which the sum of the ranks' gradients is divided."""
+        return self.world_size if self.divide_by is None else self.divide_by
 
     def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
         """The dtype in which a parameter of ``dtype`` at rest is gathered and used."""

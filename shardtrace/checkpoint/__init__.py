@@ -3,6 +3,7 @@
 from shardtrace.checkpoint.background import AsyncCheckpointer
 from shardtrace.checkpoint.export import export_safetensors
 from shardtrace.checkpoint.files import CheckpointError, latest_checkpoint
+from shardtrace.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.checkpoint.load import Checkpoint, load_checkpoint
 from shardtrace.checkpoint.save import save_checkpoint
 from shardtrace.checkpoint.state import sharded_state_dict
@@ -13,8 +14,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "export_safetensors",
+    "full_optimizer_state_dict",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_full_optimizer_state_dict",
     "load_safetensors",
     "save_checkpoint",
     "sharded_state_dict",

@@ -46,6 +46,7 @@ class AsyncCheckpointer:
         schedulers: Any = (),
         scaler: Any = None,
         extra: Any = None,
+        ema: nn.Module | None = None,
         keep_last: int | None = None,
     ) -> Path:
         """Save like :func:`shardtrace.save_checkpoint`; return the directory, which will be complete later."""
@@ -59,6 +60,7 @@ class AsyncCheckpointer:
             schedulers=schedulers,
             scaler=scaler,
             extra=extra,
+            ema=ema,
             keep_last=keep_last,
             keep=_copied,
         )

@@ -13,7 +13,7 @@ from shardtrace.checkpoint.index import Index, SavedTensor, read_index
 from shardtrace.checkpoint.integrity import check_files
 from shardtrace.checkpoint.optimizer import new_tensors, optimizer_load
 from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.state import ModelState
+from shardtrace.checkpoint.state import ModelState, check_second
 
 import torch
 from torch.optim import Optimizer
@@ -37,7 +37,12 @@ class Contents:
 
 
 def checked_contents(
-    path: Path, model: ModelState, optimizers: Sequence[Optimizer], schedulers: Any, scaler: Any
+    path: Path,
+    model: ModelState,
+    optimizers: Sequence[Optimizer],
+    schedulers: Any,
+    scaler: Any,
+    ema: ModelState | None = None,
 ) -> Contents:
     """The contents of the checkpoint at ``path``. This rank checks its share of the files.
 
@@ -51,8 +56,12 @@ def checked_contents(
     def decoded(value: Any) -> Any:
         return decode(value, new_tensors(value, tensors, targets))
 
-    _check_model(model, tensors)
-    targets |= {f"model.{name}": slot.distributed() for name, slot in model.slots.items()}
+    for label, one in (("model", model), ("ema", ema)):
+        if one is not None:
+            _check_model(label, one, tensors)
+            targets |= {f"{label}.{name}": slot.distributed() for name, slot in one.slots.items()}
+    if ema is not None:
+        check_second(ema, model)
     saved = len(index.state["optimizers"])
     if optimizers and not saved:
         raise CheckpointError(f"{directory} holds no optimizer: pass none to load only the model")
@@ -106,9 +115,12 @@ def _saved_optimizer(index: Index, number: int) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def _check_model(model: ModelState, tensors: dict[str, SavedTensor]) -> None:
+def _check_model(label: str, model: ModelState, tensors: dict[str, SavedTensor]) -> None:
     """Raise CheckpointError that names what the checkpoint and the model do not have in common."""
-    saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    prefix = f"{label}."
+    saved = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    if not saved and model.slots:
+        raise CheckpointError(f"the checkpoint holds no {label}")
     names = {name: name for name in model.slots} | model.tied
     problems = [f"missing key {name}" for name in names if name not in saved]
     problems += [f"unexpected key {name}" for name in saved if name not in names]

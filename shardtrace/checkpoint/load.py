@@ -50,6 +50,7 @@ def load_checkpoint(
     *,
     schedulers: Any = (),
     scaler: Any = None,
+    ema: nn.Module | None = None,
 ) -> Checkpoint:
     """Load a checkpoint into a model, its optimizer, schedulers and scaler, in place.
 
@@ -64,14 +65,15 @@ def load_checkpoint(
     Args:
         path: a checkpoint, or a directory of checkpoints, from which the latest complete one is loaded.
         optimizer: new, or in use; or several in a list, in the order in which they were saved. Default: the saved state
-            of optimizers is ignored. Likewise ``schedulers`` and ``scaler``.
+            of optimizers is ignored. Likewise ``schedulers``, ``scaler`` and ``ema``.
 
     Raises:
         CheckpointError: on every rank, naming the file, tensor or parameter that is wrong.
     """
     state, contents, error = model_state(model), None, None
     try:
-        contents = checked_contents(Path(path), state, as_list(optimizer), as_list(schedulers), scaler)
+        second = model_state(ema) if ema is not None else None
+        contents = checked_contents(Path(path), state, as_list(optimizer), as_list(schedulers), scaler, second)
     except (CheckpointError, OSError, SafetensorError) as problem:
         error = problem
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:

@@ -15,7 +15,7 @@ from shardtrace.checkpoint.files import CheckpointError, step_directory
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.rng import rng_state
-from shardtrace.checkpoint.state import Keep, ModelState, model_state
+from shardtrace.checkpoint.state import Keep, ModelState, check_second, model_state
 from shardtrace.checkpoint.sums import sums_of
 from shardtrace.checkpoint.writer import SafetensorsWriter
 from shardtrace.ranks.mesh import is_alone
@@ -52,6 +52,7 @@ def save_checkpoint(
     schedulers: Any = (),
     scaler: Any = None,
     extra: Any = None,
+    ema: nn.Module | None = None,
     keep_last: int | None = None,
 ) -> Path:
     """Save model, optimizer and random number generators to ``path/step-<step>``; return that directory.
@@ -70,6 +71,7 @@ def save_checkpoint(
         step: the training step, greater than that of every checkpoint in ``path``.
         schedulers: one or more objects with ``state_dict()``, such as learning rate schedulers.
         scaler: the ``torch.amp.GradScaler``.
+        ema: a second model of the same ranks, such as torch's ``AveragedModel`` of ``model``, in its own slot.
         extra: other values to keep, for each rank its own: None, bool, int, float, str, tensors, and lists, tuples and
             dicts of them.
         keep_last: remove all but this many checkpoints in ``path`` once this one is complete. Default: remove none.
@@ -86,6 +88,7 @@ def save_checkpoint(
         schedulers=schedulers,
         scaler=scaler,
         extra=extra,
+        ema=ema,
         keep_last=keep_last,
     )
     write(prepared, state.group, ProgressBar("save", show=state.rank == 0))
@@ -101,6 +104,7 @@ def prepare(
     schedulers: Any,
     scaler: Any,
     extra: Any,
+    ema: nn.Module | None,
     keep_last: int | None,
     keep: Keep = torch.Tensor.detach,
 ) -> Prepared:
@@ -117,6 +121,12 @@ def prepare(
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
         tensors, own, shared = _collect(model, optimizer, schedulers, scaler, extra, keep)
+        if ema is not None:
+            second = model_state(ema)
+            check_second(second, model)
+            tensors |= _tensors("ema", second, keep)
+            if model.rank == 0:
+                shared["tied"] |= _tied("ema", second)
         prepared = Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
     except CheckpointError as problem:
         error = problem
@@ -129,11 +139,7 @@ def _collect(
     model: ModelState, optimizer: Optimizers, schedulers: Any, scaler: Any, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """The tensors, this rank's own other state, and the state that the first rank saves for all."""
-    tensors = {
-        f"model.{name}": slot.distributed(keep(slot.local))
-        for name, slot in model.slots.items()
-        if slot.home is not None or model.rank == 0  # unsharded tensors may differ, as buffers do
-    }
+    tensors: dict[str, torch.Tensor | None] = {**_tensors("model", model, keep)}
     saved = [optimizer_state(o, model, tensors, keep, label(number)) for number, o in enumerate(as_list(optimizer))]
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
@@ -146,7 +152,7 @@ def _collect(
     if model.rank == 0:
         states = [scheduler.state_dict() for scheduler in as_list(schedulers)]
         shared = {
-            "tied": {f"model.{name}": f"model.{first}" for name, first in model.tied.items()},
+            "tied": _tied("model", model),
             "extra_state": {key: encode(value, f"extra_state.{key}", plain) for key, value in model.extra.items()},
             "optimizers": saved,
             "schedulers": encode(states, "schedulers", plain),
@@ -154,6 +160,20 @@ def _collect(
         }
     tensors |= {name: keep(value) for name, value in plain.items()}
     return {name: value for name, value in tensors.items() if value is not None}, own, shared
+
+
+def _tensors(label: str, model: ModelState, keep: Keep) -> dict[str, torch.Tensor]:
+    """This rank's parts of a model's tensors. Unsharded ones, which may differ as buffers do, are the first rank's."""
+    parts = {
+        f"{label}.{name}": slot.distributed(keep(slot.local))
+        for name, slot in model.slots.items()
+        if slot.home is not None or model.rank == 0
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _tied(label: str, model: ModelState) -> dict[str, str]:
+    return {f"{label}.{name}": f"{label}.{first}" for name, first in model.tied.items()}
 
 
 def as_list(values: Any) -> Sequence[Any]:

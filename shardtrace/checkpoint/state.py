@@ -146,6 +146,14 @@ def model_state(model: nn.Module) -> ModelState:
     return ModelState(module, states, slots, tied, extra)
 
 
+def check_second(ema: ModelState, model: ModelState) -> None:
+    """Raises CheckpointError for a second model that cannot be in a checkpoint of the first one."""
+    if ema.group != model.group:
+        raise CheckpointError("ema and model are not sharded over the same ranks: make ema from the sharded model")
+    if ema.extra:
+        raise CheckpointError(f"{min(ema.extra)} of ema is an extra state, which a second model cannot have")
+
+
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model for torch.distributed.checkpoint: ``dcp.save`` and, in place, ``dcp.load``.
 

@@ -147,6 +147,8 @@ class ShardedState:
             "runtime": self.runtime,
         }
 
+        factor, shards = options.gradient_divide_factor, home.group.size()
+
         def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
             group = self.runtime.group(axis)
             return Plan(
@@ -165,6 +167,7 @@ class ShardedState:
             Axis.ALL if home.group is self.group else Axis.SHARD,
             home.placement,
             host=home.host,
+            divide_by=None if factor is None else factor * shards / self.group.size(),  # replicas take their mean
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
             outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
             param_dtype=_dtype(precision.param_dtype if precision else None),

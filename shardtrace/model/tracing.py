@@ -271,6 +271,8 @@ def sharded_class(
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
+        # transformers then keeps the ranks in step while it generates
+        namespace["_is_fsdp_managed_module"] = property(lambda self: not self.__dict__[ATTRIBUTE].unsharded)
         namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
     if hasattr(cls, "save_pretrained"):
         namespace["save_pretrained"] = whole_only(cls.save_pretrained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Options:
     max_inflight_bytes: int | None
     timeout: float
     accumulation_dtype: torch.dtype | None
+    gradient_divide_factor: float | None
     check_steps: bool | None
     offload: CPUOffloadPolicy | None
     checkpointing: Checkpointed = field(repr=False)
@@ -50,6 +52,7 @@ def parse_options(
     max_inflight_bytes: Any,
     timeout: float,
     accumulation_dtype: torch.dtype | None,
+    gradient_divide_factor: Any,
     check_steps: bool | None,
     offload_policy: Any,
     activation_checkpointing: Checkpointed,
@@ -75,6 +78,7 @@ def parse_options(
         max_inflight_bytes=_parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
         timeout=timeout,
         accumulation_dtype=accumulation_dtype,
+        gradient_divide_factor=_parse_factor(gradient_divide_factor),
         check_steps=_check_steps_of_environment() if check_steps is None else check_steps,
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
@@ -89,6 +93,14 @@ def _parse_count(name: str, value: Any, expected: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be {expected}, not {value!r}")
     return value
+
+
+def _parse_factor(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"gradient_divide_factor must be a positive number, or None for the ranks, not {value!r}")
+    return float(value)
 
 
 def _parse_evenness(value: Any) -> float:

@@ -1,10 +1,13 @@
 """PyTorch's own tools around a sharded model. (GradScaler: tests/test_passes/test_share_overflow.py.)"""
 
 import shardtrace
+from shardtrace.model.state import state_of
 
+import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from late import late_groups
 from models import Zoo, tokens
 from ranks import on_ranks
 from sharded_training import ROWS, full_gradients, my_rows, sharded_zoo
@@ -58,10 +61,17 @@ def test_averages_of_parameters(tmp_path):
         single, average = averages
         full = shardtrace.full_state_dict(average)
         torch.testing.assert_close(dict(full), dict(single.state_dict()))
-    shardtrace.save_checkpoint(tmp_path, average, step=3)
-    plain = AveragedModel(Zoo())
-    shardtrace.load_checkpoint(tmp_path, plain)
-    torch.testing.assert_close(dict(plain.state_dict()), dict(full))
+    shardtrace.save_checkpoint(tmp_path / "both", model, ema=average, step=3)
+    shardtrace.save_checkpoint(tmp_path / "one", model, step=3)
+    plain = Zoo()
+    second = AveragedModel(plain)
+    shardtrace.load_checkpoint(tmp_path / "both", plain, ema=second)
+    torch.testing.assert_close(dict(second.state_dict()), dict(full))
+    torch.testing.assert_close(dict(plain.state_dict()), dict(models[0].state_dict()))
+    with pytest.raises(shardtrace.CheckpointError, match="holds no ema"):
+        shardtrace.load_checkpoint(tmp_path / "one", plain, ema=second)
+    with pytest.raises(shardtrace.CheckpointError, match="not sharded over the same ranks"):
+        shardtrace.save_checkpoint(tmp_path / "other", model, ema=second, step=3)
 
 
 @on_ranks(2)
@@ -81,7 +91,40 @@ def test_every_token_counts_the_same():
     dist.all_reduce(everyones)
     loss = torch.nn.functional.cross_entropy(cmodel(x), labels)
     (loss * mine * dist.get_world_size() / everyones).backward()
-    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in single.named_parameters()})
+    expected = {name: p.grad for name, p in single.named_parameters()}
+    torch.testing.assert_close(full_gradients(model), expected)
+
+    def divided_by_tokens(strategy, mesh=None):
+        model = torch.nn.Linear(3, 5)
+        model.load_state_dict(single.state_dict())
+        shardtrace.fsdp(model, sharding_strategy=strategy, mesh=mesh, gradient_divide_factor=1)
+        total = torch.nn.functional.cross_entropy(thunder.jit(model)(x), labels, reduction="sum")
+        (total / everyones).backward()
+        torch.testing.assert_close(full_gradients(model), expected)
+
+    for strategy in ("zero3", "owner", "ddp"):
+        divided_by_tokens(strategy)
+    with late_groups() as nccl:
+        divided_by_tokens("zero2", nccl)
+
+
+def test_divisors_of_hybrid_strategies(fake_ranks):
+    """Shards take a part of the factor, and replicas their mean."""
+    fake_ranks(8)
+    mesh = dist.init_device_mesh("cpu", (4, 2))
+    model = torch.nn.Linear(4, 4)
+    shardtrace.fsdp(model, sharding_strategy="hybrid_zero3", mesh=mesh, gradient_divide_factor=16)
+    (plan,) = state_of(model).plans.values()
+    assert (plan.divisor, plan.outer.divisor) == (4, 4)
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_divisor_in_a_world_of_one():
+    for strategy in ("zero3", "ddp"):
+        model = torch.nn.Linear(2, 1, bias=False)
+        shardtrace.fsdp(model, sharding_strategy=strategy, gradient_divide_factor=4.0)
+        thunder.jit(model)(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[0.25, 0.25]]
 
 
 @on_ranks(2)
@@ -101,3 +144,13 @@ def test_autocast():
     gradients = full_gradients(model)
     for name, p in single.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)
+
+
+@on_ranks(2)
+def test_names_in_a_profile():
+    cmodel = thunder.jit(shardtrace.fsdp(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cmodel(torch.ones(1, 4)).sum().backward()
+    found = {event.key for event in profile.key_averages()}
+    rows = shardtrace.collectives(cmodel)
+    assert {f"shardtrace::{wait}{row.kind} {row.bucket}" for row in rows for wait in ("", "wait_")} <= found

@@ -1,0 +1,175 @@
+"""An optimizer's state as a single process has it: conversion from shards and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from passes.plan import Placement
+from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.optimizer import is_like, load_optimizer, named_groups
+from shardtrace.checkpoint.state import ModelState, Slot, model_state
+from shardtrace.model.home import shard, unshard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False, cpu: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state dict in a single process: tensors have the full shapes, parameters are numbered.
+
+    A collective: every rank of the model's group must call it. Tensors are gathered one at a time. An optimizer of the
+    unsharded model loads it with ``load_state_dict``.
+
+    Args:
+        model: the sharded model, before or after ``thunder.jit``.
+        optimizer: an optimizer of its parameters.
+        rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
+        cpu: move each tensor to host memory as it is gathered.
+
+    Raises:
+        CheckpointError: on every rank, naming a parameter that is not the model's, or a state that is not laid out like
+            its parameter.
+    """
+    state, error, slots = model_state(model), None, []
+    packed = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    try:
+        slots = [state.slots[name] for name in _names(optimizer, state)]
+        _check_laid_out(packed["state"], parameters, slots)
+    except CheckpointError as problem:
+        error = problem
+    values = {number: packed["state"].get(number, {}) for number in range(len(slots))}
+    lines = [f"{n}: {_kinds(values[n], parameters[n])}" for n, slot in enumerate(slots) if not _is_owned(slot)]
+    agree(state, f"the state of the {type(optimizer).__name__} to gather", lines, error)
+
+    keep = not rank0_only or state.rank == 0
+    full: dict[int, dict[str, Any]] = {}
+    for number, slot in enumerate(slots):
+        kinds = _of_owner(_kinds(values[number], parameters[number]), slot)
+        whole = {}
+        for key, (dtype, value) in kinds.items():
+            if dtype is not None and slot.home is not None:
+                local = values[number].get(key, slot.local.detach().new_empty(slot.local.shape, dtype=dtype))
+                value = unshard(local, slot.full_shape, slot.home)
+            elif key in values[number]:
+                value = values[number][key]
+            if keep:
+                whole[key] = value.cpu() if cpu and isinstance(value, torch.Tensor) else value
+        if whole:
+            full[number] = whole
+    return {"state": full, "param_groups": packed["param_groups"]} if keep else {}
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load the state dict of an optimizer of the unsharded model. Each rank copies its rows.
+
+    Every rank passes the whole state dict; its tensors may be mapped from a file (``torch.load(path, mmap=True)``), of
+    which only this rank's rows are then read.
+
+    Args:
+        state_dict: with numbers for parameters, as ``Optimizer.state_dict`` has them, or with names, as in the full
+            state dicts of PyTorch's FSDP and of ``torch.distributed.checkpoint.state_dict``.
+
+    Raises:
+        CheckpointError: on every rank, naming the parameter or key that does not fit; nothing has been loaded then.
+    """
+    state, error, mine = model_state(model), None, {}
+    try:
+        mine = _mine(optimizer, state, state_dict)
+    except CheckpointError as problem:
+        error = problem
+    except (KeyError, TypeError, AttributeError, ValueError) as problem:
+        error = CheckpointError(f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}")
+    agree(state, f"the state of the {type(optimizer).__name__} to load", [], error)
+    load_optimizer(optimizer, mine)
+
+
+def _names(optimizer: Optimizer, model: ModelState) -> list[str]:
+    return [name for group in named_groups(optimizer, model) for name in group]
+
+
+def _is_owned(slot: Slot) -> bool:
+    return slot.home is not None and slot.home.placement is Placement.OWNER
+
+
+def _kinds(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, tuple[torch.dtype | None, Any]]:
+    """For each key, the dtype of a tensor that is laid out like its parameter; or None, and the value itself."""
+    return {k: (v.dtype, None) if is_like(k, v, parameter) else (None, v) for k, v in sorted(values.items())}
+
+
+def _of_owner(
+    kinds: dict[str, tuple[torch.dtype | None, Any]], slot: Slot
+) -> dict[str, tuple[torch.dtype | None, Any]]:
+    """The owner's, because the other ranks hold no part of the parameter and may have no state for it."""
+    if slot.home is None or not _is_owned(slot) or slot.home.group.size() == 1:
+        return kinds
+    said = [kinds]
+    dist.broadcast_object_list(said, group=slot.home.group, group_src=slot.home.owner)
+    return said[0]
+
+
+def _check_laid_out(state: Mapping[int, Any], parameters: list[nn.Parameter], slots: list[Slot]) -> None:
+    for number, values in state.items():
+        for key, value in values.items():
+            odd = isinstance(value, torch.Tensor) and value.numel() != 1 and not is_like(key, value, parameters[number])
+            if odd and not slots[number].is_whole:
+                raise CheckpointError(
+                    f"{key} of parameter {number} has shape {tuple(value.shape)}: of a sharded parameter, only state "
+                    "of the parameter's own shape and scalars can be made whole; use another optimizer, or 'ddp'"
+                )
+
+
+def _mine(optimizer: Optimizer, model: ModelState, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole state dict, with numbers for parameters. Raises CheckpointError for a misfit."""
+    names = _names(optimizer, model)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    groups = state_dict["param_groups"]
+    found = [len(group["params"]) for group in groups]
+    if sizes != found:
+        raise CheckpointError(
+            f"the {type(optimizer).__name__} has groups of {sizes} parameters, the state dict has groups of {found}"
+        )
+    order = [p for group in groups for p in group["params"]]
+    if by_name := [p for p in order if isinstance(p, str)]:
+        if unknown := sorted(set(by_name) - set(names)):
+            raise CheckpointError(f"{unknown[0]} of the state dict is not in the {type(optimizer).__name__}")
+        numbers = {name: number for number, name in enumerate(names)}
+    else:
+        numbers = {p: number for number, p in enumerate(order)}
+    state = {}
+    for key, values in state_dict["state"].items():
+        number = numbers[key]
+        slot = model.slots[names[number]]
+        state[number] = {k: _part(k, v, names[number], slot) for k, v in values.items()}
+    now = optimizer.state_dict()["param_groups"]
+    packed = [{**g, "params": n["params"]} for g, n in zip(_sorted(groups, now, numbers), now, strict=True)]
+    return {"state": state, "param_groups": packed}
+
+
+def _sorted(groups: list[Any], now: list[Any], numbers: Mapping[Any, int]) -> list[Any]:
+    """The saved groups in the order of the optimizer's. Raises CheckpointError if they hold other parameters."""
+    by_members = {frozenset(numbers[p] for p in group["params"]): group for group in groups}
+    found = [by_members.get(frozenset(group["params"])) for group in now]
+    if None in found:
+        raise CheckpointError(
+            f"group {found.index(None)} of the optimizer has other parameters than any that was saved"
+        )
+    return found
+
+
+def _part(key: str, value: Any, name: str, slot: Slot) -> Any:
+    if not isinstance(value, torch.Tensor) or slot.home is None or (key == "step" and value.dim() == 0):
+        return value
+    if tuple(value.shape) != slot.full_shape:
+        if value.numel() == 1 or slot.is_whole:
+            return value
+        raise CheckpointError(
+            f"the optimizer's {key} of {name} has shape {tuple(value.shape)}, the parameter has {slot.full_shape}"
+        )
+    return shard(value, slot.home).clone() if slot.is_whole else shard(value, slot.home)

@@ -1,0 +1,265 @@
+"""The strategy: Fabric starts the ranks, shardtrace shards the model, Thunder compiles it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from passes.compat import jitted_module
+from shardtrace.api import fsdp
+from shardtrace.lightning import checkpoint
+from shardtrace.lightning.precision import check_precision, policy_of
+from shardtrace.model.empty_weights import init_empty_weights
+from shardtrace.model.state import state_of
+from shardtrace.ranks.rendezvous import init_process_group
+from shardtrace.training.accumulation import no_sync
+from shardtrace.training.clipping import clip_grad_norm_
+
+import thunder
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DDPStrategy
+from thunder.core.module import ThunderModule
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+
+class ShardtraceStrategy(DDPStrategy):
+    """Trains with Lightning Fabric: ``Fabric(strategy=ShardtraceStrategy(), devices=2)``, or ``strategy="shardtrace"``.
+
+    ``fabric.setup(model)`` shards the model in place with :func:`shardtrace.fsdp` and compiles it with
+    ``thunder.jit``. Parameters stay the same objects, so that an optimizer may be built before or after. Everything
+    else is as with Fabric's strategies: ``init_module(empty_init=True)`` builds a model without memory, which ``setup``
+    initialises, one module at a time; ``no_backward_sync`` adds gradients up; ``clip_gradients`` takes the norm of the
+    whole gradient.
+
+    Precision "bf16-mixed" and "16-mixed" also gather parameters and reduce gradients in the lower precision; shards and
+    optimizer state stay fp32.
+
+    Args:
+        sharding_strategy: as for :func:`shardtrace.fsdp`.
+        state_dict_type: what ``fabric.save`` writes: "sharded", a folder in which each rank writes its shards, or
+            "full", one file as a single process writes it. ``fabric.load`` takes either one, with any number of ranks,
+            and a file that another strategy has saved.
+        jit: compile the model with ``thunder.jit``. With False, pass ``fabric.setup`` the result of a ``thunder.jit``
+            of your own, or jit a function that calls the model.
+        executors: those of ``thunder.jit``.
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards).
+        timeout: how long ranks wait for each other.
+        process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
+            Fabric's DDPStrategy.
+        options: further arguments of :func:`shardtrace.fsdp`.
+
+    Raises:
+        TypeError: for a precision plugin or a CheckpointIO plugin that it does not work with.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=300),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        sharding_strategy: Any = "zero3",
+        state_dict_type: Literal["full", "sharded"] = "sharded",
+        jit: bool = True,
+        executors: Sequence[Any] | None = None,
+        mesh: DeviceMesh | tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}")
+        self._backward_sync_control = _NoSync()
+        self.state_dict_type, self.jit, self.executors, self.mesh = state_dict_type, jit, executors, mesh
+        self.options = {"sharding_strategy": sharding_strategy, **options}
+
+    # ---- processes ----
+
+    @property
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = check_precision(precision)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise TypeError(f"ShardtraceStrategy writes checkpoints itself, without {type(io).__name__}: leave it out")
+
+    def setup_environment(self) -> None:
+        if dist.is_torchelastic_launched() and self._process_group_backend is None:
+            # torchrun may restart ranks, which Fabric's own group does not survive
+            assert self.accelerator is not None
+            self.accelerator.setup_device(self.root_device)
+            on_gpu = self.root_device.type == "cuda"
+            init_process_group(
+                self.root_device, timeout=self._seconds, **({"device_id": self.root_device} if on_gpu else {})
+            )
+        super().setup_environment()
+        if isinstance(self.mesh, tuple):
+            self.mesh = init_device_mesh(self.root_device.type, self.mesh, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def _seconds(self) -> float:
+        return 300.0 if self._timeout is None else self._timeout.total_seconds()
+
+    # ---- the model ----
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Modules are built in host memory, or without memory for their parameters (``empty_init=True``)."""
+        stack = ExitStack()
+        stack.enter_context(self.precision.module_init_context())
+        if empty_init:
+            stack.enter_context(init_empty_weights())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leaves the module where it is: ``setup_module`` moves shards, so that no device holds the whole module."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shards the module in place, unless it is sharded already, and compiles it."""
+        if state_of(module) is None:
+            policy = policy_of(self.precision)
+            options = {"mp_policy": policy, **self.options} if policy is not None else self.options
+            assert not isinstance(self.mesh, tuple)  # setup_environment made a mesh of it
+            module = fsdp(module, mesh=self.mesh, device=self.root_device, timeout=self._seconds, **options)
+        if not isinstance(module, ThunderModule):
+            if not self.jit:
+                return module
+            module = thunder.jit(module, executors=self.executors)
+        _guard(module)
+        return module
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clips by the norm of the whole gradient of the optimizer's parameters, over all ranks."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Saves a sharded model, its optimizers, and other values. Every rank must call it.
+
+        Raises:
+            ValueError: the state has no sharded model, or more than one.
+            CheckpointError: on every rank, naming what cannot be saved.
+        """
+        if storage_options is not None:
+            raise TypeError("ShardtraceStrategy takes no storage_options, because it uses no CheckpointIO")
+        if filter and self.state_dict_type == "sharded":
+            raise NotImplementedError("a sharded checkpoint is saved whole: use state_dict_type='full' with a filter")
+        parts, path = checkpoint.parts_of(state, "save"), Path(self.broadcast(path))
+        if self.state_dict_type == "sharded":
+            checkpoint.save_shards(path, parts)
+        else:
+            checkpoint.save_file(path, parts, filter or {})
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a folder or a file that any number of ranks saved, in place. Every rank must call it.
+
+        Returns:
+            The values of the checkpoint that the state does not ask for.
+
+        Raises:
+            ValueError: the state has no sharded model, or more than one.
+            KeyError, CheckpointError, RuntimeError: what does not fit, on every rank; nothing has been loaded then.
+        """
+        if not state:
+            raise ValueError("ShardtraceStrategy loads into a sharded model: pass state={'model': model, ...}")
+        if isinstance(state, Optimizer):
+            raise ValueError(
+                "an optimizer is loaded with its model: pass state={'model': model, 'optimizer': optimizer}"
+            )
+        path = Path(self.broadcast(path))
+        if isinstance(state, nn.Module):
+            checkpoint.load_raw(path, state, strict=strict, weights_only=weights_only)
+            return {}
+        parts = checkpoint.parts_of(state, "load")
+        if path.is_dir():
+            return checkpoint.load_shards(path, parts, state, strict=strict)
+        return checkpoint.load_file(path, parts, state, strict=strict, weights_only=weights_only)
+
+
+def jitted(model: nn.Module) -> ThunderModule:
+    """The jitted module inside the result of ``fabric.setup``, for ``shardtrace.collectives``, ``inspect`` and others.
+
+    Raises ValueError if there is none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, ThunderModule)), None)
+    if found is None:
+        raise ValueError(f"there is no jitted module in {type(model).__name__}: pass the result of fabric.setup(model)")
+    return found
+
+
+def _guard(jitted: ThunderModule) -> None:
+    """Makes a jitted module raise instead of running a step of another method, and keeps torch.compile out of it.
+
+    Fabric calls a method such as ``training_step`` by putting it in the place of ``forward``, and Thunder does not look
+    for another ``forward`` before it runs a compiled step.
+    """
+    module, run = jitted_module(jitted), jitted.forward
+    forward = module.forward
+
+    @torch.compiler.disable
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if module.forward != forward:
+            module.forward = forward
+            raise RuntimeError(
+                f"only forward() of {type(module).__name__} is compiled, and Fabric calls another method through it: "
+                "compute the loss in forward(), or pass ShardtraceStrategy(jit=False) and jit the method by thunder.jit"
+            )
+        return run(*args, **kwargs)
+
+    jitted.forward = guarded
+
+
+class _NoSync:
+    """Fabric's interface for ``no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
