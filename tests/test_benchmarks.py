@@ -95,6 +95,7 @@ def test_cuda_says_why_it_cannot_run(tmp_path):
         ("--only=(", "'(' is not a regular expression"),
         ("--only=nobody", "no contender matches 'nobody'"),
         ("--rates=fast", "'fast' is not a list of rates"),
+        ("--worlds=8,none", "'none' is not a positive whole number"),
         ("--heads=7", "width 384 is not divisible by 7 heads"),
     ],
 )

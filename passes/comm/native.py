@@ -65,7 +65,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     packing. Either way a sum of fp16 gradients does not overflow if their mean does not."""
     layout, group = bucket.layout, bucket.plan.group
     rows, op = _packed(grads, bucket)
-    if bucket.plan.world_size == 1:
+    if bucket.plan.world_size == 1 and not bucket.plan.averages:
         return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
     if _is_uneven(bucket):  # one group of reductions
