@@ -66,7 +66,9 @@ class Plan:
             bucket.
         cost: the cost model of collectives and compute.
         direct: whether ranks exchange messages (passes/comm/direct.py) instead of calling the backend's collectives.
-        averages: whether the backend's reduce_scatter can average.
+        averages: whether the backend's reduce_scatter can average, and is asked to.
+        sums: whether gradients are added up before they are divided, except for what fp16 needs; else divided first, or
+            averaged by the backend.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
@@ -90,12 +92,26 @@ class Plan:
     cost: CostModel = default_cost_model("cpu", "gloo")  # noqa: RUF009  frozen
     direct: bool = False
     averages: bool = False
+    sums: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     @property
     def group(self) -> Any:
         """The process group of the plan's collectives."""
         return self.runtime.group(self.axis)
+
+    def divisors(self, dtype: dtypes.dtype) -> tuple[int, float]:
+        """The numbers by which the backend's reductions in ``dtype`` divide gradients before and after they add them.
+
+        With ``sums``, fp16 divides by a power of two near the root of the number of ranks before, as FSDP2 does: small
+        gradients of many ranks do not vanish, large ones do not overflow.
+        """
+        if self.averages:
+            return 1, 1
+        if not self.sums:
+            return self.world_size, 1
+        before = 2 ** (self.world_size.bit_length() // 2) if dtype == dtypes.float16 else 1
+        return before, self.world_size / before
 
     def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
         """The dtype in which a parameter of ``dtype`` at rest is gathered and used."""

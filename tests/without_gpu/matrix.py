@@ -112,7 +112,9 @@ def compile_step(
     with fake_ranks(8):
         if str(options.get("sharding_strategy")).startswith("hybrid"):
             options["mesh"] = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
-        model = shardtrace.fsdp(Model().train(train), device=DEVICE, **options)
+        with torch.device("meta"):
+            model = Model().train(train)
+        shardtrace.fsdp(model, device=DEVICE, param_init_fn=lambda module: None, **options)
         runtime = model._shardtrace.runtime
         runtime.keeps_gradients, runtime.kept.used = gradients == "kept", gradients == "added"
         jitted = thunder.jit(model, **(jit_options or {}))
