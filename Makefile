@@ -15,7 +15,7 @@ STEPS ?= 700
 DEVICE ?= cpu
 TRAIN_ARGS ?=
 
-# make gpu: NVFUSER=1 fails where nvFuser is not there
+# make gpu: NVFUSER=1 installs nvFuser, and with it torch 2.10, and fails where it cannot be used
 NVFUSER ?=
 
 # make nvfuser-check: needs Python 3.10 or 3.12, for which there are wheels of nvFuser
@@ -54,7 +54,7 @@ nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuse
 bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
-gpu: $(VENV)/.dev  ## run the tests that need a GPU and print what they prove, in minutes; then make bench SETTING=cuda
+gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run the tests that need a GPU and print what they prove, in minutes; then make bench SETTING=cuda
 	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
 
@@ -78,7 +78,7 @@ clean:  ## remove the environment and all build outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp records what is installed. It is checked again only when pyproject.toml changes.
-$(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/python -m pip install -q -e ".[$*]"
 	@touch $@
 
