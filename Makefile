@@ -15,22 +15,27 @@ STEPS ?= 700
 DEVICE ?= cpu
 TRAIN_ARGS ?=
 
-# make gpu: NVFUSER=1 fails where nvFuser is not there
+# make gpu: NVFUSER=1 installs nvFuser, and with it torch 2.10, and fails where it cannot be used
 NVFUSER ?=
 
-# make bench, make gpu
+# make nvfuser-check: needs Python 3.10 or 3.12, for which there are wheels of nvFuser
+NVFUSER_VENV ?= .venv-nvfuser
+NVFUSER_TORCH := 2.10.0
+NVFUSER_WHEEL := $(shell grep -o 'nvfuser-cu[^"]*' pyproject.toml)
+
+# make bench
 SETTING ?= loopback
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench gpu notebooks docs lint clean
+.PHONY: help train test nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
-	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench and gpu SETTING BENCH_ARGS; for gpu NVFUSER"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench SETTING BENCH_ARGS; for gpu NVFUSER"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
@@ -41,12 +46,17 @@ test: lint  ## check style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --numprocesses=$(LANES) \
 		--dist=loadfile --no-loadscope-reorder
 
+nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuses with nvFuser's wheel (1 GB), PYTHON=python3.12
+	export LD_LIBRARY_PATH=$(abspath $(NVFUSER_VENV))/stubs OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
+	$(NVFUSER_VENV)/bin/python tests/without_gpu/definitions.py \
+	&& $(NVFUSER_VENV)/bin/python -m pytest -q tests/test_nvfuser.py tests/test_passes
+
 bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
-gpu: $(VENV)/.dev  ## run the tests that need a GPU, then the benchmarks on CUDA
+gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run the tests that need a GPU and print what they prove, in minutes; then make bench SETTING=cuda
+	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
-	$(BIN)/python examples/benchmarks/compare.py cuda $(BENCH_ARGS)
 
 docs: $(VENV)/.dev  ## build the API reference from the docstrings: build/api/index.html
 	$(BIN)/python docs/build.py build/api
@@ -64,11 +74,11 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	MYPYPATH=examples/gpt2 $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NVFUSER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp records what is installed. It is checked again only when pyproject.toml changes.
-$(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/python -m pip install -q -e ".[$*]"
 	@touch $@
 
@@ -89,4 +99,18 @@ $(VENV)/.torch:
 		echo "installing torch $(TORCH)"; \
 		"$$@" "torch==$(TORCH)"; \
 	fi
+	@touch $@
+
+# torch without the libraries of CUDA, in whose place are stubs, and what it and Thunder need otherwise.
+$(NVFUSER_VENV)/.ready: tests/without_gpu/cuda_stubs.py
+	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 10), (3, 12)) or sys.exit("nvFuser has wheels for Python "\
+	"3.10 and 3.12, but $(PYTHON) is " + sys.version.split()[0] + ": try make nvfuser-check PYTHON=python3.12")'
+	$(PYTHON) -m venv $(NVFUSER_VENV)
+	$(NVFUSER_VENV)/bin/pip install -q --no-deps torch==$(NVFUSER_TORCH) $(NVFUSER_WHEEL) nvidia-cuda-runtime-cu12==12.8.90 \
+		lightning-thunder==0.2.6
+	$(NVFUSER_VENV)/bin/pip install -q filelock "typing-extensions>=4.10" "sympy>=1.13.3" "networkx>=3.3" jinja2 fsspec numpy \
+		"setuptools>=77,<82" looseversion==1.3.0 lightning-utilities optree opt-einsum "mpmath<1.4" dill safetensors pygments \
+		pytest pytest-timeout expecttest hypothesis pandas
+	$(NVFUSER_VENV)/bin/pip install -q --no-deps --no-build-isolation -e .
+	$(NVFUSER_VENV)/bin/python $< $(NVFUSER_VENV)/stubs
 	@touch $@

@@ -195,7 +195,7 @@ print("sum, then divide:", ((a + b) / 2).item())
 print("divide, then sum:", (a / 2 + b / 2).item())
 
 # %% [markdown]
-# Therefore `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks exchange the pieces of their
+# By default `reduce_scatter` never sums undivided gradients. With gloo on CPUs, ranks exchange the pieces of their
 # gradients, and the receiver multiplies each piece by 1/N as it adds it (`passes/comm/direct.py`). With NCCL the
 # collective averages (`ReduceOp.AVG`), which scales before it adds. On other backends gradients are divided while they
 # are packed, before the collective (`passes/comm/native.py`). The price is at the other end of the range: a quotient

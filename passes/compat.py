@@ -156,9 +156,11 @@ def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
     """Lets Thunder call torch functions with fake tensors on the CPU in place of ``device``.
 
     Thunder calls a function that it does not know, such as ``torch.addmm``, to see the shape of its result. A torch
-    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. It also finds no fused
-    attention there, which every CUDA device has. This is the only place where functions of Thunder are replaced, for
-    the compilation of a step that is never run.
+    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. (torch's own stand-in for a
+    missing device, ``torch._C._ensureCUDADeviceGuardSet``, acts only in builds with CUDA, whose autograd then asks for
+    a context of CUDA.) It also finds no fused attention there, which every CUDA device has. Thunder has no hook for
+    these calls. This is the only place where functions of Thunder are replaced, for the compilation of a step that is
+    never run.
     """
     from thunder import torch as ltorch
     from thunder.core.devices import to_device

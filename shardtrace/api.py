@@ -76,6 +76,7 @@ def fsdp(
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
     kernels: bool = True,
+    sum_reductions: bool = False,
     repeated_blocks: Repeated = "once",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
@@ -151,6 +152,10 @@ def fsdp(
         kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
             it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
             and the memory of eager PyTorch.
+        sum_reductions: add gradients up and divide this rank's shard of the sum, as the cast does that follows it,
+            instead of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
+            divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
+            ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
         repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
             fraction of the time. Blocks that differ in more than the values of their parameters are traced by
             themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
@@ -203,6 +208,7 @@ def fsdp(
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         kernels=kernels,
+        sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
         spelling=spelling,
     )

@@ -14,6 +14,8 @@ FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
 TINY = ["--layers=1", "--width=16", "--batch=2", "--seq=8", "--rounds=1", "--steps-per-round=1"]
 ONE = ["shardtrace zero3", "fsdp2 reshard", "single eager"]
 
+RECORDS_LISTS = hasattr(torch._C._autograd._KinetoEvent, "structured_input_shapes")  # not torch 2.10
+
 
 def compare(out, *arguments, **environment):
     return subprocess.run(
@@ -95,6 +97,7 @@ def test_cuda_says_why_it_cannot_run(tmp_path):
         ("--only=(", "'(' is not a regular expression"),
         ("--only=nobody", "no contender matches 'nobody'"),
         ("--rates=fast", "'fast' is not a list of rates"),
+        ("--worlds=8,none", "'none' is not a positive whole number"),
         ("--heads=7", "width 384 is not divisible by 7 heads"),
     ],
 )
@@ -139,7 +142,7 @@ def test_traffic_of_collectives(module, single_rank):
         dist.reduce_scatter_tensor(torch.ones(30), torch.ones(30))
 
     _, metered = memory.metered(step, torch.device("cpu"))
-    assert memory.traffic(metered.events) == (3, 2 * 400 + 200 + 120)
+    assert memory.traffic(metered.events) == ((3, 2 * 400 + 200 + 120) if RECORDS_LISTS else (None, None))
 
 
 def test_targets_are_ratios_of_rounds(module):

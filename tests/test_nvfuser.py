@@ -1,6 +1,6 @@
 """nvFuser without a GPU: what Thunder fuses for it in sharded models, and training through its regions, run by torch.
 
-On a GPU: tests/gpu.
+With nvFuser's wheel: make nvfuser-check. On a GPU: tests/gpu.
 """
 
 import json
@@ -25,7 +25,7 @@ def found():
 
 
 def test_no_collective_is_in_a_region(found):
-    """Strategies, precision, checkpointing, dropout and offload compile for nvFuser, and are verified."""
+    """Strategies, precision, checkpointing, dropout, offload and no_sync compile for nvFuser, and are verified."""
     cases = found["compiled"]
     assert [wrong for case in cases.values() for wrong in case["wrong"]] == []
     assert all(min(case["regions"]) > 0 for case in cases.values())

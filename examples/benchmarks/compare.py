@@ -23,7 +23,7 @@ from launch import RankFailed, run_ranks
 from report import legend, plot, table, target_table
 from targets import Result, targets
 
-FAKE_WORLDS = (8, 64)
+WORLDS = (1, 8, 64)  # one rank over nccl; one of many, whose peers are fake
 CPU_SIZES = {"layers": 8, "width": 384, "batch": 4, "seq": 128}
 CUDA_SIZES = {"layers": 12, "width": 768, "batch": 8, "seq": 1024}  # GPT-2
 
@@ -62,8 +62,12 @@ def cuda(args: argparse.Namespace) -> list[Result]:
 
     if not torch.cuda.is_available():
         raise CannotRun("torch sees no CUDA device (torch.cuda.is_available() is False)")
-    jobs = [job(args, "cuda, nccl", "nccl", 1)]
-    jobs += [job(args, f"cuda, one of {n} ranks (the others are fake)", "fake", n) for n in FAKE_WORLDS]
+    jobs = [
+        job(args, "cuda, nccl", "nccl", 1)
+        if n == 1
+        else job(args, f"cuda, one of {n} ranks (the others are fake)", "fake", n)
+        for n in args.worlds
+    ]
     return [result for one in jobs for result in run_ranks(one)]
 
 
@@ -115,6 +119,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps-per-round", type=positive, default=2, help="timed steps of a contender in a round (2)")
     add("--only", type=pattern, default="", metavar="REGEX", help="run only matching contenders (and 'host overhead')")
     add("--rates", type=rates, default=(1.0, 2.0), help="rates of the slow link, in Gbit/s (1,2)")
+    add("--worlds", type=worlds, default=WORLDS, help="on CUDA: numbers of ranks, of which one is real (1,8,64)")
     add("--out", type=Path, default=Path("benchmark-results"), help="folder for results.json and steps.svg")
     return parser.parse_args()
 
@@ -131,6 +136,10 @@ def pattern(text: str) -> str:
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
     return text
+
+
+def worlds(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
 
 
 def rates(text: str) -> tuple[float, ...]:

@@ -49,10 +49,11 @@ def metered(fn: Callable[[], T], device: torch.device) -> tuple[T, Metered]:
 
 
 class Traffic(NamedTuple):
-    """The collectives one rank issues in a step, and the bytes of their unsharded buffers (twice for an all_reduce)."""
+    """The collectives one rank issues in a step, and the bytes of their unsharded buffers (twice for an all_reduce).
+    None if one is an all_reduce, and this torch (2.10) does not record its size."""
 
-    collectives: int
-    bytes: int
+    collectives: int | None
+    bytes: int | None
 
 
 # For each operator of c10d: the argument that holds the data of the whole group, and how often it is sent.
@@ -67,8 +68,10 @@ def traffic(events: list[Any]) -> Traffic:
     for event in events:
         if event.name().removeprefix("c10d::") in _WHOLE:
             at, times = _WHOLE[event.name().removeprefix("c10d::")]
-            shape = event.structured_input_shapes()[at]
-            shapes = shape if shape and isinstance(shape[0], list) else [shape]  # a list of tensors, or one tensor
+            shape = getattr(event, "structured_input_shapes", event.shapes)()[at]
+            if not shape:
+                return Traffic(None, None)
+            shapes = shape if isinstance(shape[0], list) else [shape]  # a list of tensors, or one tensor
             sizes.append(times * _ELEMENT * sum(math.prod(s) for s in shapes))
     sizes = [size for size in sizes if size > _SMALL]
     return Traffic(len(sizes), sum(sizes))

@@ -41,7 +41,7 @@ def race(job: Job, world: World, entrants: list[Entrant], rate: float | None) ->
     if job.backend == "gloo" and world.group.size() > 1:
         for e in entrants:
             if e.contender.name in ("shardtrace zero2", "shardtrace zero3"):
-                sizes = [row.bytes for row in shardtrace.collectives(e.training.model)]
+                sizes = [c.bytes for c in shardtrace.collectives(e.training.model)]
                 moved[e.contender.name] = sum(sizes)
                 steps[f"{e.contender.name} | raw communication"] = raw_exchange(sizes, world.group)
                 steps[f"{e.contender.name} | own communication"] = own_lines(e.training.model, world.device)

@@ -107,6 +107,7 @@ IDS: Mapping[Property, Iterable[Hashable]] = {
         *_torch("select slice_inverse split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose"),
         *_torch("unbind unflatten unsqueeze view_as_complex view_as_real vsplit"),
         *_method("as_strided ccol_indices col_indices crow_indices indices reshape_as row_indices values"),
+        *_method("align_to refine_names rename"),  # until torch 2.12
         *_functional("unfold"),
     ),
     Property.INDEX: _torch("Tensor.__getitem__"),

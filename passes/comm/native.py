@@ -62,10 +62,11 @@ def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, .
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     """Averages over ranks: in the collective if the backend can (nccl multiplies by 1/N before it adds), else while
-    packing. Either way a sum of fp16 gradients does not overflow if their mean does not."""
+    packing. Either way a sum of fp16 gradients does not overflow if their mean does not. A plan that ``sums`` divides
+    this rank's shard afterwards."""
     layout, group = bucket.layout, bucket.plan.group
     rows, op = _packed(grads, bucket)
-    if bucket.plan.world_size == 1:
+    if bucket.plan.world_size == 1 and not bucket.plan.averages:
         return InFlight(DONE, rows, rows)
     row = rows.new_empty(layout.numel)
     if _is_uneven(bucket):  # one group of reductions
@@ -77,7 +78,16 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     future.work.wait()
-    return bucket.layout.unpack_row(future.output.to(bucket.torch_reduced_dtype))
+    return bucket.layout.unpack_row(_divided(future.output, bucket))
+
+
+def _divided(row: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """The row of a mean, in the dtype of reduced gradients. One kernel divides and casts."""
+    _, divisor = bucket.plan.divisors(bucket.dtype)
+    dtype = bucket.torch_reduced_dtype
+    if divisor == 1:
+        return row.to(dtype)
+    return torch.div(row, divisor, out=row if row.dtype == dtype else torch.empty_like(row, dtype=dtype))
 
 
 def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
@@ -91,6 +101,7 @@ def _is_uneven(bucket: Bucket) -> bool:
 
 
 def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:
-    averages = bucket.plan.averages and bucket.plan.divisor == bucket.plan.world_size
-    rows = bucket.layout.pack_rows(grads, divisor=1 if averages else bucket.plan.divisor)
-    return rows, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    plan = bucket.plan
+    before, _ = plan.divisors(bucket.dtype)
+    rows = bucket.layout.pack_rows(grads, divisor=before)
+    return rows, dist.ReduceOp.AVG if plan.is_averaged else dist.ReduceOp.SUM

@@ -67,7 +67,9 @@ class Plan:
         cost: the cost model of collectives and compute.
         divide_by: the number by which the sum of the ranks' gradients is divided; None: that of ranks, for their mean.
         direct: whether ranks exchange messages (passes/comm/direct.py) instead of calling the backend's collectives.
-        averages: whether the backend's reduce_scatter can average.
+        averages: whether the backend's reduce_scatter can average, and is asked to.
+        sums: whether gradients are added up before they are divided, except for what fp16 needs; else divided first, or
+            averaged by the backend.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
@@ -92,6 +94,7 @@ class Plan:
     divide_by: float | None = None
     direct: bool = False
     averages: bool = False
+    sums: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     @property
@@ -103,6 +106,24 @@ class Plan:
     def divisor(self) -> float:
         """The number by which the sum of the ranks' gradients is divided."""
         return self.world_size if self.divide_by is None else self.divide_by
+
+    @property
+    def is_averaged(self) -> bool:
+        """True if the backend averages gradients. It can only divide by the number of ranks."""
+        return self.averages and self.divisor == self.world_size
+
+    def divisors(self, dtype: dtypes.dtype) -> tuple[float, float]:
+        """The numbers by which the backend's reductions in ``dtype`` divide gradients before and after they add them.
+
+        With ``sums``, fp16 divides by a power of two near the root of the number of ranks before, as FSDP2 does: small
+        gradients of many ranks do not vanish, large ones do not overflow.
+        """
+        if self.is_averaged:
+            return 1, 1
+        if not self.sums:
+            return self.divisor, 1
+        before = 2 ** (self.world_size.bit_length() // 2) if dtype == dtypes.float16 else 1
+        return before, self.divisor / before
 
     def unsharded_dtype(self, dtype: dtypes.dtype) -> dtypes.dtype:
         """The dtype in which a parameter of ``dtype`` at rest is gathered and used."""

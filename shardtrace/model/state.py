@@ -151,12 +151,15 @@ class ShardedState:
 
         def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
             group = self.runtime.group(axis)
+            travel = transport(group, devices)
             return Plan(
                 axis=axis,
                 world_size=group.size(),
                 rank=group.rank(),
                 placement=placement,
-                **transport(group, devices)._asdict(),
+                direct=travel.direct,
+                averages=travel.averages and not options.sum_reductions,
+                sums=options.sum_reductions,
                 **common,
                 **others,
             )

@@ -39,6 +39,7 @@ class Options:
     offload: CPUOffloadPolicy | None
     checkpointing: Checkpointed = field(repr=False)
     kernels: bool
+    sum_reductions: bool
     repeated_blocks: Repeated = field(repr=False)
 
 
@@ -57,6 +58,7 @@ def parse_options(
     offload_policy: Any,
     activation_checkpointing: Checkpointed,
     kernels: bool,
+    sum_reductions: bool,
     repeated_blocks: Any,
     spelling: Mapping[str, Any],
 ) -> Options:
@@ -83,6 +85,7 @@ def parse_options(
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
         kernels=kernels,
+        sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
     )
 

@@ -1,34 +1,55 @@
-"""The settings of the CUDA benchmarks, for correctness: a real nccl group of one, and fake groups of many ranks."""
+"""What one GPU can prove: over a real nccl group of one, and as one of many ranks whose peers are fake."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import Zoo, tokens
-from torch import nn
+from proof import (
+    EXECUTORS,
+    RIVALS,
+    WIDTH,
+    Blocks,
+    issued,
+    missing_nvfuser,
+    numbers_over_a_group_of_one,
+    step_times,
+    traces_and_memory,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardtrace  # isort: skip  before thunder: makes it importable on the newest torch
-from passes.analysis.liveness import step_liveness
 from passes.plan import Placement
 
 import thunder
 from exchange import EVEN, SHAPES, exchange_bucket
 
+GPU = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-
-EXECUTORS = {"default": None, "torchcompile": ["sdpa", "torchcompile"], "nvfuser": ["sdpa", "nvfuser"]}
-WIDTH, BLOCKS = 512, 3
 
 
 @pytest.fixture(params=EXECUTORS)
 def executors(request):
-    if request.param == "nvfuser" and thunder.nvfuser_executor is None:
-        if os.environ.get("SHARDTRACE_GPU_NVFUSER"):
-            pytest.fail("make gpu NVFUSER=1 asks for nvFuser, which does not import here: pip install '.[nvfuser]'")
-        pytest.skip("nvFuser does not import here: make gpu NVFUSER=1 makes this a failure")
+    if request.param == "nvfuser" and (reason := missing_nvfuser(bool(os.environ.get("SHARDTRACE_GPU_NVFUSER")))):
+        pytest.skip(reason)
     return EXECUTORS[request.param]
+
+
+def parametrize_executors(names, *, all_of_default, some_of_others):
+    """Cases for each set of executors: fewer for those whose kernels take long to compile."""
+    cases = [(e, *values) for e in EXECUTORS for values in (all_of_default if e == "default" else some_of_others)]
+    return pytest.mark.parametrize(("executors", *names), cases, indirect=["executors"])
+
+
+@pytest.fixture
+def case(request):
+    """The parameters of the test, for the table."""
+    return ", ".join(map(str, request.node.callspec.id.split("-")))
 
 
 @pytest.fixture
@@ -39,29 +60,26 @@ def nccl_of_one(tmp_path):
     dist.destroy_process_group()
 
 
-class Blocks(nn.Module):
-    """Blocks of two linear layers, large enough that what the allocator rounds up to does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("placement", list(Placement))
-def test_collectives_of_nccl(nccl_of_one, placement, dtype):
-    """nccl runs our gathers and all_reduces, in a group of one, where a model would have no collectives. (A
-    reduce_scatter of one rank is not sent.)"""
-    device = torch.device("cuda", 0)
+def test_collectives_of_nccl(nccl_of_one, proves, case, placement, dtype):
+    """nccl runs our gathers and reductions, in a group of one."""
+    before = issued(dist.group.WORLD)
     for shapes in (SHAPES, EVEN):
-        exchange_bucket(placement, shapes, getattr(torch, dtype), dist.group.WORLD, device=device)
+        exchange_bucket(placement, shapes, getattr(torch, dtype), dist.group.WORLD, device=GPU)
+    ran = issued(dist.group.WORLD) - before
+    assert ran > 0
+    proves("a bucket over nccl", case, f"{ran} collectives ran; values and means are right")
+
+
+@parametrize_executors(
+    ("strategy", "precision"),
+    all_of_default=[(s, p) for s in ("zero2", "zero3", "ddp", "owner") for p in (None, "bf16")],
+    some_of_others=[("zero3", None), ("zero2", "bf16")],
+)
+def test_a_model_over_nccl(nccl_of_one, executors, proves, case, strategy, precision):
+    result = numbers_over_a_group_of_one(dist.group.WORLD, GPU, strategy, precision=precision, executors=executors)
+    proves("a model over nccl", case, result)
 
 
 def on_cuda(row):
@@ -88,42 +106,25 @@ def test_nccl_world_of_one_trains_as_a_single_process(nccl_of_one, executors, st
     assert shardtrace.collectives(cmodel) == []  # nobody to talk to
 
 
-@pytest.mark.parametrize("world_size", [8, 64])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_one_of_many_ranks(fake_ranks, executors, strategy, world_size):
+@parametrize_executors(
+    ("strategy", "world_size"),
+    all_of_default=[("zero2", 8), ("zero3", 8), ("zero2", 64), ("zero3", 64)],
+    some_of_others=[("zero2", 64), ("zero3", 8)],
+)
+def test_one_of_many_ranks(fake_ranks, executors, proves, case, strategy, world_size):
     """Compiles (which verifies), issues what it should, and takes the memory that the traces promise."""
     fake_ranks(world_size)
     torch.cuda.set_device(0)
-    x = torch.randn(16, WIDTH, device="cuda")
-    before = torch.cuda.memory_allocated()
-    model = shardtrace.fsdp(Blocks(), sharding_strategy=strategy, device="cuda")
-    shards = torch.cuda.memory_allocated() - before
-    whole = 4 * BLOCKS * (8 * WIDTH * WIDTH + 5 * WIDTH)
-    assert shards == pytest.approx(whole / world_size, rel=0.05)
-
-    cmodel = thunder.jit(model, executors=executors)
-    for _ in range(3):
-        cmodel(x).backward()
-        model.zero_grad()
-    kinds = [(c.kind, c.phase) for c in shardtrace.collectives(cmodel)]
-    gathers = [("all_gather", "forward")] * BLOCKS + [("all_gather", "backward")] * BLOCKS * (strategy == "zero3")
-    assert sorted(kinds) == sorted([*gathers, *[("reduce_scatter", "backward")] * BLOCKS])
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    idle = torch.cuda.memory_allocated()
-    cmodel(x).backward()
-    torch.cuda.synchronize()
-    measured = torch.cuda.max_memory_allocated()
-    forward = next(t for t in reversed(thunder.last_traces(cmodel)) if t.bound_symbols)
-    backward = thunder.last_backward_traces(cmodel)[-1]
-    arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *cmodel.parameters())})
-    promised = step_liveness(forward, backward, persistent=idle - arguments).peak
-    assert measured == pytest.approx(promised, rel=0.1)
+    traces, memory = traces_and_memory(GPU, strategy, executors=executors)
+    proves("traces of a rank", case, traces)
+    proves("memory of a rank", case, memory)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("pin_memory", [True, False])
+@parametrize_executors(
+    ("strategy", "pin_memory"),
+    all_of_default=[("zero2", True), ("zero3", True), ("zero2", False), ("zero3", False)],
+    some_of_others=[("zero3", True)],
+)
 def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
     torch.manual_seed(0)
     expected = Zoo().cuda()
@@ -146,7 +147,7 @@ def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
-def test_memory_of_a_model_in_host_memory(fake_ranks, executors, world_size):
+def test_memory_of_a_model_in_host_memory(fake_ranks, executors, proves, case, world_size):
     fake_ranks(world_size)
     torch.cuda.set_device(0)
     x = torch.randn(16, WIDTH, device="cuda")
@@ -163,7 +164,9 @@ def test_memory_of_a_model_in_host_memory(fake_ranks, executors, world_size):
     cmodel(x).backward()
     torch.cuda.synchronize()
     promised = shardtrace.memory(cmodel, persistent=idle - x.nbytes).peak
-    assert torch.cuda.max_memory_allocated() == pytest.approx(promised, rel=0.1)
+    measured = torch.cuda.max_memory_allocated()
+    assert measured == pytest.approx(promised, rel=0.1)
+    proves("memory, offloaded", case, f"peak {measured / 1e6:.1f} MB, predicted {promised / 1e6:.1f} MB")
 
 
 def test_a_checkpoint_of_a_gpu_is_loaded_on_it_and_on_the_cpu(nccl_of_one, tmp_path):
@@ -191,3 +194,17 @@ def test_a_checkpoint_of_a_gpu_is_loaded_on_it_and_on_the_cpu(nccl_of_one, tmp_p
         for key, value in optimizer.state[p].items():
             assert torch.equal(value, other_optimizer.state[q][key])
             assert value.device == other_optimizer.state[q][key].device
+
+
+def test_step_times(proves, tmp_path):
+    """One of 8 ranks, whose peers are fake, beside FSDP2 and torch.compile. (All settings: make bench SETTING=cuda.)"""
+    ours = ["", " torchcompile", *([] if missing_nvfuser(False) else [" nvfuser"])]
+    names = [*(f"shardtrace zero3{suffix}" for suffix in ours), *RIVALS.values()]
+    compare = Path(__file__).parents[2] / "examples" / "benchmarks" / "compare.py"
+    only = "|".join(f"^{name}$" for name in names)
+    arguments = ["cuda", "--worlds=8", f"--only={only}", "--rounds=3", f"--out={tmp_path}"]
+    subprocess.run([sys.executable, compare, *arguments], check=True, timeout=280)
+    results = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert set(results[0]["contenders"]) == set(names)
+    for proof in step_times(results):
+        proves(*proof)

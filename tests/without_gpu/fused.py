@@ -1,19 +1,22 @@
 """Thunder with nvFuser on a machine without a GPU. Import this before anything that imports Thunder.
 
 Thunder registers nvFuser if it sees CUDA when it is imported. From then on it forms regions for nvFuser, which can be
-read. :func:`on_cpu` also runs them: torch runs their parts.
+read. :func:`on_cpu` also runs them: torch runs their parts. A stub stands in for nvFuser's wheel if it is not here.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # the stub, and the helpers of the tests
+HERE = Path(__file__).parent
+REAL = find_spec("nvfuser_direct") is not None  # then definitions can be built
+sys.path[:0] = [str(HERE), str(HERE.parent), *([] if REAL else [str(HERE / "stub")])]
 with mock.patch("torch.cuda.is_available", return_value=True), mock.patch("torch.cuda.device_count", return_value=1):
     import shardtrace  # noqa: F401
 

@@ -19,7 +19,7 @@ from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat import fake_calls_on_cpu
-from shardtrace.fake import compile_sharded, fake_ranks
+from shardtrace.fake import compile_only, fake_ranks
 from shardtrace.model.absent import claim
 from shardtrace.testing import text
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -75,27 +76,23 @@ CASES: dict[str, dict[str, Any]] = {
         "bucketing_strategy": "layer",
         "mp_policy": "bf16",
     },
-    "hybrid, fp32 reduction, checkpointing": {
+    "hybrid, fp32 reduction, checkpointing, after no_sync": {
         "sharding_strategy": "hybrid_zero3",
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "activation_checkpointing": Block,
+        "gradients": "added",
     },
     "offload, fp16": {"offload_policy": CPUOffloadPolicy(), "mp_policy": "fp16"},
+    "zero2, bf16, inside no_sync": {"sharding_strategy": "zero2", "mp_policy": "bf16", "gradients": "kept"},
 }
+DEVICE = torch.device("cuda:0")
 
 
 def compiled() -> dict[str, Any]:
     """For each case: the number of regions in forward and backward, and what is wrong with its traces."""
     found = {}
     for name, options in CASES.items():
-        with fake_ranks(8):
-            options = dict(options)
-            if "hybrid" in name:
-                options["mesh"] = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
-            jit_options = options.pop("jit_options", {})
-            options["device"] = "cuda"
-            jitted = compile_sharded(Model(), ((TOKENS,), {}), fsdp_options=options, jit_options=jit_options)
-        traces = [thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]]
+        traces = compile_step(**options)
         wrong = []
         for trace in traces:
             verify(trace)
@@ -105,6 +102,25 @@ def compiled() -> dict[str, Any]:
         if name == "zero3, inline":
             found[name]["text"] = text(traces[0], dels=False)
     return found
+
+
+def compile_step(
+    *, gradients: str = "", train: bool = True, jit_options: dict[str, Any] | None = None, **options: Any
+) -> list[TraceCtx]:
+    """The forward and the backward of one of 8 ranks on a GPU, which need not exist. ``gradients``: "kept" as inside
+    ``no_sync``, "added" as in the step after it. ``options`` are those of ``fsdp``."""
+    with fake_ranks(8):
+        if str(options.get("sharding_strategy")).startswith("hybrid"):
+            options["mesh"] = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+        with torch.device("meta"):
+            model = Model().train(train)
+        shardtrace.fsdp(model, device=DEVICE, param_init_fn=lambda module: None, **options)
+        runtime = model._shardtrace.runtime
+        runtime.keeps_gradients, runtime.kept.used = gradients == "kept", gradients == "added"
+        jitted = thunder.jit(model, **(jit_options or {}))
+        with fake_calls_on_cpu(DEVICE):
+            compile_only(jitted, ((claim(TOKENS, DEVICE),), {}))
+    return [thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]]
 
 
 def all_lines(trace: Any) -> Iterator[BoundSymbol]:
@@ -120,14 +136,14 @@ def count_regions(trace: Any) -> int:
 
 def plain() -> list[int]:
     """The regions of the model that is not sharded."""
-    device, model = torch.device("cuda:0"), Model()
+    model = Model()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(claim(parameter, device))
+                module._parameters[name] = nn.Parameter(claim(parameter, DEVICE))
     jitted = thunder.jit(model)
-    with fake_calls_on_cpu(device):
-        thunder.compile_data(jitted).get_computation_and_inputs(claim(TOKENS, device))
+    with fake_calls_on_cpu(DEVICE):
+        compile_only(jitted, ((claim(TOKENS, DEVICE),), {}))
     return [count_regions(t[-1]) for t in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted))]
 
 

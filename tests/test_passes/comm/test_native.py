@@ -42,6 +42,9 @@ def exchange_buckets(dtype):
             for placement in Placement:
                 exchange_bucket(placement, shapes, kind, group)
         exchange_bucket(Placement.SHARD, SHAPES, kind, group, wire=torch.float32)
+        for placement in Placement:
+            exchange_bucket(placement, EVEN, kind, group, sums=True)
+        exchange_bucket(Placement.SHARD, EVEN, kind, group, wire=torch.float32, sums=True)
         share_flags(group)
         uneven = {"allgather", "reduce_scatter"}  # lists of tensors: a broadcast or a reduction for each rank
         assert uneven & set(group.issued) == uneven
@@ -61,6 +64,23 @@ def share_flags(group):
         assert bool(grads[0].isfinite().all()) == (value == 1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "divisors"),
+    [
+        (64, dtypes.float16, (8, 8)),
+        (8, dtypes.float16, (4, 2)),
+        (3, dtypes.float16, (2, 1.5)),
+        (2, dtypes.float16, (2, 1)),
+        (64, dtypes.bfloat16, (1, 64)),
+    ],
+)
+def test_divisors_of_sums(ranks, dtype, divisors):
+    """In fp16 the powers of two of FSDP2."""
+    assert Plan("Model", ranks, sums=True).divisors(dtype) == divisors
+    assert Plan("Model", ranks).divisors(dtype) == (ranks, 1)
+    assert Plan("Model", ranks, averages=True).divisors(dtype) == (1, 1)
+
+
 class Net(nn.Module):
     """Rows that two ranks share evenly, unevenly, or not at all."""
 
@@ -77,12 +97,14 @@ class Net(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", "owner", {"blocks.0.*": "ddp", "blocks.1.*": "owner", "*": "zero2"}])
 def test_accumulation_clipping_and_checkpoints(strategy, tmp_path):
-    """Two micro-batches for each step, a clipped gradient, a checkpoint that is loaded by others, as in one process."""
+    """Two micro-batches for each step, a clipped gradient, a checkpoint that is loaded by others, as in one process.
+    With several strategies, gradients are added up before they are divided."""
     torch.manual_seed(0)
     single = Net()
     batches = torch.randn(4, 2, 3, 4)  # batch, rank, row
     with late_groups() as group:
-        model = shardtrace.fsdp(copy.deepcopy(single), sharding_strategy=strategy, mesh=group)
+        sums = isinstance(strategy, dict)
+        model = shardtrace.fsdp(copy.deepcopy(single), sharding_strategy=strategy, mesh=group, sum_reductions=sums)
         cmodel = thunder.jit(model)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
         for i, batch in enumerate(batches):

@@ -70,4 +70,4 @@ def test_ranks_end_without_an_abort(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LEAVE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"{12 * [0]}\n", done.stderr
+    assert done.stdout.endswith(f"{12 * [0]}\n"), done.stderr  # gloo of torch 2.10 prints its connections first
