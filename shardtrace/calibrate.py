@@ -40,6 +40,7 @@ from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from thunder.core import dtypes
 
 Report = Callable[[str], None]  # is called with the name of each finished measurement
@@ -51,7 +52,7 @@ class Effort:
 
     ``matmul``: rows and columns of the matrices; ``elements``: size of the fp32 tensors that are added; ``messages``:
     bytes of the unsharded buckets; ``repeats``: runs of each collective; ``seconds``: time for each measurement of the
-    device.
+    device; ``queries``: of attention.
     """
 
     matmul: int
@@ -59,6 +60,7 @@ class Effort:
     messages: tuple[int, ...]
     repeats: int = 5
     seconds: float = 0.5
+    queries: int = 512
 
 
 # Too large for the processor's caches, small enough for two seconds in total; on a GPU, large enough to fill it.
@@ -131,6 +133,25 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
         report("overhead")
         return seconds / lines
 
+    def attention(dtype: torch.dtype, products: float) -> float:
+        """Of the rate of products: forward and backward, with a causal mask, all scores counted."""
+        shape = (1, 8, effort.queries, 64)
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+        def both() -> None:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        seconds = _median_seconds(both, device, effort.seconds)
+        report("attention")
+        # of two products in forward, and of five in backward, which computes the scores again
+        return 7 * 2 * q.numel() * effort.queries / seconds / products
+
+    def special() -> float:
+        a = torch.randn(effort.elements // 4, device=device)
+        seconds = _median_seconds(lambda: F.gelu(a, approximate="tanh"), device, effort.seconds)
+        report("tanh")
+        return a.numel() / seconds
+
     def host() -> float:
         on_host = HostMemory(device).keep(torch.ones(effort.elements // 8))
         there = torch.empty_like(on_host, device=device)
@@ -138,7 +159,10 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
         report("host memory")
         return on_host.nbytes / seconds
 
-    return Device(product(torch.float32), product(torch.bfloat16), memory(), overhead(), host())
+    full, half = product(torch.float32), product(torch.bfloat16)
+    # as it is usually computed there
+    of_products = attention(torch.float32, full) if device.type == "cpu" else attention(torch.bfloat16, half)
+    return Device(full, half, memory(), overhead(), host(), of_products, special())
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
@@ -219,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = resolve_group(None, device) if launched or dist.is_initialized() else None
     is_first = group is None or dist.get_rank(group) == 0
     effort = EFFORTS.get(device.type, EFFORTS["cuda"])
-    steps = 5 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
+    steps = 7 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
     model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
     status = 0
     if is_first:
@@ -269,8 +293,10 @@ DEVICE_UNITS = (
     ("memory", 1e-9, "GB/s"),
     ("overhead of a line", 1e6, "us"),
     ("from host memory", 1e-9, "GB/s"),
+    ("attention", 100.0, "% of products"),
+    ("exp, tanh, ...", 1e-9, "G elements/s"),
 )
-LINK_UNITS = (("bandwidth", 1e-9, "GB/s"), ("latency", 1e6, "us"))
+LINK_UNITS = (("bandwidth", 1e-9, "GB/s"), ("latency", 1e6, "us"), ("hop to a further rank", 1e6, "us"))
 
 
 def _rows(

@@ -83,12 +83,15 @@ def plan(
 
     Raises:
         NoPlanFitsError: if nothing fits. It names the least memory that would do, and has the plan for it.
-        ValueError: for a device, link, memory or mesh that does not exist, or options that contradict each other.
+        ValueError: for a device, link, memory or mesh that does not exist, options that contradict each other, or a
+            model without trainable parameters.
         TypeError: for a model that is sharded or jitted already, or an unknown option.
         RuntimeError: if this process is in a process group already.
     """
     if not isinstance(model, nn.Module) or states_in(model):
         raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if mesh_shape is not None:
         world_size = count_ranks(mesh_shape, world_size)
     if world_size is None:

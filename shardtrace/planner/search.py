@@ -124,11 +124,16 @@ class Family:
         """Adds what people choose by hand: all buckets alike, all blocks alike, with the prefetch of ``fsdp``."""
         everything = frozenset(self.buckets)
         for variant in self.variants or (NOTHING,):
-            recomputed = _sorted((c[0], variant) for k in self.classes for c in k.calls if variant != NOTHING)
+            recomputed = self.in_order((c[0], variant) for k in self.classes for c in k.calls if variant != NOTHING)
             for kept in self._kept([frozenset(), everything]):
-                usual = 3 if kept == everything else 1
+                usual = 3 if kept else 1
                 prefetch = usual if usual in self.prefetches else self.prefetches[0]
                 self.point(Candidate(self.name, recomputed, kept, prefetch), "by hand")
+
+    def in_order(self, recomputed: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        """Pairs of a block and what it recomputes, in order of forward."""
+        chosen = dict(recomputed)
+        return tuple((name, chosen[name]) for name in dict.fromkeys(c[0] for c in self.base.calls) if name in chosen)
 
     def _kept(self, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
         """The sets of kept buckets that are allowed."""
@@ -167,10 +172,6 @@ def fastest(points: Iterable[Point], memory: float) -> Point | None:
 def _order(point: Point) -> tuple[Any, ...]:
     c = point.candidate
     return point.estimate.peak, point.estimate.seconds, c.family, c.recomputed, sorted(c.kept), c.prefetch
-
-
-def _sorted(recomputed: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(set(recomputed)))
 
 
 # ---- the integer program ----
@@ -249,7 +250,8 @@ class _Program:
                 names = names[number:]
         counts = numbers[len(self.family.classes) * v :]
         kept = (labels[len(labels) - n :] for labels, n in zip(self.groups, counts, strict=True) if n)
-        return Candidate(self.family.name, _sorted(recomputed), frozenset(label for found in kept for label in found))
+        labels = frozenset(label for found in kept for label in found)
+        return Candidate(self.family.name, self.family.in_order(recomputed), labels)
 
 
 def _seconds(cost: CostModel, function: Any) -> float:

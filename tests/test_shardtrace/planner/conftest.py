@@ -28,4 +28,5 @@ def family(task):
 
 @pytest.fixture(scope="session")
 def planned():
-    return shardtrace.plan(gpt(), (tokens(), tokens()), world_size=RANKS, device="cpu", link="1gbit", memory="1GB")
+    inputs, fixed = (tokens(), tokens()), {"prefetch": 2}
+    return shardtrace.plan(gpt(), inputs, world_size=RANKS, device="cpu", link="1gbit", memory=2_000_000, fixed=fixed)

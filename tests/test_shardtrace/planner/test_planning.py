@@ -42,11 +42,10 @@ def test_the_front_as_a_table(planned):
     assert planned.choices in [row.options for row in planned.pareto]
 
 
-@pytest.mark.parametrize("as_file", [True, False])
-def test_fsdp_takes_it(planned, tmp_path, as_file):
+def test_fsdp_takes_it(planned, tmp_path):
     planned.to_json(tmp_path / "plan.json")
     with fake_ranks(RANKS):
-        model = shardtrace.fsdp(gpt(), plan=tmp_path / "plan.json" if as_file else planned)
+        model = shardtrace.fsdp(gpt(), plan=tmp_path / "plan.json")
         state = state_of(model)
         assert state.cost == planned.cost
         assert {p.prefetch for p in state.plans.values() if p.placement is Placement.SHARD} <= {
@@ -95,6 +94,11 @@ def test_a_model_without_blocks_and_the_same_plan_again():
     first, second = small(), small()
     assert first == second
     assert first.choices["sharding_strategy"] in ("ddp", "zero2", "zero3")
+
+
+def test_nothing_to_train():
+    with pytest.raises(ValueError, match="nothing to train: no parameter of Net"):
+        shardtrace.plan(Net().requires_grad_(False), torch.zeros(2, 8), world_size=2, device="cpu")
 
 
 def test_what_is_fixed_stays():
