@@ -39,7 +39,7 @@ def test_one_process(folder, single_rank):
     model = calibrate(None, "cpu", effort=TINY, progress=reported.append)
     assert model.link == default_cost_model("cpu", "none").link
     assert len(reported) == 7
-    assert 0 < model.device.attention
+    assert model.device.attention > 0
     assert 0 < model.device.special < 1e13
     (file,) = folder.iterdir()
     assert file == cost_model_key(CPU, None).path
