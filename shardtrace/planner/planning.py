@@ -15,7 +15,7 @@ from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
 from shardtrace.options.planned import NoPlanFitsError, Row, Rows, TrainingPlan, choices_of, fingerprint, options_of
-from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
+from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
 from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
@@ -23,7 +23,7 @@ from shardtrace.planner.search import NOTHING, PREFETCHES, Candidate, Family, Po
 
 import thunder
 import torch
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map
@@ -171,6 +171,8 @@ class _Task(NamedTuple):
         pinned = self.fixed.get("sharding_strategy")
         if pinned is not None:
             if isinstance(pinned, Mapping):
+                for _, strategy in parse_rules(pinned):
+                    self._check_mesh(strategy)
                 return {"given": pinned}
             strategy = parse_sharding_strategy(pinned)
             self._check_mesh(strategy)
@@ -201,11 +203,13 @@ class _Task(NamedTuple):
         if "sharding_strategy" in self.fixed:
             keeps = name in STRATEGIES and strategy == STRATEGIES[name][0]
             strategy = STRATEGIES[name][1] if name in STRATEGIES else strategy
-        variants: Mapping[str, Mapping[Call, Pair]]
+        base: Compiled | None = None
+        variants: Mapping[str, Mapping[Call, Pair]] = {}
         if first is not None:
             base = self.compile(sharding_strategy=strategy)
-            variants = {v: {c: pairs[c] for c in base.calls} for v, pairs in first.variants.items()}
-        else:
+            if base.calls.keys() <= first.variants[NOTHING].keys():
+                variants = {v: {c: pairs[c] for c in base.calls} for v, pairs in first.variants.items()}
+        if base is None or not variants:
             base, variants = self._variants(strategy)
         pinned = self.fixed.get("prefetch")
         prefetches = PREFETCHES if pinned is None else (pinned,)
@@ -238,7 +242,7 @@ class _Task(NamedTuple):
         """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
         options = {"bucketing_strategy": "block", "cost_model": self.setting.cost, **self.fixed, **chosen}
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
-        if "hybrid" in str(options.get("sharding_strategy")):
+        if _is_hybrid(options["sharding_strategy"]):
             shape = self.mesh() or ()
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(self.inputs)
@@ -262,10 +266,16 @@ def _by_variant(
 
 
 def _signature(pair: Pair) -> Any:
-    """The shapes and dtypes that a block's forward takes and returns."""
-    trace = pair.forward.id.trace
+    """The shapes and dtypes that a block takes and returns, and the lines that were traced, without names of values."""
+    trace, traced = pair.forward.id.trace, pair.forward.id.traced
     tensors = [*trace.args, *trace.bound_symbols[-1].args[0]]
-    return tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, TensorProxy))
+    shapes = tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, TensorProxy))
+    lines = ((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in traced.bound_symbols)
+    return shapes, tuple(lines)
+
+
+def _is_hybrid(strategy: Any) -> bool:
+    return any(rule.is_hybrid for _, rule in parse_rules(strategy))
 
 
 def _family_of(strategy: ShardingStrategy) -> str | None:
@@ -301,8 +311,8 @@ class _Search:
         once = useful_flops(self.families[point.candidate.family])
         setting = task.setting
         seconds, peak = found.seconds, setting.hardware.peak
-        shape = task.mesh() if point.candidate.family == "hybrid" else task.mesh_shape
         choices = {"bucketing_strategy": "block", **task.fixed, **options}
+        shape = task.mesh() if _is_hybrid(choices["sharding_strategy"]) else None
         return TrainingPlan(
             model=type(task.model).__name__,
             fingerprint=fingerprint(task.model),
