@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import work
+from passes.analysis.recognise import is_unpack
 from passes.plan import CostModel
 from passes.plan.hardware import BETWEEN, INSIDE, Hardware, cluster, hardware
 from shardtrace.costs import find_cost_model
@@ -270,8 +271,8 @@ def _signature(pair: Pair) -> Any:
     trace, traced = pair.forward.id.trace, pair.forward.id.traced
     tensors = [*trace.args, *trace.bound_symbols[-1].args[0]]
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, TensorProxy))
-    lines = ((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in traced.bound_symbols)
-    return shapes, tuple(lines)
+    lines = (b for b in traced.bound_symbols if not is_unpack(b))
+    return shapes, tuple((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in lines)
 
 
 def _is_hybrid(strategy: Any) -> bool:
