@@ -375,6 +375,13 @@ def jitted_module(jitted: ThunderModule) -> Any:
     return jitted._model
 
 
+def unjitted(model: Any) -> Any:
+    """The module passed to ``thunder.jit`` if ``model`` is its result, else ``model`` itself."""
+    from thunder.core.module import ThunderModule
+
+    return jitted_module(model) if isinstance(model, ThunderModule) else model
+
+
 def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
     """The transforms passed to ``thunder.jit``, and those enlisted since."""
     return list(jitted._lc_transforms)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat import jitted_module, jitted_transforms
+from passes.compat import jitted_module, jitted_transforms, unjitted
 from passes.plan import CostModel, Placement
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import model_state
@@ -152,8 +152,8 @@ def fsdp(
         kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
             it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
             and the memory of eager PyTorch.
-        sum_reductions: add gradients up and divide this rank's shard of the sum, as the cast does that follows it,
-            instead of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
+        sum_reductions: add gradients up and divide this rank's shard of the sum in the kernel that casts it, instead
+            of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
             divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
             ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
         repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
@@ -191,7 +191,7 @@ def fsdp(
     if plan is not None:
         arguments = {name: value for name, value in locals().items() if name not in ("model", "plan", "spelling")}
         return fsdp(model, **_with_plan(model, plan, arguments | spelling))
-    module = jitted_module(model) if isinstance(model, ThunderModule) else model
+    module = unjitted(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")
     options = parse_options(
@@ -289,7 +289,7 @@ def _with_plan(model: nn.Module, plan: TrainingPlan | str | Path, given: dict[st
     found, error = None, None
     try:
         found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.from_json(plan)
-        found.check(jitted_module(model) if isinstance(model, ThunderModule) else model, group.size())
+        found.check(unjitted(model), group.size())
         defaults = inspect.signature(fsdp).parameters
         twice = [n for n in found.options if n in given and given[n] is not defaults[n].default]
         if twice:

@@ -134,7 +134,7 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
         return seconds / lines
 
     def attention(dtype: torch.dtype, products: float) -> float:
-        """Of the rate of products: forward and backward, with a causal mask, all scores counted."""
+        """The FLOP/s of forward and backward with a causal mask, all scores counted, as a part of those of products."""
         shape = (1, 8, effort.queries, 64)
         q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 

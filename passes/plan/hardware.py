@@ -7,8 +7,8 @@ A data sheet has peaks. What programs reach is a part of them, and the constants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from passes.plan.cost import CPU, GLOO, CostModel, Device, Link
 
@@ -123,13 +123,28 @@ def cluster(device: Hardware, *, inside: str | None, between: str | None, node_r
 
     Raises ValueError for a link that does not exist, or a number of ranks below 1.
     """
+    found = links_of(device, inside=inside, between=between, node_ranks=node_ranks)
+    if found.node_ranks < 1:
+        raise ValueError(f"a machine has 1 rank or more, not {found.node_ranks}")
+    node = link(found.inside) if found.node_ranks > 1 else None
+    return CostModel(link(found.between), device.device, node, found.node_ranks)
+
+
+class Links(NamedTuple):
+    """The names of the links inside a machine and between machines, and the ranks of a machine."""
+
+    inside: str
+    between: str
+    node_ranks: int
+
+    def __str__(self) -> str:
+        if self.node_ranks == 1:
+            return f"{self.between} between ranks"
+        return f"{self.inside} in machines of {self.node_ranks}, {self.between} between"
+
+
+def links_of(device: Hardware, *, inside: str | None, between: str | None, node_ranks: int | None) -> Links:
+    """These links, with what is usual for the device in place of None."""
     usual, usual_ranks = INSIDE[device.name]
     ranks = usual_ranks if node_ranks is None else node_ranks
-    if ranks < 1:
-        raise ValueError(f"a machine has 1 rank or more, not {ranks}")
-    return CostModel(
-        link=link(between or BETWEEN.get(device.name, "400gbit")),
-        device=replace(device.device),
-        node=link(inside or usual) if ranks > 1 else None,
-        node_ranks=ranks,
-    )
+    return Links(inside or usual, between or BETWEEN.get(device.name, "400gbit"), ranks)

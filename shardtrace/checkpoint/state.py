@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from passes.compat import jitted_module
+from passes.compat import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.model.home import Home
@@ -17,7 +17,6 @@ from shardtrace.training.full import sharded_entries
 
 import torch
 import torch.distributed as dist
-from thunder.core.module import ThunderModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -121,7 +120,7 @@ def model_state(model: nn.Module) -> ModelState:
 
     Raises CheckpointError if the model holds DTensors of another library, RuntimeError inside full_params.
     """
-    module = jitted_module(model) if isinstance(model, ThunderModule) else model
+    module = unjitted(model)
     states = states_in(module)
     entries = sharded_entries(module)[2] if states else {}
     slots: dict[str, Slot] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from passes.compat import jitted_module
+from passes.compat import unjitted
 from shardtrace.checkpoint import (
     full_optimizer_state_dict,
     latest_checkpoint,
@@ -26,7 +26,6 @@ from shardtrace.model.state import states_in
 from shardtrace.training.full import full_state_dict, load_full_state_dict
 
 import torch
-from thunder.core.module import ThunderModule
 from torch import nn
 from torch.optim import Optimizer
 
@@ -62,7 +61,7 @@ def parts_of(state: Mapping[str, Any], call: str) -> Parts:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return bool(states_in(jitted_module(module) if isinstance(module, ThunderModule) else module))
+    return bool(states_in(unjitted(module)))
 
 
 # ---- a folder of shards ----

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from passes.compat import jitted_module, set_traced_device, traced_device
+from passes.compat import set_traced_device, traced_device, unjitted
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
@@ -22,7 +22,6 @@ from shardtrace.ranks.mesh import Groups, transport
 
 import torch
 from thunder.core.dtypes import to_dtype
-from thunder.core.module import ThunderModule
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -334,7 +333,7 @@ def sharded_states(model: nn.Module) -> tuple[nn.Module, list[ShardedState]]:
 
     Raises ValueError if there are none.
     """
-    module = jitted_module(model) if isinstance(model, ThunderModule) else model
+    module = unjitted(model)
     states = states_in(module)
     if not states:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")

@@ -43,8 +43,8 @@ watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
 # Transforms of Thunder that leave the computation alone. Others say so by an attribute ``sees_no_lines``.
 SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
-# Of a module whose activations are recomputed in backward, all of them or the cheap ones. Two names, because blocks
-# that differ in an attribute's name are never taken for equal.
+# Marks a module whose activations are recomputed in backward: all of them, or the cheap ones. The names differ, because
+# blocks with different attributes are never taken for equal.
 CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
 
 

@@ -254,7 +254,7 @@ def _saves(part: Any) -> bool:
 
 
 def _saved(forward: Sequence[BoundSymbol], backward: Sequence[BoundSymbol]) -> list[Proxy]:
-    """What backward reads and does not make, in order of use."""
+    """The values of forward that backward reads, in order of use."""
     made = {o.name for b in backward if not is_unpack(b) for o in b.flat_proxy_outs}
     there = {p.name: p for b in forward for p in (*b.flat_proxy_args, *b.flat_proxy_outs)}
     read = (a.name for b in backward if not is_unpack(b) for a in (*b.flat_proxy_args, *_returned(b)))

@@ -1,4 +1,4 @@
-"""What a step costs: seconds by the cost model, and bytes by kind."""
+"""The predicted cost of a step: its seconds by the cost model, its bytes by kind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def estimate(step: Step, setting: Setting) -> Estimate:
     kinds = {kind: getattr(at, kind) for kind in KINDS} | {"optimizer": state}
     kinds["gradients"] += sums
     kinds["activations"] += at.during - at.total
-    updating = _while_updating(parts[-1] if memory.backward is None else memory.backward.lines[-1], words, setting)
+    updating = _while_updating((memory.backward or memory.forward).lines[-1], words, setting)
     if updating > at.during:
         kinds |= {"activations": 0, "saved": 0, "unsharded": 0, "in_flight": 0}
         kinds["gradients"] = 4 * words

@@ -1,4 +1,4 @@
-"""What an optimizer adds to a step: the bytes of its state, and the bytes that it moves."""
+"""The cost of an optimizer: the bytes of its state, and the bytes that a step reads and writes."""
 
 from __future__ import annotations
 

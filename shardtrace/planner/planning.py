@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import work
 from passes.analysis.recognise import is_unpack
 from passes.plan import CostModel
-from passes.plan.hardware import BETWEEN, INSIDE, Hardware, cluster, hardware
+from passes.plan.hardware import cluster, hardware, links_of
 from shardtrace.costs import find_cost_model
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
@@ -102,20 +102,20 @@ def plan(
     fixed = dict(fixed or {})
     cost_model = fixed.pop("cost_model", cost_model)
     found = hardware(device)
-    cost, rates = cost_model or cluster(found, inside=node_link, between=link, node_ranks=node_ranks), "modelled"
+    links = str(links_of(found, inside=node_link, between=link, node_ranks=node_ranks))
+    cost, rates = cluster(found, inside=node_link, between=link, node_ranks=node_ranks), "modelled"
     if cost_model is not None:
-        rates = "given"
+        cost, rates, links = cost_model, "given", "given rates"
     elif found.name == "cpu" and (measured := find_cost_model(torch.device("cpu"), "gloo", world_size)):
         cost, rates = measured, "calibrated"
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(cost, found, optimizer_cost(optimizer), accumulation)
     task = _Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}))
     with fake_ranks(world_size):
-        search = _Search(task, budget, rates, _links(found, node_link, link, node_ranks, cost_model))
+        search = _Search(task, budget, rates, links)
         best = search.best()
+        least = search.plan(search.front[0]) if best is None else best
     if best is None:
-        with fake_ranks(world_size):
-            least = search.plan(search.front[0])
         raise NoPlanFitsError(
             f"no step of {type(model).__name__} on {world_size} ranks fits into {size(budget)}: the least is "
             f"{size(least.peak)}, with {_spelled(least.choices)}. Use more ranks, smaller inputs, a lower precision "
@@ -135,15 +135,6 @@ def _bytes(memory: str | float) -> float:
     if not memory > 0:
         raise ValueError(f"memory={memory!r} must be positive")
     return float(memory)
-
-
-def _links(found: Hardware, inside: str | None, between: str | None, ranks: int | None, given: Any) -> str:
-    if given is not None:
-        return "given rates"
-    usual, usual_ranks = INSIDE[found.name]
-    ranks = usual_ranks if ranks is None else ranks
-    between = between or BETWEEN.get(found.name, "400gbit")
-    return f"{between} between ranks" if ranks == 1 else f"{inside or usual} in machines of {ranks}, {between} between"
 
 
 # ---- compiling ----
@@ -236,12 +227,16 @@ class _Task(NamedTuple):
             separate[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
         return base, separate
 
+    def options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of ``fsdp``: those ``chosen``, the fixed ones, and the buckets that all plans have."""
+        return {"bucketing_strategy": "block", **self.fixed, **chosen}
+
     def compile(self, **chosen: Any) -> Compiled:
         return compiled(self.compile_function(chosen))
 
     def compile_function(self, chosen: Mapping[str, Any]) -> Any:
         """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
-        options = {"bucketing_strategy": "block", "cost_model": self.setting.cost, **self.fixed, **chosen}
+        options = self.options(chosen) | {"cost_model": self.setting.cost}
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
         if _is_hybrid(options["sharding_strategy"]):
             shape = self.mesh() or ()
@@ -312,7 +307,7 @@ class _Search:
         once = useful_flops(self.families[point.candidate.family])
         setting = task.setting
         seconds, peak = found.seconds, setting.hardware.peak
-        choices = {"bucketing_strategy": "block", **task.fixed, **options}
+        choices = task.options(options)
         shape = task.mesh() if _is_hybrid(choices["sharding_strategy"]) else None
         return TrainingPlan(
             model=type(task.model).__name__,
@@ -353,7 +348,6 @@ class _Search:
     def _row(self, point: Point) -> Row:
         c, e = point.candidate, point.estimate
         counts = {what: sum(w == what for _, w in c.recomputed) for what in reversed(RECOMPUTED)}
-        options = {"bucketing_strategy": "block", **self.task.fixed, **self.options(c)}
         return Row(
             memory=e.peak,
             seconds=e.seconds,
@@ -362,7 +356,7 @@ class _Search:
             kept=len(c.kept),
             recomputing=", ".join(f"{what} {n}" for what, n in counts.items() if n) or "nothing",
             prefetch=c.prefetch,
-            options=choices_of(options),
+            options=choices_of(self.task.options(self.options(c))),
         )
 
     def _binding(self, point: Point, found: Estimate) -> str:
@@ -440,7 +434,7 @@ def _checkpointing(family: Family, candidate: Candidate) -> Any:
     whats = {what for _, what in candidate.recomputed}
     blocks = {name for c in family.classes for name, _ in c.calls}
     if len(whats) == 1 and {name for name, _ in candidate.recomputed} == blocks:
-        return {"*": next(iter(whats))} if len(family.classes) > 1 else next(iter(whats))
+        return next(iter(whats))
     return dict(candidate.recomputed)
 
 
@@ -448,9 +442,9 @@ def _name(family: Family, candidate: Candidate) -> str:
     if family.name not in STRATEGIES:
         return "given"
     keeping, again = STRATEGIES[family.name]
-    if not family.buckets or candidate.kept == family.buckets.keys():
-        return keeping if family.buckets else again
-    return f"{again} and {keeping}" if candidate.kept else again
+    if not candidate.kept:
+        return again
+    return keeping if candidate.kept == family.buckets.keys() else f"{again} and {keeping}"
 
 
 def _spelled(choices: Mapping[str, Any]) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.compat import jitted_module
 from shardtrace.model.state import sharded_states
 from shardtrace.ranks.mesh import is_alone
 
 import thunder
 import torch
 import torch.distributed as dist
-from thunder.core.module import ThunderModule
 from torch import nn
 
 
@@ -36,9 +34,9 @@ class Generator:
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        _, states = sharded_states(model)
+        self.model: Any
+        self.model, states = sharded_states(model)
         self.state = states[0]
-        self.model: Any = jitted_module(model) if isinstance(model, ThunderModule) else model
         self.config: Any = getattr(self.model, "config", None)
         if not hasattr(self.model, "generate") or not hasattr(self.config, "num_hidden_layers"):
             raise ValueError(

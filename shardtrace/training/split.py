@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from passes.compat import jitted_module
+from passes.compat import unjitted
 from shardtrace.model.state import link_of
 
-from thunder.core.module import ThunderModule
 from torch import nn
 
 
@@ -27,7 +26,7 @@ def split_parameters(
     Args:
         model: sharded or not, before or after ``thunder.jit``.
     """
-    module = jitted_module(model) if isinstance(model, ThunderModule) else model
+    module = unjitted(model)
     chosen: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():

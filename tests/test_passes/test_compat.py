@@ -86,6 +86,7 @@ def test_jitted_modules():
     module, transform = torch.nn.Linear(2, 2), Transform()
     jitted = thunder.jit(module, transforms=[transform])
     assert compat.jitted_module(jitted) is module
+    assert compat.unjitted(jitted) is compat.unjitted(module) is module
     assert compat.jitted_transforms(jitted) == [transform]
     assert compat.compile_data_and_stats() == (None, None)
 
