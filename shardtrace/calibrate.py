@@ -11,11 +11,15 @@ is one readable JSON file for each device, backend and world size, in ``$SHARDTR
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
+import math
 import os
 import statistics
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -35,7 +39,9 @@ from passes.plan import (
     ShardedParameter,
     default_cost_model,
 )
+from passes.plan.cost import FREE
 from shardtrace.costs import Key, cost_model_key, of_first_rank, write_cost_model
+from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve_group, transport
 
 import torch
@@ -43,6 +49,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.core import dtypes
 
+Start = Callable[[], Any]  # issues a collective
+Finish = Callable[[Any], Any]  # waits for it
 Report = Callable[[str], None]  # is called with the name of each finished measurement
 
 
@@ -58,14 +66,21 @@ class Effort:
     matmul: int
     elements: int
     messages: tuple[int, ...]
-    repeats: int = 5
+    repeats: int = 9
     seconds: float = 0.5
     queries: int = 512
 
 
 # Too large for the processor's caches, small enough for two seconds in total; on a GPU, large enough to fill it.
-EFFORTS = {"cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)), "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27))}
+EFFORTS = {
+    "cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)),
+    "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27), queries=4096),
+}
 
+
+LINES = 16  # of a forward: tensors that come before one is used again
+
+IN_A_ROW = 4  # collectives, each beside products
 
 # ---- measuring ----
 
@@ -94,6 +109,7 @@ def calibrate(
     device = resolve_device(device, None)
     effort = effort or EFFORTS.get(device.type, EFFORTS["cuda"])
     report = progress or (lambda name: None)
+    keep_freed_memory()  # as a training that fsdp has sharded
     backend = backend_for(group, {device.type})
     measured = _measure_device(device, effort, report)
     model = replace(default_cost_model(device.type, backend), device=measured)
@@ -108,18 +124,10 @@ def calibrate(
 
 
 def _measure_device(device: torch.device, effort: Effort, report: Report) -> Device:
-    def product(dtype: torch.dtype) -> float:
-        a, b = (torch.randn(effort.matmul, effort.matmul, device=device).to(dtype) for _ in range(2))
-        seconds = _median_seconds(lambda: torch.mm(a, b), device, effort.seconds)
-        report(f"matrix product in {dtype}".replace("torch.", ""))
-        return 2 * effort.matmul**3 / seconds
-
-    def memory() -> float:
-        a, b = torch.ones(2, effort.elements, device=device)
-        # with a new output, like each line of a trace
-        seconds = _median_seconds(lambda: torch.add(a, b), device, effort.seconds)
-        report("memory")
-        return 3 * a.nbytes / seconds
+    def measured(name: str, run: Callable[[], Any]) -> float:
+        seconds = _median_seconds(run, device, effort.seconds)
+        report(name)
+        return seconds
 
     def overhead() -> float:
         lines, x = 100, torch.zeros(1, device=device)
@@ -129,40 +137,75 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
             for _ in range(lines):
                 y = torch.add(y, x)
 
-        seconds = _median_seconds(chain, device, effort.seconds)
-        report("overhead")
-        return seconds / lines
+        return measured("overhead", chain) / lines
 
-    def attention(dtype: torch.dtype, products: float) -> float:
-        """The FLOP/s of forward and backward with a causal mask, all scores counted, as a part of those of products."""
+    def memory() -> float:
+        a, b, out = torch.ones(3, effort.elements, device=device)
+        return 3 * a.nbytes / measured("memory", lambda: torch.add(a, b, out=out))
+
+    rest, bandwidth = overhead(), memory()
+
+    def allocation() -> float:
+        """Of a step: forward keeps its tensors, backward reads and frees them in reverse order."""
+        a = torch.ones(effort.elements // 4, device=device)
+
+        def step() -> None:
+            kept = [a]
+            for _ in range(LINES):
+                kept.append(torch.add(a, kept[-1]))
+            while len(kept) > 1:
+                kept[-1] = torch.add(a, kept.pop())
+
+        lines = 2 * LINES
+        seconds = measured("new memory", step) - lines * (rest + 3 * a.nbytes / bandwidth)
+        return min(lines * a.nbytes / max(seconds, 1e-12), FREE)
+
+    def rate(work: float, nbytes: float, seconds: float) -> float:
+        """Work per second of arithmetic alone, without its traffic."""
+        return work / max(seconds - rest - nbytes / bandwidth, seconds / 2)
+
+    def product(dtype: torch.dtype) -> float:
+        run = _products(effort.matmul, dtype, device)
+        seconds = measured(f"matrix product in {dtype}".replace("torch.", ""), run)
+        return rate(2 * effort.matmul**3, 3 * dtype.itemsize * effort.matmul**2, seconds)
+
+    def attention(dtype: torch.dtype) -> float:
+        """FLOP/s of forward and backward with a causal mask, all scores counted."""
         shape = (1, 8, effort.queries, 64)
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(4))
 
         def both() -> None:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
 
-        seconds = _median_seconds(both, device, effort.seconds)
-        report("attention")
-        # of two products in forward, and of five in backward, which computes the scores again
-        return 7 * 2 * q.numel() * effort.queries / seconds / products
+        # two products in forward, and five in backward, which computes the scores again; 12 tensors in and out
+        return rate(7 * 2 * q.numel() * effort.queries, 12 * q.nbytes, measured("attention", both))
 
     def special() -> float:
         a = torch.randn(effort.elements // 4, device=device)
-        seconds = _median_seconds(lambda: F.gelu(a, approximate="tanh"), device, effort.seconds)
-        report("tanh")
-        return a.numel() / seconds
+        return rate(a.numel(), 2 * a.nbytes, measured("tanh", lambda: F.gelu(a, approximate="tanh")))
 
     def host() -> float:
         on_host = HostMemory(device).keep(torch.ones(effort.elements // 8))
         there = torch.empty_like(on_host, device=device)
-        seconds = _median_seconds(lambda: there.copy_(on_host, non_blocking=True), device, effort.seconds)
-        report("host memory")
-        return on_host.nbytes / seconds
+        return on_host.nbytes / measured("host memory", lambda: there.copy_(on_host, non_blocking=True))
 
     full, half = product(torch.float32), product(torch.bfloat16)
     # as it is usually computed there
-    of_products = attention(torch.float32, full) if device.type == "cpu" else attention(torch.bfloat16, half)
-    return Device(full, half, memory(), overhead(), host(), of_products, special())
+    of_products = attention(torch.float32) / full if device.type == "cpu" else attention(torch.bfloat16) / half
+    return Device(full, half, bandwidth, rest, host(), of_products, special(), allocation())
+
+
+def _products(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    """Products of square matrices. As in a step, operands were used a while ago, and results are kept for a while."""
+    matrices = [torch.randn(size, size, device=device).to(dtype) for _ in range(LINES)]
+    results = deque[torch.Tensor](maxlen=LINES)
+    at = itertools.count()
+
+    def run() -> None:
+        i = next(at)
+        results.append(torch.mm(matrices[i % LINES], matrices[(i + 1) % LINES]))
+
+    return run
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
@@ -183,19 +226,50 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Report) -> Link:
-    """Measures gathers and reductions of buckets with the functions that the lines of a trace call."""
-    samples = []
+    """Measures gathers and reductions of buckets with the functions that the lines of a trace call: alone, and beside
+    products, which take longer then."""
+    samples, busy = list[tuple[float, float]](), list[float]()
     for size in effort.messages:
         bucket = _bucket(group, device, size)
         shape = bucket.members[0].parameter.shard_shape
         shard, grad = torch.ones(shape, device=device), torch.ones(shape[0] * group.size(), device=device)
         sent = bucket.bytes * (group.size() - 1) / group.size()
         for issue, wait, values in ((all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)):
-            run = _collective(issue, wait, values, bucket)
+            start, finish = _collective(issue, wait, values, bucket)
+            run = functools.partial(_in_turn, start, finish)
             times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # the same number on all ranks
             samples.append((sent, statistics.median(times[1:])))
+            if size != min(effort.messages):  # which takes too little to be measured
+                busy.append(_taken(start, finish, device, group, effort) / samples[-1][1])
             report(f"{issue.name} of {bucket.bytes} bytes")
-    return fit_link(samples)
+    return fit_link(samples, busy)
+
+
+def _taken(start: Start, finish: Finish, device: torch.device, group: dist.ProcessGroup, effort: Effort) -> float:
+    """Seconds that a collective takes from products that are computed while it is in flight. Call it on all ranks."""
+    product = _products(effort.matmul // 2, torch.float32, device)
+
+    def compute(n: int) -> None:
+        for _ in range(n):
+            product()
+
+    def together(n: int) -> None:
+        for _ in range(IN_A_ROW):
+            _in_turn(start, finish, lambda: compute(n))
+
+    times = [_timed(lambda: _in_turn(start, finish), device), _timed(lambda: compute(LINES), device) / LINES]
+    slowest = torch.tensor(times, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    alone, one = slowest.tolist()
+    n = math.ceil(2 * alone / one)  # longer than the collective
+    repeats = min(4 * effort.repeats, max(effort.repeats, math.ceil(effort.seconds / (IN_A_ROW * 4 * alone))))
+    without, beside = list[float](), list[float]()
+    for _ in range(repeats):
+        dist.barrier(group)
+        without.append(_timed(lambda: compute(IN_A_ROW * n), device))
+        dist.barrier(group)
+        beside.append(_timed(lambda: together(n), device))
+    return max(statistics.median(beside) - statistics.median(without), 0.0) / IN_A_ROW
 
 
 def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
@@ -208,24 +282,37 @@ def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket
     return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
 
 
-def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Callable[[], Any]:
-    """Runs the functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
+def _in_turn(start: Start, finish: Finish, between: Callable[[], Any] = lambda: None) -> None:
+    future = start()
+    between()
+    finish(future)
+
+
+def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> tuple[Start, Finish]:
+    """The functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
     start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
-    return lambda: finish(start((values,), bucket), bucket)
+    return lambda: start((values,), bucket), lambda future: finish(future, bucket)
 
 
-def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """Fits a link to samples of (bytes sent, seconds).
+def fit_link(samples: Sequence[tuple[float, float]], busy: Sequence[float] = ()) -> Link:
+    """Fits a link to samples of (bytes sent, seconds). ``busy`` are the parts of their seconds taken from compute.
 
-    The fit minimises the squares of the relative errors, so that small messages, which determine the latency, count as
-    much as large ones. If noise makes the latency or the bandwidth negative, all time is attributed to the bandwidth.
+    The fit minimises the squares of errors relative to the samples' seconds, so that small messages, which determine
+    the latency, count as much as large ones. If noise makes a latency negative, it is 0.
     """
-    rows = torch.tensor([(1 / seconds, sent / seconds) for sent, seconds in samples], dtype=torch.float64)
-    ones = torch.ones(len(samples), 1, dtype=torch.float64)
-    latency, slope = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
-    if latency < 0 or slope <= 0:
-        latency, slope = 0.0, torch.linalg.lstsq(rows[:, 1:], ones).solution.item()
-    return Link(bandwidth=1 / slope, latency=latency)
+    sent, seconds = (list(values) for values in zip(*samples, strict=True))
+    latency, per_byte = _fit(sent, seconds)
+    return Link(bandwidth=1 / per_byte, latency=latency, busy=statistics.fmean(busy) if busy else 0.0)
+
+
+def _fit(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds for each message and for each byte."""
+    rows = torch.tensor([(1 / t, size / t) for size, t in zip(sent, seconds, strict=True)], dtype=torch.float64)
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    latency, per_byte = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
+    if latency >= 0 and per_byte > 0:
+        return latency, per_byte
+    return 0.0, torch.linalg.lstsq(rows[:, 1:], ones).solution.item()
 
 
 # ---- the command ----
@@ -243,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = resolve_group(None, device) if launched or dist.is_initialized() else None
     is_first = group is None or dist.get_rank(group) == 0
     effort = EFFORTS.get(device.type, EFFORTS["cuda"])
-    steps = 7 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
+    steps = 8 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
     model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
     status = 0
     if is_first:
@@ -295,17 +382,24 @@ DEVICE_UNITS = (
     ("from host memory", 1e-9, "GB/s"),
     ("attention", 100.0, "% of products"),
     ("exp, tanh, ...", 1e-9, "G elements/s"),
+    ("new memory", 1e-9, "GB/s"),
 )
-LINK_UNITS = (("bandwidth", 1e-9, "GB/s"), ("latency", 1e6, "us"), ("hop to a further rank", 1e6, "us"))
+LINK_UNITS = (
+    ("bandwidth", 1e-9, "GB/s"),
+    ("latency", 1e6, "us"),
+    ("hop to a further rank", 1e6, "us"),
+    ("taken from compute", 100.0, "% of its time"),
+)
 
 
 def _rows(
     units: Sequence[tuple[str, float, str]], measured: Link | Device, default: Link | Device
 ) -> list[tuple[str, str, str]]:
-    return [
-        (f"  {name}", f"{value * scale:,.4g} {unit}", f"{usual * scale:,.4g} {unit}")
-        for (name, scale, unit), value, usual in zip(units, astuple(measured), astuple(default), strict=True)
-    ]
+    def text(value: float, scale: float, unit: str) -> str:
+        return f"{value * scale:,.4g} {unit}" if value < FREE else "takes no time"
+
+    pairs = zip(units, astuple(measured), astuple(default), strict=True)
+    return [(f"  {name}", text(a, scale, unit), text(b, scale, unit)) for (name, scale, unit), a, b in pairs]
 
 
 if __name__ == "__main__":

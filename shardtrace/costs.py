@@ -17,7 +17,7 @@ from shardtrace.ranks.mesh import backend_for, is_alone
 import torch
 import torch.distributed as dist
 
-VERSION = 1  # of the file format
+VERSION = 2  # of the file format, and of the meaning of its rates
 
 
 def of_first_rank(group: dist.ProcessGroup, device: torch.device, model: CostModel | None) -> CostModel:

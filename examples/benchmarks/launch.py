@@ -26,14 +26,15 @@ class RankFailed(RuntimeError):
     """A rank ended with an error. The message holds its output."""
 
 
-def run_ranks(job: Job, ends: Sequence[End] = ()) -> list[dict[str, Any]]:
-    """Runs the job and returns its results. ``ends`` are the network namespaces of the ranks, if there are any."""
+def run_ranks(job: Job, ends: Sequence[End] = (), script: Path = HERE / "ranks.py") -> list[dict[str, Any]]:
+    """Runs the job and returns its results. ``ends`` are the network namespaces of the ranks, if there are any;
+    ``script`` is run by each rank, with the file of the job."""
     with tempfile.TemporaryDirectory(prefix="shardtrace-benchmark-") as folder:
         processes = []
         try:
             port = "29500" if ends else str(_free_port())  # any port is free in a new namespace
             for rank in range(job.processes):
-                processes.append(_start(job, rank, port, Path(folder), ends))
+                processes.append(_start(job, rank, port, Path(folder), ends, script))
             _wait(processes, Path(folder))
         finally:
             with undisturbed():
@@ -45,7 +46,7 @@ def run_ranks(job: Job, ends: Sequence[End] = ()) -> list[dict[str, Any]]:
         return results
 
 
-def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End]) -> subprocess.Popen[bytes]:
+def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End], script: Path) -> subprocess.Popen[bytes]:
     interface = ends[rank].interface if ends else None
     file = folder / f"job-{rank}"
     file.write_text(json.dumps(replace(job, result=str(folder / "result"), interface=interface).as_json()))
@@ -62,7 +63,7 @@ def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End]) ->
     }
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = interface or "lo"
-    command = [sys.executable, "-W", "ignore", str(HERE / "ranks.py"), str(file)]
+    command = [sys.executable, "-W", "ignore", str(script), str(file)]
     # gloo and the profiler chat on stdout and stderr, which go to a file; rank 0 gets the terminal for its bar
     terminal = os.dup(2)
     try:

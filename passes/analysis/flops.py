@@ -85,6 +85,19 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     return sum((read | written).values())
 
 
+def bytes_made(bsym: BoundSymbol) -> int:
+    """Bytes of the new tensors that a line makes."""
+    found = properties(bsym.sym)
+    if found & (Property.FREE | Property.VIEW | Property.STATEFUL):
+        return 0
+    if Property.CAST in found:
+        return sum(_sizes(out for _, out in _changed(bsym)).values())
+    read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
+    if Property.INDEX in found and len(read) == 1:
+        return 0
+    return sum(size for name, size in written.items() if name not in read)
+
+
 def _changed(bsym: BoundSymbol) -> list[tuple[TensorProxy, TensorProxy]]:
     """The arguments of a cast whose dtype or device changes, each with its result."""
     pairs = zip(_tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs), strict=False)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from passes.analysis.calls import part_of
-from passes.analysis.flops import bytes_moved, is_free, work
-from passes.analysis.recognise import bucket_of, is_gather, is_offload
+from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
+from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_offload
 from passes.plan import Axis, Bucket, CostModel
 
 from thunder.core.symbol import BoundSymbol
 
 
 def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
-    """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking) and for a collective, which
-    takes :func:`link_seconds`."""
+    """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking). A collective takes
+    :func:`link_seconds`; its share of the device is counted where it is issued."""
+    if is_issue(bsym):
+        plan = (bucket := bucket_of(bsym)).plan
+        apart = plan.axis is Axis.REPLICATE
+        return cost.busy_seconds(bucket.trips * bucket.bytes, plan.world_size, apart=apart)
     if is_free(bsym):
         return 0.0
     if (part := part_of(bsym)) is not None:
         if cost not in part.facts:
             part.facts[cost] = sum(compute_seconds(cost, b) for b in part.trace.bound_symbols)
         return float(part.facts[cost])
-    return cost.compute_seconds(work(bsym), bytes_moved(bsym))
+    return cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
 
 
 def link_seconds(issue: BoundSymbol) -> float:

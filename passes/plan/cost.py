@@ -3,8 +3,9 @@
 ``shardtrace.calibrate`` measures the rates of a machine; the constants below are the defaults.
 :mod:`passes.analysis.seconds` applies them to the lines of a trace.
 
-The roofline model (Williams, Waterman and Patterson, 2009): a line takes as long as its arithmetic or its memory
-traffic, whichever is longer.
+A line takes as long as its arithmetic and its memory traffic, one after the other. That is the roofline model
+(Williams, Waterman and Patterson, 2009) without overlap: small and narrow matrix products, whose traffic weighs more,
+reach less of the device's FLOP/s, as they do.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+FREE = 1e15  # a rate at which nothing takes time
+
 
 @dataclass(frozen=True)
 class Link:
     """The link between ranks.
 
     ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: extra seconds for each collective;
-    ``hop``: more of them for each rank beyond the second, because a ring passes them one after another.
+    ``hop``: more of them for each rank beyond the second, because a ring passes them one after another; ``busy``:
+    the part of a collective's seconds that it takes from compute, which is large for a CPU that computes and sends with
+    the same cores.
     """
 
     bandwidth: float
     latency: float
     hop: float = 0.0
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -44,7 +50,9 @@ class Device:
     ``flops`` and ``half_flops``: FLOP/s of matrix products in fp32 and in bf16 or fp16; ``bandwidth``: bytes/s of
     memory, read and written; ``overhead``: extra seconds for each line of a trace; ``host_bandwidth``: bytes/s of
     copies between its memory and the host's, in either direction; ``attention``: the part of the FLOP/s of products
-    that attention reaches, all scores counted; ``special``: elements/s of functions such as exp and tanh.
+    that attention reaches, all scores counted; ``special``: elements/s of functions such as exp and tanh;
+    ``allocation``: bytes/s of new tensors, beyond the traffic of writing them, because a CPU's operating system clears
+    pages when they are first used.
     """
 
     flops: float
@@ -53,7 +61,8 @@ class Device:
     overhead: float
     host_bandwidth: float = 20e9  # the part of PCIe 4.0 x16's 32 GB/s that a copy reaches
     attention: float = 1.0
-    special: float = 1e15  # as fast as memory
+    special: float = FREE  # as fast as memory
+    allocation: float = FREE  # from memory that a caching allocator has
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -99,17 +108,22 @@ class CostModel:
         latencies = self.node.latency + self.link.latency
         return latencies + max(inside - self.node.latency, between - self.link.latency)
 
+    def busy_seconds(self, nbytes: int, ranks: int, *, apart: bool = False) -> float:
+        """Seconds of compute that this collective takes from the device of each rank."""
+        link = self.link if self.node is None or (apart and ranks > 1) else self.node
+        return link.busy * self.collective_seconds(nbytes, ranks, apart=apart)
+
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds for a copy between host and device memory, in either direction."""
         return nbytes / self.device.host_bandwidth
 
-    def compute_seconds(self, work: Work, nbytes: int) -> float:
-        """Seconds for one line of compute that reads and writes ``nbytes``."""
+    def compute_seconds(self, work: Work, nbytes: int, made: int = 0) -> float:
+        """Seconds for one line of compute that reads and writes ``nbytes``, of which ``made`` are of new tensors."""
         device = self.device
         arithmetic = work.full / device.flops + work.half / device.half_flops
         attention = work.attention / device.flops + work.half_attention / device.half_flops
         arithmetic += attention / device.attention + work.special / device.special
-        return device.overhead + max(arithmetic, nbytes / device.bandwidth)
+        return device.overhead + arithmetic + nbytes / device.bandwidth + made / device.allocation
 
 
 class Work(NamedTuple):
@@ -130,16 +144,14 @@ class Work(NamedTuple):
         return self.full + self.half + self.attention + self.half_attention
 
 
+MAY_BE_ZERO = frozenset({"latency", "hop", "overhead", "busy"})  # too short to measure; no rate may be 0
+
+
 def _check_rates(rates: Link | Device) -> None:
     for name, value in vars(rates).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} of {type(rates).__name__} must be a number, not {value!r}")
-        is_time = name in (
-            "latency",
-            "hop",
-            "overhead",
-        )  # may be too short to measure; no rate may be 0
-        if not math.isfinite(value) or value < 0 or (value == 0 and not is_time):
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
             raise ValueError(f"{name} of {type(rates).__name__} must be finite and positive, not {value!r}")
 
 

@@ -83,6 +83,7 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
             start = max(now, is_free.get(link, 0.0))
             is_free[link] = stop = start + link_seconds(bsym)
             in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
+            now += compute_seconds(cost, bsym)
         elif waits_for_future(bsym):
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))

@@ -193,10 +193,11 @@ class _Program:
         self.seconds = [[_seconds(cost, pair.backward) for pair in row] for row in pairs]
         self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
         self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
-        self.compute = sum(compute_seconds(cost, b) for b in backward if not is_issue(b))
+        self.compute = sum(compute_seconds(cost, b) for b in backward)
         self.link = sum(link_seconds(b) for b in backward if is_issue(b))
         issues = {bucket_of(b).label: b for b in backward if is_issue(b) and is_gather(b)}
         self.gather = [link_seconds(issues[labels[0]]) if labels else 0.0 for labels in self.groups]
+        self.load = [compute_seconds(cost, issues[labels[0]]) if labels else 0.0 for labels in self.groups]
         self.whole = [family.buckets[labels[0]].bytes if labels else 0 for labels in self.groups]
 
     @cached_property
@@ -213,14 +214,14 @@ class _Program:
         blocks = len(classes) * v
         n = blocks + len(self.groups) + 1
         extra = np.array([s - row[0] for row in self.seconds for s in row])
-        gather, whole = np.array(self.gather), np.array(self.whole, dtype=float)
+        gather, load, whole = np.array(self.gather), np.array(self.load), np.array(self.whole, dtype=float)
         scale = 1 / max(self.compute, self.link, 1e-12)
         # beside the seconds, a little for all work and all messages, which choose among equals
         objective = scale * np.concatenate([0.01 * extra, -0.01 * gather, [1.0]])
         limit = np.concatenate([[b for row in self.bytes for b in row], whole, [0.0]])
         rules = [
             LinearConstraint(limit / max(self.most, 1.0), -np.inf, memory / max(self.most, 1.0)),
-            LinearConstraint(scale * np.concatenate([-extra, 0 * gather, [1.0]]), scale * self.compute, np.inf),
+            LinearConstraint(scale * np.concatenate([-extra, load, [1.0]]), scale * self.compute, np.inf),
             LinearConstraint(scale * np.concatenate([0 * extra, gather, [1.0]]), scale * self.link, np.inf),
         ]
         for k, c in enumerate(classes):

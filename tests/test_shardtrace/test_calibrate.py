@@ -30,7 +30,7 @@ def write(folder, *, world_size=2, backend="gloo", model=MODEL, **changes):
     """Writes a cache file as another run would."""
     key = replace(cost_model_key(CPU, None), backend=backend, world_size=world_size)
     folder.mkdir(exist_ok=True)
-    key.path.write_text(json.dumps({"version": 1, "key": asdict(key), "model": asdict(model), **changes}))
+    key.path.write_text(json.dumps({"version": 2, "key": asdict(key), "model": asdict(model), **changes}))
     return key.path
 
 
@@ -38,7 +38,7 @@ def test_one_process(folder, single_rank):
     reported = []
     model = calibrate(None, "cpu", effort=TINY, progress=reported.append)
     assert model.link == default_cost_model("cpu", "none").link
-    assert len(reported) == 7
+    assert len(reported) == 8
     assert model.device.attention > 0
     assert 0 < model.device.special < 1e13
     (file,) = folder.iterdir()
@@ -109,8 +109,8 @@ def test_the_exact_calibration_then_the_nearest_number_of_ranks(folder):
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
         ("{}", "KeyError: 'version'"),
-        ('{"version": 2}', "it is of version 2, not 1"),
-        (json.dumps({"version": 1, "key": {"device": "x"}, "model": asdict(MODEL)}), "TypeError"),
+        ('{"version": 1}', "it is of version 1, not 2"),
+        (json.dumps({"version": 2, "key": {"device": "x"}, "model": asdict(MODEL)}), "TypeError"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_ignored_with_a_warning(folder, text, why):
@@ -137,6 +137,8 @@ def test_the_link_that_explains_what_was_measured():
     link = fit_link([(size, 2e-4 + size / 1e8) for size in (1e4, 1e5, 1e6, 1e7)])
     assert link.latency == pytest.approx(2e-4)
     assert link.bandwidth == pytest.approx(1e8)
+    assert link.busy == 0
+    assert fit_link([(1e4, 1e-3)], [0.5, 1.5]).busy == 1
     for noisy in ([(1e4, 1e-5), (1e6, 2e-2)], [(1e4, 2e-3), (1e6, 1e-3)]):
         assert fit_link(noisy).latency == 0
 
