@@ -68,7 +68,7 @@ class Effort:
     messages: tuple[int, ...]
     repeats: int = 9
     seconds: float = 0.5
-    queries: int = 512
+    queries: int = 256
 
 
 # Too large for the processor's caches, small enough for two seconds in total; on a GPU, large enough to fill it.
@@ -80,7 +80,7 @@ EFFORTS = {
 
 LINES = 16  # of a forward: tensors that come before one is used again
 
-IN_A_ROW = 4  # collectives, each beside products
+IN_A_ROW = 8  # collectives, each beside products
 
 # ---- measuring ----
 
@@ -228,7 +228,7 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Report) -> Link:
     """Measures gathers and reductions of buckets with the functions that the lines of a trace call: alone, and beside
     products, which take longer then."""
-    samples, busy = list[tuple[float, float]](), list[float]()
+    samples, taken = list[tuple[float, float]](), list[float]()
     for size in effort.messages:
         bucket = _bucket(group, device, size)
         shape = bucket.members[0].parameter.shard_shape
@@ -239,10 +239,9 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort
             run = functools.partial(_in_turn, start, finish)
             times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # the same number on all ranks
             samples.append((sent, statistics.median(times[1:])))
-            if size != min(effort.messages):  # which takes too little to be measured
-                busy.append(_taken(start, finish, device, group, effort) / samples[-1][1])
+            taken.append(_taken(start, finish, device, group, effort))
             report(f"{issue.name} of {bucket.bytes} bytes")
-    return fit_link(samples, busy)
+    return fit_link(samples, taken)
 
 
 def _taken(start: Start, finish: Finish, device: torch.device, group: dist.ProcessGroup, effort: Effort) -> float:
@@ -262,7 +261,7 @@ def _taken(start: Start, finish: Finish, device: torch.device, group: dist.Proce
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     alone, one = slowest.tolist()
     n = math.ceil(2 * alone / one)  # longer than the collective
-    repeats = min(4 * effort.repeats, max(effort.repeats, math.ceil(effort.seconds / (IN_A_ROW * 4 * alone))))
+    repeats = min(3 * effort.repeats, max(effort.repeats // 2, math.ceil(2 * effort.seconds / (IN_A_ROW * 4 * alone))))
     without, beside = list[float](), list[float]()
     for _ in range(repeats):
         dist.barrier(group)
@@ -294,25 +293,32 @@ def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> 
     return lambda: start((values,), bucket), lambda future: finish(future, bucket)
 
 
-def fit_link(samples: Sequence[tuple[float, float]], busy: Sequence[float] = ()) -> Link:
-    """Fits a link to samples of (bytes sent, seconds). ``busy`` are the parts of their seconds taken from compute.
+def fit_link(samples: Sequence[tuple[float, float]], taken: Sequence[float] = ()) -> Link:
+    """Fits a link to samples of (bytes sent, seconds), and to the seconds of compute that each has ``taken``.
 
-    The fit minimises the squares of errors relative to the samples' seconds, so that small messages, which determine
-    the latency, count as much as large ones. If noise makes a latency negative, it is 0.
+    The first fit minimises the squares of the relative errors, so that small messages, which determine the latency,
+    count as much as large ones; the second those of the errors, because their noise does not grow with the message. If
+    noise makes one of two numbers negative, all time is attributed to the other.
     """
     sent, seconds = (list(values) for values in zip(*samples, strict=True))
-    latency, per_byte = _fit(sent, seconds)
-    return Link(bandwidth=1 / per_byte, latency=latency, busy=statistics.fmean(busy) if busy else 0.0)
+    latency, per_byte = _fit(sent, seconds, scale=seconds)
+    if per_byte == 0:
+        latency, per_byte = 0.0, statistics.fmean(t / size for size, t in samples)
+    busy, busy_per_byte = _fit(sent, taken, scale=[1.0] * len(taken)) if taken else (0.0, 0.0)
+    return Link(bandwidth=1 / per_byte, latency=latency, busy=busy, busy_per_byte=busy_per_byte)
 
 
-def _fit(sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds for each message and for each byte."""
-    rows = torch.tensor([(1 / t, size / t) for size, t in zip(sent, seconds, strict=True)], dtype=torch.float64)
-    ones = torch.ones(len(rows), 1, dtype=torch.float64)
-    latency, per_byte = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
-    if latency >= 0 and per_byte > 0:
-        return latency, per_byte
-    return 0.0, torch.linalg.lstsq(rows[:, 1:], ones).solution.item()
+def _fit(sent: Sequence[float], seconds: Sequence[float], scale: Sequence[float]) -> tuple[float, float]:
+    """Seconds for each message and for each byte, with the least squares of errors in units of ``scale``."""
+    weights = 1 / torch.tensor(scale, dtype=torch.float64)[:, None]
+    rows = weights * torch.tensor([(1.0, size) for size in sent], dtype=torch.float64)
+    values = weights * torch.tensor(seconds, dtype=torch.float64)[:, None]
+    once, per_byte = torch.linalg.lstsq(rows, values).solution.flatten().tolist()
+    if once < 0:
+        return 0.0, torch.linalg.lstsq(rows[:, 1:], values).solution.item()
+    if per_byte < 0:
+        return torch.linalg.lstsq(rows[:, :1], values).solution.item(), 0.0
+    return once, per_byte
 
 
 # ---- the command ----
@@ -388,7 +394,8 @@ LINK_UNITS = (
     ("bandwidth", 1e-9, "GB/s"),
     ("latency", 1e6, "us"),
     ("hop to a further rank", 1e6, "us"),
-    ("taken from compute", 100.0, "% of its time"),
+    ("compute for a collective", 1e6, "us"),
+    ("compute for its bytes", 1e9, "s/GB"),
 )
 
 

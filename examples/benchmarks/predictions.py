@@ -27,6 +27,7 @@ import shardtrace  # before thunder: makes it importable on the newest torch
 from passes.plan import CostModel
 from passes.plan.hardware import hardware
 from shardtrace.calibrate import calibrate
+from shardtrace.options.planned import TrainingPlan
 from shardtrace.planner.compose import Step
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
@@ -107,7 +108,7 @@ def measure(name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None
             device="cpu",
             cost_model=cost,
         )
-        given = {"cost": rates, "planned": chosen.options}
+        given = {"cost": rates, "planned": chosen.to_json()}
         return run_ranks(replace(job, only=json.dumps(given)), ends, Path(__file__))
 
 
@@ -133,12 +134,12 @@ def rank(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def run(job: Job, world: World, cost: Mapping[str, Any], planned: Mapping[str, Any]) -> list[dict[str, Any]]:
+def run(job: Job, world: World, cost: Mapping[str, Any], planned: str) -> list[dict[str, Any]]:
     setting = Setting(CostModel.from_dict(cost), hardware("cpu"), optimizer_cost("AdamW"))
     steps: dict[str, Training] = {}
     predicted: dict[str, Estimate] = {}
     peaks: dict[str, int] = {}
-    for name, options in {**plans(job.sizes.layers), PLANNED: dict(planned)}.items():
+    for name, options in {**plans(job.sizes.layers), PLANNED: {"plan": TrainingPlan.from_json(planned)}}.items():
 
         def build(options: Mapping[str, Any] = options) -> Training:
             contender = Contender("shardtrace", lambda model, world: sharded(model, world, setting.cost, options))
@@ -170,8 +171,9 @@ def run(job: Job, world: World, cost: Mapping[str, Any], planned: Mapping[str, A
 
 
 def sharded(model: nn.Module, world: World, cost: CostModel, options: Mapping[str, Any]) -> nn.Module:
-    given = {"bucketing_strategy": "block", **options}
-    return thunder.jit(shardtrace.fsdp(model, mesh=world.group, cost_model=cost, **given))
+    if "plan" not in options:
+        options = {"bucketing_strategy": "block", "cost_model": cost, **options}
+    return thunder.jit(shardtrace.fsdp(model, mesh=world.group, **options))
 
 
 # ---- the report ----
@@ -187,9 +189,7 @@ def report(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         )
     best = min(row["seconds"] for row in rows)
     chosen = next(row["seconds"] for row in rows if row["plan"] == PLANNED)
-    lines.append(
-        f"Kendall's tau {tau(rows):.2f}; the choice takes {chosen / best - 1:.1%} longer than the best"
-    )
+    lines.append(f"Kendall's tau {tau(rows):.2f}; the choice takes {chosen / best - 1:.1%} longer than the best")
     return "\n".join(lines) + "\n"
 
 

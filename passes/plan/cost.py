@@ -23,15 +23,16 @@ class Link:
     """The link between ranks.
 
     ``bandwidth``: bytes/s that a rank sends while it receives as many; ``latency``: extra seconds for each collective;
-    ``hop``: more of them for each rank beyond the second, because a ring passes them one after another; ``busy``:
-    the part of a collective's seconds that it takes from compute, which is large for a CPU that computes and sends with
-    the same cores.
+    ``hop``: more of them for each rank beyond the second, because a ring passes them one after another; ``busy``
+    and ``busy_per_byte``: seconds of compute that each collective, and each byte that a rank sends, takes from its
+    device. It is much for a CPU that computes and sends with the same cores.
     """
 
     bandwidth: float
     latency: float
     hop: float = 0.0
     busy: float = 0.0
+    busy_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -111,7 +112,7 @@ class CostModel:
     def busy_seconds(self, nbytes: int, ranks: int, *, apart: bool = False) -> float:
         """Seconds of compute that this collective takes from the device of each rank."""
         link = self.link if self.node is None or (apart and ranks > 1) else self.node
-        return link.busy * self.collective_seconds(nbytes, ranks, apart=apart)
+        return link.busy + link.busy_per_byte * nbytes * (ranks - 1) / ranks if ranks > 1 else 0.0
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds for a copy between host and device memory, in either direction."""
@@ -144,14 +145,15 @@ class Work(NamedTuple):
         return self.full + self.half + self.attention + self.half_attention
 
 
-MAY_BE_ZERO = frozenset({"latency", "hop", "overhead", "busy"})  # too short to measure; no rate may be 0
+# may be too short to measure; no rate may be 0
+TIMES = frozenset({"latency", "hop", "overhead", "busy", "busy_per_byte"})
 
 
 def _check_rates(rates: Link | Device) -> None:
     for name, value in vars(rates).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} of {type(rates).__name__} must be a number, not {value!r}")
-        if not math.isfinite(value) or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in TIMES):
             raise ValueError(f"{name} of {type(rates).__name__} must be finite and positive, not {value!r}")
 
 

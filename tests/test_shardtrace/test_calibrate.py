@@ -137,8 +137,11 @@ def test_the_link_that_explains_what_was_measured():
     link = fit_link([(size, 2e-4 + size / 1e8) for size in (1e4, 1e5, 1e6, 1e7)])
     assert link.latency == pytest.approx(2e-4)
     assert link.bandwidth == pytest.approx(1e8)
-    assert link.busy == 0
-    assert fit_link([(1e4, 1e-3)], [0.5, 1.5]).busy == 1
+    assert link.busy == link.busy_per_byte == 0
+    samples = [(size, 2e-4 + size / 1e8) for size in (1e4, 1e5, 1e6)]
+    link = fit_link(samples, [1e-3 + size / 1e9 for size, _ in samples])
+    assert (link.busy, link.busy_per_byte) == (pytest.approx(1e-3), pytest.approx(1e-9))
+    assert fit_link(samples, [3e-3, 2e-3, 1e-3]).busy_per_byte == 0
     for noisy in ([(1e4, 1e-5), (1e6, 2e-2)], [(1e4, 2e-3), (1e6, 1e-3)]):
         assert fit_link(noisy).latency == 0
 

@@ -41,13 +41,14 @@ def test_a_collective_takes_its_part_of_the_device_where_it_is_issued(fake_ranks
     fake_ranks(2)
     forward = thunder.last_traces(compile_fake(lambda: nn.Linear(4, 4), torch.ones(2, 4)))[-1]
     (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
-    cost = replace(MODEL, link=replace(MODEL.link, busy=0.5))
+    cost = replace(MODEL, link=replace(MODEL.link, busy=0.5, busy_per_byte=0.1))
     assert compute_seconds(MODEL, gather) == 0
-    assert compute_seconds(cost, gather) == 0.5 * cost.collective_seconds(bucket_of(gather).bytes, 2) > 0
+    assert compute_seconds(cost, gather) == 0.5 + 0.1 * bucket_of(gather).bytes / 2
 
 
 def test_links_inside_a_machine_take_their_own_part():
     inside, between = Link(2e3, 0.5, busy=0.25), Link(1e3, 0.5, busy=1.0)
     cost = CostModel(between, MODEL.device, inside, 4)
-    assert cost.busy_seconds(1000, 4) == 0.25 * cost.collective_seconds(1000, 4)
-    assert cost.busy_seconds(1000, 2, apart=True) == cost.collective_seconds(1000, 2, apart=True)
+    assert cost.busy_seconds(1000, 4) == 0.25
+    assert cost.busy_seconds(1000, 2, apart=True) == 1.0
+    assert cost.busy_seconds(1000, 1) == 0
