@@ -151,12 +151,18 @@ class _Task(NamedTuple):
     fixed: dict[str, Any]
     jit_options: dict[str, Any]
 
-    def families(self) -> list[Family]:
+    def families(self, budget: float) -> list[Family]:
         """The families of strategies to choose from. Call it as a fake rank."""
         families: list[Family] = []
         for name, strategy in self._strategies().items():
-            families.append(self._family(name, strategy, families[0] if families else None))
+            if name != "ddp" or not families or self._at_rest() <= budget:
+                families.append(self._family(name, strategy, families[0] if families else None))
         return families
+
+    def _at_rest(self) -> float:
+        """The bytes of whole parameters, their gradients and their optimizer's state."""
+        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        return sum(p.nbytes for p in self.model.parameters()) + trained * (1 + self.setting.optimizer.state / 4)
 
     def _strategies(self) -> dict[str, Any]:
         """The families to try, with the strategy that each is compiled with."""
@@ -286,26 +292,19 @@ class _Search:
 
     def __init__(self, task: _Task, budget: float, rates: str, links: str) -> None:
         self.task, self.budget, self.rates, self.links = task, budget, rates, links
-        self.families = {family.name: family for family in task.families()}
+        self.families = {family.name: family for family in task.families(budget)}
         self.points = [point for family in self.families.values() for point in family.points()]
         self.front = front(self.points)
 
     def best(self) -> TrainingPlan | None:
-        """The plan for the fastest point that fits; None if none does. It is compiled, to be sure."""
-        points = list(self.points)
-        while (point := fastest(points, self.budget)) is not None:
-            plan = self.plan(point)
-            if plan.peak <= self.budget:
-                return plan
-            points.remove(point)
-        return None
+        """The plan for the fastest point that fits; None if none does."""
+        point = fastest(self.points, self.budget)
+        return self.plan(point) if point is not None else None
 
     def plan(self, point: Point) -> TrainingPlan:
         task, options = self.task, self.options(point.candidate)
-        function = task.compile_function(options)
-        found = compiled_estimate(function, task.setting)
+        found, setting = point.estimate, task.setting
         once = useful_flops(self.families[point.candidate.family])
-        setting = task.setting
         seconds, peak = found.seconds, setting.hardware.peak
         choices = task.options(options)
         shape = task.mesh() if _is_hybrid(choices["sharding_strategy"]) else None
@@ -327,7 +326,7 @@ class _Search:
             tokens=setting.accumulation * _tokens(task.inputs),
             memory={kind: nbytes for kind, nbytes in found.memory.items() if nbytes},
             mfu=setting.accumulation * once / (seconds * peak) if seconds else 0.0,
-            binding=self._binding(point, found),
+            binding=self._binding(found),
             pareto=Rows(self._row(p) for p in self.front),
             cost=setting.cost,
             again=self._largest_batch,
@@ -359,8 +358,8 @@ class _Search:
             options=choices_of(self.task.options(self.options(c))),
         )
 
-    def _binding(self, point: Point, found: Estimate) -> str:
-        faster = [p for p in self.front if p.estimate.seconds < 0.999 * point.estimate.seconds]
+    def _binding(self, found: Estimate) -> str:
+        faster = [p for p in self.front if p.estimate.seconds < 0.999 * found.seconds]
         if faster:
             better = faster[0].estimate
             extra, gain = better.peak - found.peak, found.seconds - better.seconds

@@ -27,6 +27,7 @@ from thunder.core.proxies import TensorProxy
 LEVELS = 16  # amounts of memory, from the least to the most that any combination takes
 PREFETCHES = (1, 2, 3)
 NOTHING = "nothing"  # is recomputed
+NOT_WORTH_IT = 0.01  # of a step's seconds
 
 
 class Candidate(NamedTuple):
@@ -150,7 +151,9 @@ class Family:
             for solved in filter(None, levels):
                 (kept,) = self._kept([solved.kept])
                 for prefetch in self.prefetches if self.buckets else self.prefetches[:1]:
-                    self.point(solved._replace(kept=kept, prefetch=prefetch))
+                    found = self.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
+                    if found.exposed < NOT_WORTH_IT * found.seconds:  # which is all that more of it could save
+                        break
         return list(self._points.values())
 
 
