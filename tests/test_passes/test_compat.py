@@ -35,6 +35,20 @@ def test_methods_that_exist_are_left_alone(monkeypatch):
     assert torch.Tensor.rename is own
 
 
+def test_notes(monkeypatch):
+    error, cause = RuntimeError("wrapped"), ValueError("first")
+    error.__cause__ = cause
+    for e, note in ((error, "one\ntwo"), (cause, "three")):
+        compat.add_note(e, note)
+    if sys.version_info >= (3, 11):
+        assert (str(error), compat.notes_of(error)) == ("wrapped", "\none\ntwo\nthree")
+    monkeypatch.setattr(sys, "version_info", (3, 10))
+    old = RuntimeError("message", 3)
+    compat.add_note(old, "note")
+    assert old.args == ("message\nnote", 3)
+    assert compat.notes_of(old) == ""
+
+
 @pytest.mark.parametrize("first", ["shardtrace", "passes"])
 def test_thunder_imports_after_us(first):
     """Without a warning."""
