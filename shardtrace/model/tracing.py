@@ -18,7 +18,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
-from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
+from passes.compat import (
+    forget_item,
+    interpret,
+    proxied_values,
+    quick_tracing,
+    refresh_modules,
+    remember_item,
+)
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients
 from shardtrace.blocks.share import TracedBlocks
@@ -73,7 +80,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
-    with state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
+    with quick_tracing(), state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
         trace = functools.partial(_interpret_root, original, state, proxied, module, *args, **kwargs)
         result = with_place(trace, unwrap(module), state.model_name)
         for value in proxied:

@@ -1,4 +1,5 @@
 import ast
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_notes(monkeypatch):
     compat.add_note(old, "note")
     assert old.args == ("message\nnote", 3)
     assert compat.notes_of(old) == ""
+
+
+def test_settings_of_python_are_restored():
+    before = sys.getswitchinterval(), gc.get_threshold()
+    with compat.quick_tracing():
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
 @pytest.mark.parametrize("first", ["shardtrace", "passes"])
