@@ -17,13 +17,15 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
+import gc
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -86,6 +88,24 @@ def import_thunder() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
         import thunder  # noqa: F401
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Python's ``error.add_note``. Python 3.10 prints no notes: there the message gets it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def notes_of(error: BaseException) -> str:
+    """The notes of an exception and of its causes, each on lines of its own, after a line break."""
+    notes: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        notes += getattr(cause, "__notes__", ())
+        cause = cause.__cause__
+    return "".join(f"\n{note}" for note in notes)
 
 
 # ---- symbols and lines of a trace ----
@@ -211,6 +231,24 @@ def interpret(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     return _interpret_call(function, *args, **kwargs)
 
 
+@contextmanager
+def quick_tracing() -> Iterator[None]:
+    """Saves a sixth of the time of tracing, by settings of Python that are restored afterwards.
+
+    Thunder makes the frame of a traceback in a thread, for each exception such as one of ``hasattr``, and waits for it
+    in a loop: the thread runs after Python's switch interval. It makes many small objects and little garbage, for which
+    Python would look more often.
+    """
+    interval, (most, *others) = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(min(interval, 1e-4))
+    gc.set_threshold(max(most, 20_000) if most else 0, *others)  # 0 turns it off
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(most, *others)
+
+
 def proxied_values() -> set[Any]:
     """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
     from thunder.core.interpreter import get_interpreterruntimectx
@@ -312,6 +350,80 @@ def observing(
         yield
     finally:
         context._fn_lookaside, context._callbacks = lookaside, callbacks
+
+
+class Failure(NamedTuple):
+    """An exception in the running interpreter, and the program's frames when it was raised, the innermost last."""
+
+    exception: BaseException
+    frames: tuple[Frame, ...]
+    by_source: bool  # raised by a statement of the traced program
+
+
+class Frame(NamedTuple):
+    """A call of a function that is traced: the module that defines it, its line, and its first argument if it has
+    one."""
+
+    module: str
+    file: str
+    function: str
+    line: int
+    receiver: Any
+
+
+@contextmanager
+def noticing_failures(failures: dict[int, Failure]) -> Iterator[None]:
+    """Adds to ``failures`` each exception in the running interpreter where it is first seen, by its id."""
+    from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpretercompilectx, get_interpreterruntimectx
+
+    context, runtime = get_interpretercompilectx(), get_interpreterruntimectx()
+    interpret_instruction = context._opcode_interpreter
+
+    def notice(error: BaseException | None, inst: Any) -> None:
+        if error is not None and id(error) not in failures:
+            frames = tuple(map(_frame, runtime.frame_stack))
+            own = frames[-1].module.partition(".")[0] == "thunder"
+            failures[id(error)] = Failure(error, frames, inst.opname == "RAISE_VARARGS" and not own)
+
+    def noticed(inst: Any, /, **state: Any) -> Any:
+        try:
+            result = interpret_instruction(inst, **state)
+        except Exception as error:
+            notice(error, inst)
+            raise
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            notice(runtime.curexc, inst)
+        return result
+
+    context._opcode_interpreter = noticed
+    try:
+        yield
+    finally:
+        context._opcode_interpreter = interpret_instruction
+
+
+def _frame(frame: Any) -> Frame:
+    from thunder.core.interpreter import unwrap
+
+    code, receiver = frame.code, None
+    if code.co_argcount and frame.localsplus:
+        receiver = unwrap(frame.localsplus[0])
+        if isinstance(receiver, types.CellType):  # a function inside reads it
+            receiver = receiver.cell_contents
+    line = frame.positions.lineno if frame.positions is not None else None
+    return Frame(
+        unwrap(frame.globals).get("__name__", ""), code.co_filename, code.co_name, line or code.co_firstlineno, receiver
+    )
+
+
+def exception_of(result: Any) -> BaseException | None:
+    """The exception that :func:`interpret` returned in place of a result; None for a result."""
+    from thunder.core.interpreter import INTERPRETER_SIGNALS, get_interpreterruntimectx
+
+    if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        return None
+    error: BaseException | None = get_interpreterruntimectx().curexc
+    return error
 
 
 def side_effects() -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
+from passes.compat import notes_of
 from shardtrace.inspector import Inspection, NothingCompiledError, inspect, run_script
 from shardtrace.planner import plan
 
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        print(f"shardtrace: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
+        print(
+            f"shardtrace: {type(error).__name__}: {error} (--traceback shows where){notes_of(error)}", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -18,9 +18,20 @@ def step_of(record: ProvenanceRecord) -> str:
     return str(record.inst.value if isinstance(record.inst, PseudoInst) else record.inst.opname)
 
 
-def leads_to(record: ProvenanceRecord, root: ProvenanceRecord) -> bool:
-    """True if ``record`` is that of ``root``'s value or of something that is reached from it."""
-    return record == root or any(leads_to(i, root) for i in record.inputs)
+class Reach:
+    """Which records lead to ``root``. Records share inputs, of which each is followed once."""
+
+    def __init__(self, root: ProvenanceRecord) -> None:
+        self._root = root
+        self._known: dict[int, tuple[ProvenanceRecord, bool]] = {}  # the record keeps its id from being used again
+
+    def has(self, record: ProvenanceRecord) -> bool:
+        """True if ``record`` is that of the root's value or of something that is reached from it."""
+        known = self._known.get(id(record))
+        if known is None:
+            leads = record == self._root or any(map(self.has, record.inputs))
+            known = self._known[id(record)] = (record, leads)
+        return known[1]
 
 
 def moved(record: ProvenanceRecord, old: ProvenanceRecord, new: ProvenanceRecord) -> ProvenanceRecord:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from passes.checkpoint_activations import Call
 from passes.compat import constraints, name_of_input, proxied_values, side_effects, without_constraints
 from shardtrace.blocks.observe import Observer, Seen
-from shardtrace.blocks.provenance import Unknown, attribute, leads_to, moved, step_of, value_of
+from shardtrace.blocks.provenance import Reach, Unknown, attribute, moved, step_of, value_of
 from shardtrace.blocks.structure import PLAIN, CannotShare
 
 from thunder import clang
@@ -105,13 +105,14 @@ def make_template(
     if observer.obstacle:
         raise CannotShare(observer.obstacle)
     read, made = values_of(lines, {p.name for p in inputs})
-    captures = tuple(_captures(read, module, root))
+    reach = Reach(root)
+    captures = tuple(_captures(read, module, reach))
     outputs, spec = _flat(result)
     known = made.keys() | {p.name for p in inputs} | {c.proxy.name for c in captures}
     for o in outputs:
         if (isinstance(o, Proxy) and o.name not in known) or not isinstance(o, (Proxy, *PLAIN, type(None))):
             raise CannotShare(f"returns a {type(o).__name__} that it does not make")
-    reads = tuple(_reads(observer, module, root))
+    reads = tuple(_reads(observer, module, root, reach))
     guards = tuple(
         Guard(c[0], c[1].history, c[2:])
         for c in added
@@ -119,7 +120,7 @@ def make_template(
         and isinstance(c[1], Proxy)
         and not isinstance(c[1], TensorProxy)
         and step_of(c[1].history) == "BINARY_SUBSCR"
-        and leads_to(c[1].history, root)
+        and reach.has(c[1].history)
     )
     snapshot = tuple(b.from_bsym() for b in lines)
     return Template(
@@ -128,7 +129,7 @@ def make_template(
         inputs=tuple(inputs),
         captures=captures,
         reads=reads,
-        outside=tuple(_outside(observer, root)),
+        outside=tuple(_outside(observer, reach)),
         seen=tuple(observer.seen.values()),
         side_effects=side_effects(),
         guards=guards,
@@ -168,21 +169,21 @@ def values_of(lines: Iterable[BoundSymbol], inputs: set[str]) -> tuple[dict[str,
     return read, made
 
 
-def _captures(read: Mapping[str, Proxy], module: nn.Module, root: ProvenanceRecord) -> Iterator[Capture]:
+def _captures(read: Mapping[str, Proxy], module: nn.Module, reach: Reach) -> Iterator[Capture]:
     wrapped, own = wrapped_tensors(), _own(module)
     for name, p in read.items():
         value = wrapped.get(name)
         if value is None or isinstance(p, NumberProxy):
             raise CannotShare(f"reads {name}, which is neither an argument nor its own")
-        if leads_to(value.provenance, root):
+        if reach.has(value.provenance):
             yield Capture(value.value, value.provenance)
         elif id(value.original_value) in own:
             raise CannotShare(f"reads its {name} by another way than itself")
 
 
-def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Iterator[ReadValue]:
+def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[ReadValue]:
     for read in observer.reads.values():
-        if not leads_to(read.record, root):
+        if not reach.has(read.record):
             continue
         try:
             owner = value_of(read.record, root, module)
@@ -194,9 +195,9 @@ def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord) -> Ite
             yield ReadValue(read.record, read.name, value, stored)
 
 
-def _outside(observer: Observer, root: ProvenanceRecord) -> Iterator[Outside]:
+def _outside(observer: Observer, reach: Reach) -> Iterator[Outside]:
     for read in observer.reads.values():
-        if isinstance(read.owner, Proxy) or leads_to(read.record, root):
+        if isinstance(read.owner, Proxy) or reach.has(read.record):
             continue
         value = _stored(read.owner, read.name)
         if isinstance(value, PLAIN):

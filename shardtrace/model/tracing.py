@@ -18,7 +18,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
-from passes.compat import forget_item, interpret, proxied_values, refresh_modules, remember_item
+from passes.compat import (
+    forget_item,
+    interpret,
+    proxied_values,
+    quick_tracing,
+    refresh_modules,
+    remember_item,
+)
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients
 from shardtrace.blocks.share import TracedBlocks
@@ -27,6 +34,7 @@ from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.lookasides import register_lookasides
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
+from shardtrace.model.untraceable import with_place
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
@@ -72,12 +80,9 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
-    with state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
-        try:
-            result = _interpret_block(original, module, *args, **kwargs)
-        except Exception:
-            _refuse_values(state, proxied)  # the likely cause, with a better message
-            raise
+    with quick_tracing(), state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
+        trace = functools.partial(_interpret_root, original, state, proxied, module, *args, **kwargs)
+        result = with_place(trace, unwrap(module), state.model_name)
         for value in proxied:
             parameter = state.by_stand_in.get(id(value.original_value))
             if parameter is not None:
@@ -85,6 +90,19 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
     compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
     return result
+
+
+def _interpret_root(
+    forward: Callable[..., Any], state: ShardedState, proxied: set[Any], module: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return _interpret_block(forward, module, *args, **kwargs)
+    except Exception as error:
+        try:
+            _refuse_values(state, proxied)  # the likely cause, with a better message
+        except RuntimeError as likely:
+            raise likely from error
+        raise
 
 
 @contextmanager
@@ -192,7 +210,8 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
         if link is not None and link.state is state:
             raise RuntimeError(
                 f"parameter {link.entry.name!r} of {state.model_name} is used outside the forward of the sharded "
-                "module, where it is this rank's shard: use it inside, or apply fsdp() to the module that uses it"
+                "module, or through a list of its own, as in nn.LSTM, where it is this rank's shard: use it inside, by "
+                "its name, or apply fsdp() to the module that uses it"
             )
 
 

@@ -15,6 +15,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from passes.compat import notes_of
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
 
 import torch
@@ -42,7 +43,8 @@ class _TellOthers:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self.store is not None and not issubclass(kind, RankFailedError | KeyboardInterrupt):
             with contextlib.suppress(RuntimeError):  # the store may have gone first, with the rank that held it
-                self.store.compare_set(KEY, "", f"rank {self.rank}: {kind.__name__}: {error}")  # the first one counts
+                word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
+                self.store.compare_set(KEY, "", word)  # the first one counts
         self.before(kind, error, trace)
 
 

@@ -1,4 +1,5 @@
 import ast
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,27 @@ def test_methods_that_exist_are_left_alone(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "rename", own, raising=False)
     compat.install()
     assert torch.Tensor.rename is own
+
+
+def test_notes(monkeypatch):
+    error, cause = RuntimeError("wrapped"), ValueError("first")
+    error.__cause__ = cause
+    for e, note in ((error, "one\ntwo"), (cause, "three")):
+        compat.add_note(e, note)
+    if sys.version_info >= (3, 11):
+        assert (str(error), compat.notes_of(error)) == ("wrapped", "\none\ntwo\nthree")
+    monkeypatch.setattr(sys, "version_info", (3, 10))
+    old = RuntimeError("message", 3)
+    compat.add_note(old, "note")
+    assert old.args == ("message\nnote", 3)
+    assert compat.notes_of(old) == ""
+
+
+def test_settings_of_python_are_restored():
+    before = sys.getswitchinterval(), gc.get_threshold()
+    with compat.quick_tracing():
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
 @pytest.mark.parametrize("first", ["shardtrace", "passes"])

@@ -22,6 +22,13 @@ def nothing():
 
 def broken():
     return nn.Linear(6, 8), torch.ones(3, 5)
+
+class Counts(nn.Linear):
+    def forward(self, x):
+        return torch.bincount(x)
+
+def untraceable():
+    return Counts(6, 8), torch.ones(3, dtype=torch.int64)
 """
 
 SCRIPT = """
@@ -133,6 +140,7 @@ def test_example_is_a_target(capsys, tmp_path):
         ("factory_for_cli.py:other", "there is no function other in factory_for_cli.py"),
         ("factory_for_cli.py:nothing", "must return a module and its inputs"),
         ("factory_for_cli.py:broken", "--traceback shows where"),
+        ("factory_for_cli.py:untraceable", "factory_for_cli.py:16 in forward:\n    return torch.bincount(x)"),
         ("empty.py", "empty.py called no sharded model"),
         ("usage.py", "usage.py left by sys.exit('--rows 16 is too few') before it called a sharded model"),
     ],
