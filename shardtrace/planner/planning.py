@@ -29,12 +29,13 @@ from torch import nn
 from torch.distributed import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-DECIDED = ("sharding_strategy", "activation_checkpointing", "prefetch")
 STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
     "zero": ("zero2", "zero3"),
     "hybrid": ("hybrid_zero2", "hybrid_zero3"),
     "ddp": ("ddp", "ddp"),
 }
+BY_LAYER = " by layer"  # ends the name of a family with a bucket for each layer, not for each block
+WAITS = 0.05  # of a step's seconds: if compute waits longer for communication, smaller buckets are tried
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -158,6 +159,23 @@ class _Task(NamedTuple):
             if name != "ddp" or not families or self._at_rest() <= budget:
                 families.append(self._family(name, strategy, families[0] if families else None))
         return families
+
+    def finer(self, family: Family) -> Family | None:
+        """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
+        is what some steps wait for. Nothing is recomputed."""
+        steps = [point.estimate for point in front(family.points())]
+        waiting = any(step.exposed > WAITS * step.seconds for step in steps)
+        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not waiting:
+            return None
+        base = self.compile(sharding_strategy=STRATEGIES[family.name][1], bucketing_strategy="layer")
+        return Family(
+            family.name + BY_LAYER,
+            base,
+            {NOTHING: base.calls},
+            self.setting,
+            keeps=family.keeps,
+            prefetches=family.prefetches,
+        )
 
     def _at_rest(self) -> float:
         """The bytes of whole parameters, their gradients and their optimizer's state."""
@@ -292,7 +310,9 @@ class _Search:
 
     def __init__(self, task: _Task, budget: float, rates: str, links: str) -> None:
         self.task, self.budget, self.rates, self.links = task, budget, rates, links
-        self.families = {family.name: family for family in task.families(budget)}
+        coarse = task.families(budget)
+        found = [*coarse, *filter(None, map(task.finer, coarse))]
+        self.families = {family.name: family for family in found}
         self.points = [point for family in self.families.values() for point in family.points()]
         self.front = front(self.points)
 
@@ -335,7 +355,7 @@ class _Search:
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The options of ``fsdp`` that the planner decides."""
         fixed, family = self.task.fixed, self.families[candidate.family]
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"bucketing_strategy": "layer"} if family.name.endswith(BY_LAYER) else {}
         if "sharding_strategy" not in fixed:
             found["sharding_strategy"] = _strategy(family, candidate)
         if "activation_checkpointing" not in fixed:
@@ -413,7 +433,7 @@ def useful_flops(family: Family) -> float:
 
 
 def _strategy(family: Family, candidate: Candidate) -> Any:
-    keeping, again = STRATEGIES[family.name]
+    keeping, again = STRATEGIES[family.name.removesuffix(BY_LAYER)]
     if not candidate.kept:
         return again
     if candidate.kept == family.buckets.keys():
@@ -438,12 +458,13 @@ def _checkpointing(family: Family, candidate: Candidate) -> Any:
 
 
 def _name(family: Family, candidate: Candidate) -> str:
-    if family.name not in STRATEGIES:
+    kind = family.name.removesuffix(BY_LAYER)
+    if kind not in STRATEGIES:
         return "given"
-    keeping, again = STRATEGIES[family.name]
-    if not candidate.kept:
-        return again
-    return keeping if candidate.kept == family.buckets.keys() else f"{again} and {keeping}"
+    keeping, again = STRATEGIES[kind]
+    mixed = f"{again} and {keeping}"
+    name = again if not candidate.kept else keeping if candidate.kept == family.buckets.keys() else mixed
+    return name + family.name.removeprefix(kind)
 
 
 def _spelled(choices: Mapping[str, Any]) -> str:

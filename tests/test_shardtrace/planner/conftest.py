@@ -28,5 +28,5 @@ def family(task):
 
 @pytest.fixture(scope="session")
 def planned():
-    inputs, fixed = (tokens(), tokens()), {"prefetch": 2}
+    inputs, fixed = (tokens(), tokens()), {"prefetch": 2, "bucketing_strategy": "block"}
     return shardtrace.plan(gpt(), inputs, world_size=RANKS, device="cpu", link="1gbit", memory=2_000_000, fixed=fixed)

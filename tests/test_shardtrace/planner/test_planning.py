@@ -3,7 +3,7 @@
 import json
 
 import shardtrace
-from passes.plan import Placement
+from passes.plan import CostModel, Device, Link, Placement
 from shardtrace.cli import main
 from shardtrace.fake import fake_ranks
 from shardtrace.model.state import state_of
@@ -14,7 +14,7 @@ import thunder
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from toy_gpt import RANKS, gpt, tokens
+from toy_gpt import GPT, RANKS, GPTConfig, gpt, tokens
 
 
 def test_a_plan_is_data(planned, tmp_path):
@@ -55,6 +55,21 @@ def test_fsdp_takes_it(planned, tmp_path):
         cmodel(tokens(), tokens()).backward()
         persistent = planned.memory["optimizer"]
         assert shardtrace.memory(cmodel, persistent=persistent).peak == planned.peak
+
+
+def test_smaller_buckets_where_compute_waits_for_large_ones():
+    def model():
+        return GPT(GPTConfig(n_layer=2, n_embd=256, n_head=4, block_size=16, vocab_size=48))
+
+    inputs, fixed = (tokens(), tokens()), {"sharding_strategy": "zero2", "activation_checkpointing": None}
+    cost = CostModel(Link(1e8, 1e-5), Device(1e10, 1e10, 1e10, 1e-6))
+    plan = shardtrace.plan(model(), inputs, world_size=RANKS, device="cpu", memory=1e9, cost_model=cost, fixed=fixed)
+    assert plan.choices["bucketing_strategy"] == "layer"
+    assert {row.strategy for row in plan.pareto} <= {"zero2", "zero2 by layer"}
+    with fake_ranks(RANKS):
+        cmodel = thunder.jit(shardtrace.fsdp(model(), plan=plan))
+        cmodel(*inputs).backward()
+        assert shardtrace.memory(cmodel, persistent=plan.memory["optimizer"]).peak == plan.peak
 
 
 def test_what_fsdp_refuses(planned, tmp_path):
