@@ -34,6 +34,23 @@ def module(monkeypatch):
     return importlib.import_module
 
 
+def test_predictions_beside_what_was_measured(module):
+    predictions = module("predictions")
+
+    def row(plan, seconds, predicted):
+        figures = {"noise": 0.01, "peak": 2**20, "predicted_peak": 2**20}
+        return {"plan": plan, "seconds": seconds, "predicted_seconds": predicted, **figures}
+
+    rows = [row("a", 1.0, 0.9), row("b", 2.0, 1.9), row("c", 2.01, 1.0), row("planned", 1.1, 1.2)]
+    assert predictions.tau(rows) == pytest.approx((4 - 1) / 5)  # b and c differ by less than their noise
+    assert "the choice takes 10.0% longer than the best" in predictions.report("two ranks", rows)
+    assert predictions.summary(rows).startswith(
+        "4 plans; seconds: median error 9.55%, worst 50.25%; peak: median error 0"
+    )
+    found = predictions.plans(4)
+    assert found["half zero2"]["sharding_strategy"] == {"h.2.*": "zero2", "h.3.*": "zero2", "*": "zero3"}
+
+
 def test_loopback_prints_tables_and_writes_figures(tmp_path):
     only = "|".join(f"^{name}$" for name in ONE)
     done = compare(tmp_path, "loopback", *TINY, f"--only={only}")

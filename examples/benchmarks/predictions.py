@@ -67,6 +67,7 @@ def plans(layers: int) -> dict[str, dict[str, Any]]:
     found["zero3, half full"] = {"sharding_strategy": "zero3", "activation_checkpointing": first}
     found["half zero2"] = {"sharding_strategy": {**kept, "*": "zero3"}}
     found["half zero2, half full"] = {**found["half zero2"], "activation_checkpointing": first}
+    found["fsdp's defaults"] = {"bucketing_strategy": "auto"}
     found["zero2, layers"] = {"sharding_strategy": "zero2", "bucketing_strategy": "layer"}
     found["zero3, layers"] = {"sharding_strategy": "zero3", "bucketing_strategy": "layer"}
     return found
