@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms, unjitted
-from passes.plan import CostModel, Placement
+from passes.plan import CostModel, Placement, Wire
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
@@ -39,9 +39,10 @@ from shardtrace.options.blocks import (
 from shardtrace.options.options import Options, parse_options
 from shardtrace.options.planned import PlanError, TrainingPlan
 from shardtrace.options.strategy import ShardingStrategy, assign
+from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
 from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
-from shardtrace.ranks.mesh import Mesh, choose_device, is_alone, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, is_alone, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -77,6 +78,9 @@ def fsdp(
     offload_policy: OffloadPolicy | None = None,
     kernels: bool = True,
     sum_reductions: bool = False,
+    gather_dtype: str | Wire | Mapping[str, str | Wire | None] | None = None,
+    reduce_wire: str | None = None,
+    error_feedback: bool = False,
     repeated_blocks: Repeated = "once",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
@@ -156,6 +160,16 @@ def fsdp(
             of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
             divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
             ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
+        gather_dtype: round parameters for their way from shards to use: "int8" (blocks of 256 elements with a scale
+            each) or "fp8" (torch.float8_e4m3fn, likewise), a :class:`passes.Wire`, or a mapping of name patterns to
+            these and None, of which the first that matches counts. All ranks compute with the same rounded values;
+            shards, gradients and the optimizer stay exact. Parameters with fewer than 1024 elements on a rank, and
+            those that are not fp32, bf16 or fp16, travel as they are.
+        reduce_wire: round gradients for their way to the shards: "int8" or "int4" (blocks of 128 elements). Each rank's
+            gradient is rounded once, sent to the owner of the shard, and added up there in fp32. Replicas ("ddp",
+            hybrid strategies) then gather the sum, rounded to int8.
+        error_feedback: with ``reduce_wire``, add what a step's rounding has lost to the gradients of the next step.
+            Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
         repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
             fraction of the time. Blocks that differ in more than the values of their parameters are traced by
             themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
@@ -210,6 +224,9 @@ def fsdp(
         kernels=kernels,
         sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
+        gather_dtype=gather_dtype,
+        reduce_wire=reduce_wire,
+        error_feedback=error_feedback,
         spelling=spelling,
     )
     ignored = tuple(ignored_params)
@@ -233,16 +250,20 @@ def fsdp(
     error = error or refusal(
         module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
     )
-    others = {
+    others: dict[str, object] = {
         "broadcast_from": broadcast_from,
         "cost_model": cost_model,
         "checkpointed": [f"{name}: {what}" for name, (_, what) in checkpointed.items()],
     }
     others["weights"] = weights_lines(stored)
-    compare_models(module, found, strategies, options, others, error=error, group=group)
+    others["reduce_wire"] = options.reduction.name if options.reduction is not None else "None"
+    gathers, problem = _gathers(found, strategies, options, groups, target)
+    compare_models(module, found, strategies, gathers, options, others, error=error or problem, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
-    whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
+    whole = [
+        replace(_entry(p, strategies[p.name], homes[p.name], target, options), gather=gathers[p.name]) for p in found
+    ]
     distribute(
         module,
         found,
@@ -346,6 +367,34 @@ def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStr
             'offload_policy keeps nothing in host memory with sharding_strategy="ddp", which replicates parameters on '
             'the device: choose one that shards, such as "zero3"'
         )
+
+
+def _gathers(
+    found: Sequence[Place],
+    strategies: Mapping[str, ShardingStrategy],
+    options: Options,
+    groups: Groups,
+    device: torch.device,
+) -> tuple[dict[str, Wire | None], Exception | None]:
+    """The wire on which each parameter is gathered, by name; or the reason why a wire changes nothing."""
+    ranks = groups.everyone.size()
+    travelling = {
+        p.name: Travelling(
+            p.parameter, strategies[p.name], groups.inner.size() if strategies[p.name].is_hybrid else ranks, ranks
+        )
+        for p in found
+    }
+    try:
+        refuse_reductions(options.reduction, travelling, error_feedback=options.error_feedback)
+        if (
+            options.reduction is not None
+            and device.type != "cpu"
+            and backend_for(groups.inner, {device.type}) == "gloo"
+        ):
+            raise ValueError(f"gloo cannot send parts of gradients from {device.type}: use nccl with reduce_wire")
+        return assign_gathers(options.gathers, travelling), None
+    except ValueError as problem:
+        return {}, problem
 
 
 def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:

@@ -3,7 +3,7 @@
 1. Each future is waited for exactly once, and nothing else reads it. No value is used before it exists or after its
    ``del``.
 2. No parameter is gathered twice in one trace, nor reduced twice. ZeRO-2 gathers nothing in backward. Each collective
-   moves exactly the bytes of its bucket's members. A pass's own wire for parameters never carries gradients.
+   moves exactly the bytes of its bucket's members. A wire for parameters never carries gradients, nor the reverse.
 3. Memory is bounded once the trace is scheduled. At each line, the unsharded buckets of a plan are at most those whose
    gathered values the line needs, and ``prefetch`` more. Bytes in flight are at most ``max_inflight_bytes``, or those
    of one bucket.
@@ -138,8 +138,10 @@ def _verify_traffic(trace: TraceCtx) -> None:
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
             _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
-        if not gathers and bucket.wire is not None:
-            _fail(lines, i, f"bucket {bucket.label} is reduced, but its wire can only gather: keep the plan's bucket")
+        if bucket.wire is not None and bucket.wire.reduces == gathers:
+            verbs = ("gathered", "reduce") if gathers else ("reduced", "gather")
+            what = f"is {verbs[0]}, but its wire can only {verbs[1]}: keep the plan's bucket"
+            _fail(lines, i, f"bucket {bucket.label} {what}")
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):

@@ -124,21 +124,29 @@ def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) ->
 
 @_finishes
 def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_reduce_scatter)
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return bucket.wire.issue(grads, bucket)
     return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
 @_finishes
 def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
     return native.finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_all_reduce)
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return bucket.wire.issue(grads, bucket)
     return native.issue_all_reduce(grads, bucket)
 
 

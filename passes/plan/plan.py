@@ -15,6 +15,7 @@ from typing import Any
 from passes.plan.cost import CostModel, default_cost_model
 from passes.plan.host_memory import HostMemory
 from passes.plan.runtime import Axis, PlainRuntime, Runtime
+from passes.plan.wire import Wire
 
 from thunder.core import dtypes
 
@@ -70,6 +71,8 @@ class Plan:
         averages: whether the backend's reduce_scatter can average, and is asked to.
         sums: whether gradients are added up before they are divided, except for what fp16 needs; else divided first, or
             averaged by the backend.
+        gather: the wire of gathered parameters; None: they travel in ``param_dtype``.
+        reduction: the wire of gradients; None: they travel in ``reduce_dtype``.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
@@ -95,6 +98,8 @@ class Plan:
     direct: bool = False
     averages: bool = False
     sums: bool = False
+    gather: Wire | None = None
+    reduction: Wire | None = None
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     @property

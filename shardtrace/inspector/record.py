@@ -140,6 +140,7 @@ class Setup(NamedTuple):
     max_inflight_bytes: int | None
     cost: CostModel
     host_bytes: int = 0  # shards at rest in host memory
+    wires: str = ""  # what is rounded on its way, and to what
 
 
 class Record(NamedTuple):
@@ -201,7 +202,8 @@ def build_record(
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
     kept = sum(p.shard_bytes for p in parameters if p.on_host)
-    setup, seconds = _setup(model, plan, cost, parameters, kept), expected[-1].end if expected else 0.0
+    setup = _setup(model, plan, cost, parameters, kept)._replace(wires=_wires(buckets))
+    seconds = expected[-1].end if expected else 0.0
     steps = times.steps if times is not None else 0
     return Record(
         setup=setup,
@@ -299,24 +301,33 @@ def _gathered(trace: TraceCtx) -> list[Bucket]:
 def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
     found: dict[str, Parameter] = {}
     for bucket in buckets:
+        trainable = bucket.trainable
+        gathered = _bytes_of(bucket) if bucket.wire is not None and not bucket.wire.reduces else {}
+        reduced, over_replicas = _bytes_of(trainable), _bytes_of(trainable.outer if trainable is not None else None)
         for m in bucket.members:
             p, plan, rest = m.parameter, bucket.plan, bucket.rest_dtype
-            reduced = plan.reduced_dtype(rest).bytes
             new = Parameter(
                 name=p.name,
                 module=p.layer,
                 bucket=bucket.label,
                 shape=p.full_shape,
-                bytes=p.full_numel * plan.unsharded_dtype(rest).bytes,
+                bytes=gathered.get(p.name, p.full_numel * plan.unsharded_dtype(rest).bytes),
                 shard_bytes=m.numel * rest.bytes,
                 trainable=m.trainable,
                 strategy=plan.strategy,
-                reduced_bytes=p.full_numel * reduced,
-                outer_bytes=m.numel * reduced if plan.outer is not None else 0,
+                reduced_bytes=reduced.get(p.name, 0),
+                outer_bytes=over_replicas.get(p.name, 0),
                 on_host=plan.host is not None,
             )
             found.setdefault(p.name, new)
     return tuple(found.values())
+
+
+def _bytes_of(bucket: Bucket | None) -> dict[str, int]:
+    """The bytes of a collective of a bucket, by the name of the parameter."""
+    if bucket is None:
+        return {}
+    return {m.parameter.name: size for m, size in zip(bucket.members, bucket.member_bytes, strict=True)}
 
 
 STRATEGIES = {
@@ -355,6 +366,13 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
         cost=plan.cost,
         host_bytes=kept,
     )
+
+
+def _wires(buckets: Sequence[Bucket]) -> str:
+    found = dict.fromkeys((b.wire.reduces, b.travels_as) for b in buckets if b.wire is not None)
+    verbs = {False: "gathered as", True: "reduced as"}
+    texts = (" and ".join(name for r, name in found if r is reduces) for reduces in (False, True))
+    return ", ".join(f"{verbs[bool(k)]} {text}" for k, text in enumerate(texts) if text)
 
 
 def _bucketing(plan: Plan) -> str:

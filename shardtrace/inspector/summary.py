@@ -57,6 +57,8 @@ def describe(record: Record) -> str:
         limit += f", at most {size(s.max_inflight_bytes)} in flight"
     if s.host_bytes:
         limit += f" · {size(s.host_bytes)} of shards in host memory"
+    if s.wires:
+        limit += f" · {s.wires}"
     return (
         f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
     )
