@@ -107,16 +107,17 @@ def fsdp(
             decides, and makes the mesh of a hybrid strategy; the others may be passed beside it.
         sharding_strategy: a :class:`ShardingStrategy` or its name. "zero3" / "full_shard" frees gathered parameters
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
-            "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
-            "owner". A mapping of name patterns to strategies, such as ``{"embed.*": "ddp", "*": "zero3"}``, mixes
-            them: the first pattern that matches a parameter's name counts. A predicate on (name, parameter), which
-            sees whole parameters, may stand in place of a pattern.
+            "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2",
+            "zero3_secondary", "zero1" and "owner". A mapping of name patterns to strategies, such as ``{"embed.*":
+            "ddp", "*": "zero3"}``, mixes them: the first pattern that matches a parameter's name counts. A predicate on
+            (name, parameter), which sees whole parameters, may stand in place of a pattern.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
             block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is
             "block", with up to 4 buckets for each block where a calibrated ``cost_model`` says that the link is slow.
-        mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy, a 2-D DeviceMesh (replicate, shard). Default:
-            the default group, made from torchrun's environment if there is none (nccl for CUDA, else gloo).
+        mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy and "zero3_secondary", a 2-D DeviceMesh
+            (replicate, shard), whose last dimension is a node. Default: the default group, made from torchrun's
+            environment if there is none (nccl for CUDA, else gloo).
         mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
             Shards keep their dtype and are cast before they are gathered. Gradients are averaged in ``reduce_dtype``
             (default: ``param_dtype``) and arrive in the shard's dtype. Buffers keep their dtype.
@@ -237,11 +238,12 @@ def fsdp(
     current = found[0].parameter.device if found else None
     target = choose_device(device, mesh, current, on_host=options.offload is not None)
     host = host_memory(options.offload, target)
-    hybrid = any(s.is_hybrid for _, s in options.rules)
-    groups = resolve_groups(mesh, target, hybrid=hybrid, timeout=options.timeout)
+    two_dimensions = any(s.needs_mesh for _, s in options.rules)
+    groups = resolve_groups(mesh, target, hybrid=two_dimensions, timeout=options.timeout)
     group = groups.everyone
     _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
+    _refuse_useless_secondary(groups, strategies.values())
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
 
@@ -366,6 +368,18 @@ def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStr
         raise ValueError(
             'offload_policy keeps nothing in host memory with sharding_strategy="ddp", which replicates parameters on '
             'the device: choose one that shards, such as "zero3"'
+        )
+
+
+def _refuse_useless_secondary(groups: Groups, strategies: Collection[ShardingStrategy]) -> None:
+    if ShardingStrategy.ZERO3_SECONDARY not in strategies or groups.outer is None:
+        return
+    if groups.inner.size() == 1 or groups.outer.size() == 1:
+        same = "zero2" if groups.inner.size() == 1 else "zero3"
+        shape = (groups.outer.size(), groups.inner.size())
+        raise ValueError(
+            f'sharding_strategy="zero3_secondary" on a mesh of shape {shape} is "{same}": choose that, or a mesh with '
+            "more than one node and more than one rank in each"
         )
 
 

@@ -99,6 +99,17 @@ class Bucket(ContextObject):
         plain = Bucket(self.label, f"{(self.plain or self).name}_replicas", plan, members, self.dtype)
         return plain.carried_by(plan.reduction)
 
+    def secondary_of(self, places: Sequence[int]) -> Bucket:
+        """Some of the members as a bucket of second shards, in the dtype of their use."""
+        plan = self.plan.secondary
+        assert plan is not None
+        plain = self.plain or self
+        chosen = [self.members[i] for i in places]
+        members = tuple(
+            Member(replace(m.parameter, plan=plan, dtype=plain.dtype, rest_device=""), m.trainable) for m in chosen
+        )
+        return Bucket(self.label, f"{plain.name}_secondary", plan, members, plain.dtype)
+
     @cached_property
     def layout(self) -> Layout:
         return self.layout_of(self.members)

@@ -55,6 +55,7 @@ class Plan:
         placement: the place of parameters at rest.
         axis: the process group of those ranks in ``runtime``.
         outer: the plan of the shards themselves in another group (hybrid strategies: replicated).
+        secondary: the plan of second shards over fewer ranks, from which backward gathers; None: there are none.
         host: host memory, if parameters are at rest there; None: they are on the device that computes.
         param_dtype: dtype of floating-point parameters from gather to use; None: their dtype at rest.
         reduce_dtype: dtype in which their gradients are averaged; None: the one in which they are computed.
@@ -84,6 +85,7 @@ class Plan:
     placement: Placement = Placement.SHARD
     axis: Axis = Axis.ALL
     outer: Plan | None = None
+    secondary: Plan | None = None
     host: HostMemory | None = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
 from passes.pipeline import REMARK
-from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
+from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Table
 from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
@@ -126,6 +127,7 @@ class Parameter(NamedTuple):
     reduced_bytes: int
     outer_bytes: int
     on_host: bool = False
+    second_bytes: int = 0  # of the gather of second shards
 
 
 class Setup(NamedTuple):
@@ -318,9 +320,17 @@ def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
                 reduced_bytes=reduced.get(p.name, 0),
                 outer_bytes=over_replicas.get(p.name, 0),
                 on_host=plan.host is not None,
+                second_bytes=_second_bytes(bucket, m),
             )
             found.setdefault(p.name, new)
     return tuple(found.values())
+
+
+def _second_bytes(bucket: Bucket, member: Member) -> int:
+    plan = bucket.plan.secondary
+    if plan is None:
+        return 0
+    return plan.world_size * math.prod(shard_shape(member.parameter.full_shape, plan.world_size)) * bucket.dtype.bytes
 
 
 def _bytes_of(bucket: Bucket | None) -> dict[str, int]:
@@ -337,6 +347,7 @@ STRATEGIES = {
     "zero3": "ZeRO-3",
     "hybrid_zero2": "hybrid ZeRO-2",
     "hybrid_zero3": "hybrid ZeRO-3",
+    "zero3_secondary": "ZeRO-3 with second shards",
     "owner": "ZeRO-3 by owners",
 }
 

@@ -175,6 +175,8 @@ class ShardedState:
 
         outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
         replicas = outer is not None and outer.size() > 1
+        second = strategy is ShardingStrategy.ZERO3_SECONDARY and home.placement is Placement.SHARD
+        param_dtype = _dtype(precision.param_dtype if precision else None)
         return over(
             Axis.ALL if home.group is self.group else Axis.SHARD,
             home.placement,
@@ -182,7 +184,8 @@ class ShardedState:
             divide_by=None if factor is None else factor * shards / self.group.size(),  # replicas take their mean
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
             outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
-            param_dtype=_dtype(precision.param_dtype if precision else None),
+            secondary=over(Axis.SHARD, Placement.SHARD, regather=True, param_dtype=param_dtype) if second else None,
+            param_dtype=param_dtype,
             reduce_dtype=_dtype(precision.reduce_dtype if precision else None),
             gather=gather,
         )

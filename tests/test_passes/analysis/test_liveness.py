@@ -11,6 +11,7 @@ from passes.analysis.liveness import KINDS, liveness, step_liveness
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from golden import compile_fake
 from torch import nn
@@ -221,12 +222,15 @@ WIRES = {"gather_dtype": "int8", "reduce_wire": "int4", "error_feedback": True}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wires"), [("zero2", {}), ("zero3", {}), ("zero3", WIRES), ("ddp", {"reduce_wire": "int8"})]
+    ("strategy", "wires"),
+    [("zero2", {}), ("zero3", {}), ("zero3", WIRES), ("ddp", {"reduce_wire": "int8"}), ("zero3_secondary", {})],
 )
 def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
     from model import GPT, GPTConfig
 
-    fake_ranks(2)
+    fake_ranks(4 if strategy == "zero3_secondary" else 2)
+    if strategy == "zero3_secondary":
+        wires = {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     config = GPTConfig(n_layer=1, n_embd=128, n_head=4, block_size=64, dropout=0.0 if strategy == "zero2" else 0.1)
     tokens = torch.randint(0, 256, (4, 64))
     cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy, **wires)
