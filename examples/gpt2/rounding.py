@@ -14,11 +14,13 @@ from typing import Any
 import shardtrace  # before thunder: makes it importable on the newest torch
 
 import thunder
+import torch
 
 from trainer import OPTIMIZERS, arguments, is_main, new_file, start, table
 
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
+    "exact, from weights off by a millionth": {},  # the distance that chance makes
     "int8 gathers": {"gather_dtype": "int8"},
     "fp8 gathers": {"gather_dtype": "fp8"},
     "int8 reductions": {"reduce_wire": "int8"},
@@ -35,6 +37,9 @@ def main() -> None:
     with start(args) as trainer:
         for name in [n for n in WIRES if args.only is None or n in ("exact", *args.only)]:
             model = trainer.build_model()
+            if "millionth" in name:
+                for p in model.parameters():
+                    p.data.mul_(1 + 1e-6 * torch.randn_like(p))
             shardtrace.fsdp(model, sharding_strategy=args.sharding_strategy, device=trainer.device, **WIRES[name])
             cmodel = thunder.jit(model)
             optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from passes import compat
-from passes.comm.direct import exchange
+from passes.comm import direct
 from passes.plan import Bucket
 
 import torch
@@ -32,7 +32,7 @@ def gather(row: torch.Tensor, sizes: Sequence[int], bucket: Bucket) -> InFlight:
     places = rows.split_with_sizes(list(sizes))
     plan = bucket.plan
     if plan.direct:
-        works = exchange(bucket, [row] * len(places), places)
+        works = direct.exchange(bucket, [row] * len(places), places)
         places[plan.rank].copy_(row)
         return InFlight(works, rows, row)
     if len(set(sizes)) > 1:
@@ -51,7 +51,7 @@ def swap(rows: torch.Tensor, sizes: Sequence[int], bucket: Bucket) -> InFlight:
     into = [0 if rank == plan.rank else sizes[plan.rank] for rank in range(len(sizes))]
     received = rows.new_empty(sum(into))
     if plan.direct:
-        works = exchange(bucket, rows.split_with_sizes(out), received.split_with_sizes(into))
+        works = direct.exchange(bucket, rows.split_with_sizes(out), received.split_with_sizes(into))
     else:
         works = [dist.all_to_all_single(received, rows, into, out, group=plan.group, async_op=True)]
     return InFlight(works, received, rows)
