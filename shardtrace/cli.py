@@ -148,8 +148,10 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     made = _factory(place, function)()
     if thunder.compile_data(made) is not None:
         return inspect(made)
-    names = ("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
-    names += ("gather_dtype", "reduce_wire", "error_feedback")
+    names = [
+        *("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch"),
+        *("gather_dtype", "reduce_wire", "error_feedback"),
+    ]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
 

@@ -8,6 +8,7 @@ from passes import Wire
 from passes.analysis.recognise import bucket_of, is_issue
 from passes.comm.quantize import INT8
 from passes.comm.quantized import gather_wire, reduction_wire
+from shardtrace.model.state import state_of
 from shardtrace.ranks.consensus import RankMismatchError
 
 import pytest
@@ -252,3 +253,19 @@ def test_an_overflow_skips_the_step_on_all_ranks():
         optimizer.zero_grad()
         assert all(map(torch.equal, before, trainable)) == bad
     assert scaler.get_scale() == 4.0
+
+
+@on_ranks(2)
+def test_errors_live_from_step_to_step_until_a_checkpoint_is_loaded(tmp_path):
+    model = shardtrace.fsdp(Net(), reduce_wire="int4", error_feedback=True)
+    errors = state_of(model).runtime.errors
+    cmodel = thunder.jit(model)
+    for _ in range(2):
+        cmodel(X).backward()
+    # the part of each trained matrix that the other rank owns
+    assert sorted(e.numel() for e in errors.values()) == [31 * 48, 48 * 48]
+    assert all(e.any() for e in errors.values())
+    model.zero_grad()
+    shardtrace.save_checkpoint(tmp_path, cmodel, step=1)
+    shardtrace.load_checkpoint(tmp_path, cmodel)
+    assert not errors
