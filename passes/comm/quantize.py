@@ -49,26 +49,29 @@ class Format:
         """
         scales, codes = self._parts(message, values.numel())
         for start, stop in self._chunks(values.numel(), chunk):
-            lost = None if error is None else error[start:stop]
-            work = self._padded(values[start:stop])
-            if lost is not None:
-                work.view(-1)[: stop - start].add_(lost)
-            blocks = slice(start // self.block, start // self.block + len(work))
-            scale = torch.div(work.abs().amax(1).clamp_(min=LEAST), self.largest, out=scales[blocks])
-            work.mul_(scale.reciprocal()[:, None])
-            rounded = work if self.is_float else work.round()
-            self._encode(rounded, codes[blocks])
-            if lost is not None:
-                work.sub_(rounded).mul_(scale[:, None]).nan_to_num_(0, 0, 0)
-                lost.copy_(work.view(-1)[: stop - start])
+            source = self._in_blocks(values[start:stop], copy=error is not None)
+            if error is not None:
+                source.view(-1)[: stop - start].add_(error[start:stop])
+            blocks = slice(start // self.block, start // self.block + len(source))
+            largest = torch.maximum(source.amax(1), source.amin(1).neg_()).clamp_(min=LEAST)
+            scale = torch.div(largest, self.largest, out=scales[blocks])
+            scaled = source * scale.reciprocal()[:, None]
+            self._encode(scaled, codes[blocks])
+            if error is not None:
+                lost = scaled.sub_(self._decode(codes[blocks])).mul_(scale[:, None]).nan_to_num_(0, 0, 0)
+                error[start:stop].copy_(lost.view(-1)[: stop - start])
 
     def unpack(self, message: torch.Tensor, values: torch.Tensor, *, chunk: int, add: bool = False) -> None:
         """Writes the values of a message into a flat tensor of any floating-point dtype, or adds them to it."""
         scales, codes = self._parts(message, values.numel())
         for start, stop in self._chunks(values.numel(), chunk):
             blocks = slice(start // self.block, start // self.block - (start - stop) // self.block)
+            place = values[start:stop]
+            if not add and values.dtype == torch.float32 and (stop - start) % self.block == 0:
+                self._decode(codes[blocks], place.view(-1, self.block)).mul_(scales[blocks, None])
+                continue
             work = self._decode(codes[blocks]).mul_(scales[blocks, None]).view(-1)[: stop - start]
-            values[start:stop].add_(work) if add else values[start:stop].copy_(work)
+            place.add_(work) if add else place.copy_(work)
 
     @property
     def _block_bytes(self) -> int:
@@ -90,8 +93,10 @@ class Format:
         if whole < numel:
             yield whole, numel
 
-    def _padded(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy in fp32, ``(blocks, block)``."""
+    def _in_blocks(self, values: torch.Tensor, *, copy: bool) -> torch.Tensor:
+        """The values in fp32, ``(blocks, block)``, padded with zeros. A view of them if it can be, or a ``copy``."""
+        if not copy and values.dtype == torch.float32 and values.numel() % self.block == 0 and values.is_contiguous():
+            return values.view(-1, self.block)
         blocks = self._blocks(values.numel())
         work = values.new_empty(blocks, self.block, dtype=torch.float32)
         flat = work.view(-1)
@@ -99,26 +104,31 @@ class Format:
         flat[values.numel() :].zero_()
         return work
 
-    def _encode(self, rounded: torch.Tensor, codes: torch.Tensor) -> None:
+    def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
         if self.is_float:
-            codes.view(torch.float8_e4m3fn).copy_(rounded)
-        elif self.bits == 8:
+            codes.view(torch.float8_e4m3fn).copy_(scaled)
+            return
+        rounded = scaled.round()
+        if self.bits == 8:
             codes.view(torch.int8).copy_(rounded)
         else:  # a byte has a code of each half of the block
             low, high = rounded.to(torch.int8).chunk(2, dim=1)
             torch.bitwise_or(low & 15, high << 4, out=codes.view(torch.int8))
 
-    def _decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """The codes as fp32, ``(blocks, block)``."""
+    def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The codes as fp32, ``(blocks, block)``, in ``out`` if it is given."""
+        values = codes.new_empty(len(codes), self.block, dtype=torch.float32) if out is None else out
+        signed = codes.view(torch.int8)
         if self.is_float:
             # the bits of e4m3 are those of an fp16 2**8 times smaller: torch's own cast takes ten times as long
-            wide = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
-            return wide.view(torch.float16).float().mul_(2.0**8)
-        signed = codes.view(torch.int8)
+            wide = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+            return values.copy_(wide.view(torch.float16)).mul_(2.0**8)
         if self.bits == 8:
-            return signed.float()
-        low, high = (signed << 4) >> 4, signed >> 4  # shifts keep the sign
-        return torch.cat([low, high], dim=1).float()
+            return values.copy_(signed)
+        low, high = values.chunk(2, dim=1)
+        low.copy_((signed << 4) >> 4)  # shifts keep the sign
+        high.copy_(signed >> 4)
+        return values
 
 
 INT8 = Format("int8", largest=127, bits=8, block=256)
