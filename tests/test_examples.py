@@ -141,13 +141,12 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
 
 def test_rounded_communication_ends_at_the_same_loss(tmp_path):
     options = [*TINY, "--steps=20", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
-    only = [f"--only={name}" for name in ("int8 gathers", "int8 both", "int4 reductions, error feedback")]
+    only = [f"--only={name}" for name in ("int8 both", "int4 reductions, error feedback")]
     out = run("gpt2/rounding.py", *options, *only, ranks=2)
     off = {
         name: abs(float(percent)) for name, percent in re.findall(r"^(int.*?)  +[\d.]+ +(\S+) %$", out, re.MULTILINE)
     }
-    assert off["int8 gathers"] < 0.3
-    assert off["int8 both"] < 0.5
+    assert off["int8 both"] < 0.3
     assert off["int4 reductions, error feedback"] < 1
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
