@@ -21,7 +21,7 @@ from trainer import OPTIMIZERS, arguments, is_main, new_file, start, table
 
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "exact, from weights off by a millionth": {},  # the distance that chance makes
+    "exact, perturbed": {},  # weights off by a millionth: the distance that chance makes
     "int8 gathers": {"gather_dtype": "int8"},
     "fp8 gathers": {"gather_dtype": "fp8"},
     "int8 reductions": {"reduce_wire": "int8"},
@@ -38,7 +38,7 @@ def main() -> None:
     with start(args) as trainer:
         for name in [n for n in WIRES if args.only is None or n in ("exact", *args.only)]:
             model = trainer.build_model()
-            if "millionth" in name:
+            if "perturbed" in name:
                 for p in model.parameters():
                     p.data.mul_(1 + 1e-6 * torch.randn_like(p))
             shardtrace.fsdp(model, sharding_strategy=args.sharding_strategy, device=trainer.device, **WIRES[name])
@@ -67,6 +67,7 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "shardtrace"  # the same losses make the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, figsize=(7, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
