@@ -21,7 +21,7 @@ from trainer import OPTIMIZERS, arguments, is_main, new_file, start, table
 
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "exact, perturbed": {},  # weights off by a millionth: the distance that chance makes
+    "exact, from weights off by a millionth": {},  # the distance that chance makes
     "int8 gathers": {"gather_dtype": "int8"},
     "fp8 gathers": {"gather_dtype": "fp8"},
     "int8 reductions": {"reduce_wire": "int8"},
@@ -38,7 +38,7 @@ def main() -> None:
     with start(args) as trainer:
         for name in [n for n in WIRES if args.only is None or n in ("exact", *args.only)]:
             model = trainer.build_model()
-            if "perturbed" in name:
+            if "millionth" in name:
                 for p in model.parameters():
                     p.data.mul_(1 + 1e-6 * torch.randn_like(p))
             shardtrace.fsdp(model, sharding_strategy=args.sharding_strategy, device=trainer.device, **WIRES[name])
