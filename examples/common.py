@@ -182,8 +182,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sharding(parser: argparse.ArgumentParser, *, mixed_precision: bool = True) -> None:
-    """Adds the options of `fsdp`, without the hybrid strategies, which need a 2-D mesh."""
-    strategies = [s.value for s in shardtrace.ShardingStrategy if not s.value.startswith("hybrid")]
+    """Adds the options of `fsdp`, without the strategies that need a 2-D mesh."""
+    strategies = [s.value for s in shardtrace.ShardingStrategy if not s.needs_mesh]
     parser.add_argument("--sharding-strategy", choices=strategies, default="zero3", help="default: zero3")
     what = "the parameters of one collective: auto (default), none, layer, block, model or a size in MB"
     parser.add_argument("--bucketing-strategy", type=bucketing, default="auto", metavar="WHAT", help=what)

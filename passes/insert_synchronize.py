@@ -142,9 +142,10 @@ def _synchronize(
 ) -> tuple[BoundSymbol, tuple[TensorProxy, ...]]:
     plan = group.uses[0].parameter.plan
     members = tuple(u.member for u in group.uses)
-    bucket = Bucket(
+    plain = Bucket(
         group.label, _identifier(trace, group.label), plan, members, plan.unsharded_dtype(group.uses[0].dtype)
     )
+    bucket = plain.carried_by(plan.gather)
     shards = tuple(canonical[m.parameter] for m in members)
     trace.push_scope([])
     with tracectx(trace):

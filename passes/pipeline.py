@@ -21,6 +21,7 @@ from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
+from passes.keep_secondary import Kept, keep_secondary
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
@@ -48,6 +49,7 @@ class Compilation:
         self.models: dict[str, None] = {}  # the names of the traced models, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
+        self.kept: list[Kept] = []  # second shards that forward saves, likewise
         self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
         self.blocks: Any = None  # of the tracer: the blocks traced so far; as a text, a remark on the trace
         self.recomputing: list[str] = []  # classes of the checkpointed modules that are being traced
@@ -227,6 +229,8 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(regather),
         # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
+        # after lowering, which splits the joint trace; after save_shards, which may save more shards
+        PassAfterLowering(lambda t: keep_secondary(t, kept=compilation.kept), "keep_secondary"),
         # after lowering, when fusions exist; after save_shards, which makes unequal what it repairs
         PassAfterLowering(share_fusions),
         # after lowering, when backward exists; before the passes that work on reduced gradients

@@ -121,6 +121,7 @@ def _unsharded(
                 bucket.plan,
                 tuple(bucket.members[swapped[name].place] for name in members),
                 bucket.dtype,
+                bucket.wire,
             )
             outputs = unshard(tuple(shards[variableify(unpacked[name])] for name in members), part)
             found |= {variableify(unpacked[name]): full for name, full in zip(members, outputs, strict=True)}

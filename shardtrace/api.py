@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms, unjitted
-from passes.plan import CostModel, Placement
+from passes.plan import CostModel, Placement, Wire
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
@@ -39,9 +39,10 @@ from shardtrace.options.blocks import (
 from shardtrace.options.options import Options, parse_options
 from shardtrace.options.planned import PlanError, TrainingPlan
 from shardtrace.options.strategy import ShardingStrategy, assign
+from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
 from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
-from shardtrace.ranks.mesh import Mesh, choose_device, is_alone, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, is_alone, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -77,6 +78,9 @@ def fsdp(
     offload_policy: OffloadPolicy | None = None,
     kernels: bool = True,
     sum_reductions: bool = False,
+    gather_dtype: str | Wire | Mapping[str, str | Wire | None] | None = None,
+    reduce_wire: str | None = None,
+    error_feedback: bool = False,
     repeated_blocks: Repeated = "once",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
@@ -103,16 +107,17 @@ def fsdp(
             decides, and makes the mesh of a hybrid strategy; the others may be passed beside it.
         sharding_strategy: a :class:`ShardingStrategy` or its name. "zero3" / "full_shard" frees gathered parameters
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
-            "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2", "zero1" and
-            "owner". A mapping of name patterns to strategies, such as ``{"embed.*": "ddp", "*": "zero3"}``, mixes
-            them: the first pattern that matches a parameter's name counts. A predicate on (name, parameter), which
-            sees whole parameters, may stand in place of a pattern.
+            "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2",
+            "zero3_secondary", "zero1" and "owner". A mapping of name patterns to strategies, such as ``{"embed.*":
+            "ddp", "*": "zero3"}``, mixes them: the first pattern that matches a parameter's name counts. A predicate on
+            (name, parameter), which sees whole parameters, may stand in place of a pattern.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
             block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is
             "block", with up to 4 buckets for each block where a calibrated ``cost_model`` says that the link is slow.
-        mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy, a 2-D DeviceMesh (replicate, shard). Default:
-            the default group, made from torchrun's environment if there is none (nccl for CUDA, else gloo).
+        mesh: a 1-D DeviceMesh or a ProcessGroup; for a hybrid strategy and "zero3_secondary", a 2-D DeviceMesh
+            (replicate, shard), whose last dimension is a node. Default: the default group, made from torchrun's
+            environment if there is none (nccl for CUDA, else gloo).
         mp_policy: PyTorch's MixedPrecisionPolicy, or "bf16", "fp16" or "fp32" for a policy with that ``param_dtype``.
             Shards keep their dtype and are cast before they are gathered. Gradients are averaged in ``reduce_dtype``
             (default: ``param_dtype``) and arrive in the shard's dtype. Buffers keep their dtype.
@@ -156,6 +161,16 @@ def fsdp(
             of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
             divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
             ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
+        gather_dtype: round parameters for their way from shards to use: "int8" (blocks of 256 elements with a scale
+            each) or "fp8" (torch.float8_e4m3fn, likewise), a :class:`passes.Wire`, or a mapping of name patterns to
+            these and None, of which the first that matches counts. All ranks compute with the same rounded values;
+            shards, gradients and the optimizer stay exact. Parameters with fewer than 1024 elements on a rank, and
+            those that are not fp32, bf16 or fp16, travel as they are.
+        reduce_wire: round gradients for their way to the shards: "int8" or "int4" (blocks of 128 elements). Each rank's
+            gradient is rounded once, sent to the owner of the shard, and added up there in fp32. Replicas ("ddp",
+            hybrid strategies) then gather the sum, rounded to int8.
+        error_feedback: with ``reduce_wire``, add what a step's rounding has lost to the gradients of the next step.
+            Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
         repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
             fraction of the time. Blocks that differ in more than the values of their parameters are traced by
             themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
@@ -210,6 +225,9 @@ def fsdp(
         kernels=kernels,
         sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
+        gather_dtype=gather_dtype,
+        reduce_wire=reduce_wire,
+        error_feedback=error_feedback,
         spelling=spelling,
     )
     ignored = tuple(ignored_params)
@@ -220,11 +238,12 @@ def fsdp(
     current = found[0].parameter.device if found else None
     target = choose_device(device, mesh, current, on_host=options.offload is not None)
     host = host_memory(options.offload, target)
-    hybrid = any(s.is_hybrid for _, s in options.rules)
-    groups = resolve_groups(mesh, target, hybrid=hybrid, timeout=options.timeout)
+    two_dimensions = any(s.needs_mesh for _, s in options.rules)
+    groups = resolve_groups(mesh, target, hybrid=two_dimensions, timeout=options.timeout)
     group = groups.everyone
     _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
+    _refuse_useless_secondary(groups, strategies.values())
     if broadcast_from is None and any(s.replicates for s in strategies.values()):
         broadcast_from = dist.get_process_group_ranks(group)[0]
 
@@ -233,16 +252,20 @@ def fsdp(
     error = error or refusal(
         module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
     )
-    others = {
+    others: dict[str, object] = {
         "broadcast_from": broadcast_from,
         "cost_model": cost_model,
         "checkpointed": [f"{name}: {what}" for name, (_, what) in checkpointed.items()],
     }
     others["weights"] = weights_lines(stored)
-    compare_models(module, found, strategies, options, others, error=error, group=group)
+    others["reduce_wire"] = options.reduction.name if options.reduction is not None else "None"
+    gathers, problem = _gathers(found, strategies, options, groups, target)
+    compare_models(module, found, strategies, gathers, options, others, error=error or problem, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
-    whole = [_entry(p, strategies[p.name], homes[p.name], target, options) for p in found]
+    whole = [
+        replace(_entry(p, strategies[p.name], homes[p.name], target, options), gather=gathers[p.name]) for p in found
+    ]
     distribute(
         module,
         found,
@@ -346,6 +369,46 @@ def _refuse_useless_offload(options: Options, strategies: Collection[ShardingStr
             'offload_policy keeps nothing in host memory with sharding_strategy="ddp", which replicates parameters on '
             'the device: choose one that shards, such as "zero3"'
         )
+
+
+def _refuse_useless_secondary(groups: Groups, strategies: Collection[ShardingStrategy]) -> None:
+    if ShardingStrategy.ZERO3_SECONDARY not in strategies or groups.outer is None:
+        return
+    if groups.inner.size() == 1 or groups.outer.size() == 1:
+        same = "zero2" if groups.inner.size() == 1 else "zero3"
+        shape = (groups.outer.size(), groups.inner.size())
+        raise ValueError(
+            f'sharding_strategy="zero3_secondary" on a mesh of shape {shape} is "{same}": choose that, or a mesh with '
+            "more than one node and more than one rank in each"
+        )
+
+
+def _gathers(
+    found: Sequence[Place],
+    strategies: Mapping[str, ShardingStrategy],
+    options: Options,
+    groups: Groups,
+    device: torch.device,
+) -> tuple[dict[str, Wire | None], Exception | None]:
+    """The wire on which each parameter is gathered, by name; or the reason why a wire changes nothing."""
+    ranks = groups.everyone.size()
+    travelling = {
+        p.name: Travelling(
+            p.parameter, strategies[p.name], groups.inner.size() if strategies[p.name].is_hybrid else ranks, ranks
+        )
+        for p in found
+    }
+    try:
+        refuse_reductions(options.reduction, travelling, error_feedback=options.error_feedback)
+        if (
+            options.reduction is not None
+            and device.type != "cpu"
+            and backend_for(groups.inner, {device.type}) == "gloo"
+        ):
+            raise ValueError(f"gloo cannot send parts of gradients from {device.type}: use nccl with reduce_wire")
+        return assign_gathers(options.gathers, travelling), None
+    except ValueError as problem:
+        return {}, problem
 
 
 def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:

@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         device = "for a factory: the device to compile for, as in cuda, which need not be there"
         command.add_argument("--device", metavar="D", help=device)
         command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp")
+        for option in ("--gather-dtype", "--reduce-wire"):
+            command.add_argument(option, metavar="W", help="for a factory: as in shardtrace.fsdp")
+        command.add_argument(
+            "--error-feedback", action="store_true", default=None, help="for a factory: as in shardtrace.fsdp"
+        )
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
@@ -146,7 +151,10 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     made = _factory(place, function)()
     if thunder.compile_data(made) is not None:
         return inspect(made)
-    names = ("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch")
+    names = [
+        *("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch"),
+        *("gather_dtype", "reduce_wire", "error_feedback"),
+    ]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
 

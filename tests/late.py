@@ -124,6 +124,11 @@ class LateGroup(dist.ProcessGroup):
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # torch before 2.13
 
+    def all_to_all_single(self, output: torch.Tensor, mine: torch.Tensor, into: Any, out: Any, opts: Any) -> LateWork:
+        return self._issue("all_to_all_single", [mine], [output], lambda: self._swap(output, mine, into, out))
+
+    alltoall_base = all_to_all_single  # torch before 2.13
+
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> LateWork:
         (mine,), outs = inputs, outputs[0] if outputs else []
         return self._issue("gather", [mine], outs, lambda: self._gather(mine, outs))
@@ -168,6 +173,15 @@ class LateGroup(dist.ProcessGroup):
             if tensor.numel():
                 self._gloo.broadcast(tensor, root).wait()
         return found
+
+    def _swap(self, output: torch.Tensor, mine: torch.Tensor, into: Any, out: Any) -> None:
+        parts = torch.empty_like(output).split_with_sizes(list(into))
+        works = [self._gloo.recv([part], rank, 0) for rank, part in enumerate(parts) if part.numel()]
+        sent = enumerate(mine.split_with_sizes(list(out)))
+        works += [self._gloo.send([part], rank, 0) for rank, part in sent if part.numel()]
+        for work in works:
+            work.wait()
+        _write([output], [torch.cat(parts)])
 
     def _gather(self, mine: torch.Tensor, outs: Tensors) -> None:
         found = self._gathered(mine, [mine] * self.size())

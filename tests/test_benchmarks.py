@@ -167,13 +167,17 @@ def test_targets_are_ratios_of_rounds(module):
         return {"seconds": list(seconds), "step_s": {"median": sorted(seconds)[1]}, "peak_bytes": 90, **more}
 
     ours = {"passes_s": 1.0, "compile_s": 11.0, "predicted_peak_bytes": 100}
-    rows = {"shardtrace zero3": row(1, 2, 3, **ours), "fsdp2 reshard": row(2, 3.8, 9), "single eager": row(1, 1, 1)}
+    rows = {"shardtrace zero3": row(1, 2, 3, **ours, bytes=100), "fsdp2 reshard": row(2, 3.8, 9)}
+    rows |= {"single eager": row(1, 1, 1), "shardtrace zero3 int8": row(0.8, 1.2, 3, bytes=26)}
     moved = {"shardtrace zero3": {"raw_s": 2.0}}
     result = {"setting": "slow", "rate_gbit": 1, "contenders": rows, "communication": moved, "host_overhead": None}
     found = module("targets").targets([result])
     assert [(t.value, t.met) for t in found] == [
         (2.0, True),  # the median of 2, 1.9 and 3
         (1.0, True),  # over the slower of compute and communication
+        (0.26, True),  # rounded: bytes, speed, over compute
+        (3.0, True),
+        (1.2, False),
         (1.0, True),
         (pytest.approx(0.1), True),
         (pytest.approx(0.1), True),

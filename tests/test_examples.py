@@ -139,6 +139,18 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
     assert "final losses differ by" in out
 
 
+def test_rounded_communication_ends_at_the_same_loss(tmp_path):
+    options = [*TINY, "--steps=20", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
+    only = [f"--only={name}" for name in ("int8 both", "int4 reductions, error feedback")]
+    out = run("gpt2/rounding.py", *options, *only, ranks=2)
+    off = {
+        name: abs(float(percent)) for name, percent in re.findall(r"^(int.*?)  +[\d.]+ +(\S+) %$", out, re.MULTILINE)
+    }
+    assert off["int8 both"] < 0.3
+    assert off["int4 reductions, error feedback"] < 1
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
+
+
 def test_muon_beside_adamw(run_here):
     out = run_here("gpt2/muon.py", *TINY, "--steps=3", "--eval-batches=0")
     adamw, muon = re.findall(r"^(?:AdamW|Muon and AdamW) +([\d.]+) ", out, re.MULTILINE)

@@ -49,8 +49,10 @@ class Contender:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def use_shardtrace(model: GPT, world: World, *, strategy: str, executors: list[str] | None = None) -> nn.Module:
-    shardtrace.fsdp(model, sharding_strategy=strategy, mesh=world.group)
+def use_shardtrace(
+    model: GPT, world: World, *, strategy: str, executors: list[str] | None = None, **wires: Any
+) -> nn.Module:
+    shardtrace.fsdp(model, sharding_strategy=strategy, mesh=world.group, **wires)
     return thunder.jit(model, executors=executors)
 
 
@@ -110,6 +112,11 @@ def contenders() -> list[Contender]:
             devices=devices,
         )
         for suffix, executors, devices in executor_sets
+        for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
+    ]
+    both = {"gather_dtype": "int8", "reduce_wire": "int8"}
+    ours += [
+        Contender(f"shardtrace {strategy} int8", partial(use_shardtrace, strategy=strategy, **both), peer)
         for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
     ]
     return [

@@ -32,6 +32,7 @@ def targets(results: list[Result]) -> list[Target]:
     for result in results:
         if result["rate_gbit"] == 1:
             found += slow_link(result, {"zero2": 1.9, "zero3": 1.9}) + slow_link_against_others(result)
+            found += rounded(result)
         elif result["rate_gbit"] == 2:
             found += slow_link(result, {"zero2": 1.3, "zero3": 1.45})
         elif result["setting"] == "loopback":
@@ -127,9 +128,26 @@ def overhead(result: Result) -> list[Target]:
     ]
 
 
+def rounded(result: Result) -> list[Target]:
+    """ZeRO-3 with rounded gathers and reductions."""
+    name, exact, rows = "shardtrace zero3 int8", "shardtrace zero3", result["contenders"]
+    if name not in rows:
+        return []
+    setting, found = result["setting"], []
+    if exact in rows:
+        value = rows[name]["bytes"] / rows[exact]["bytes"]
+        found.append(Target(setting, f"bytes of {name} over those of {exact}", value, "<=", 0.3))
+    if (value := speed(result, name, "fsdp2 reshard")) is not None:
+        found.append(Target(setting, f"speed of {name} over fsdp2 reshard", value, ">=", 2.5))
+    if "single eager" in rows:
+        value = middle(result, name) / middle(result, "single eager")
+        found.append(Target(setting, f"step of {name} over compute only", value, "<=", 1.15))
+    return found
+
+
 def variants(result: Result) -> list[tuple[str, str]]:
-    """The shardtrace contenders of this result, each with its strategy."""
-    names = [name for name in result["contenders"] if name.startswith("shardtrace ")]
+    """The shardtrace contenders of this result that round nothing, each with its strategy."""
+    names = [name for name in result["contenders"] if name.startswith("shardtrace ") and not name.endswith(" int8")]
     return [(name, name.split()[1]) for name in names]
 
 

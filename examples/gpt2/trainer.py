@@ -44,6 +44,7 @@ __all__ = [  # for the scripts
     "add_count",
     "arguments",
     "is_main",
+    "new_file",
     "new_folder",
     "result_table",
     "start",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,10 +51,11 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
         return _run_fusion(bsym, values)
     function = _function(bsym)
     if function is not None:
-        meter = _Meter(values)
+        args, kwargs = _concrete((bsym.args, bsym.kwargs), values)
+        meter = _Meter([*values.values(), [wire_state(a) for a in args if isinstance(a, Bucket)]])
         try:
             with torch.no_grad(), meter:
-                outputs = _named(bsym, function(*_concrete(bsym.args, values), **_concrete(bsym.kwargs, values)))
+                outputs = _named(bsym, function(*args, **kwargs))
         except Exception:  # no kernel for meta tensors, or a value is asked for
             outputs = None
         if outputs is not None:
@@ -86,9 +87,9 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 class _Meter(TorchDispatchMode):
     """Makes every new tensor a meta tensor and measures the peak of the bytes that are not ``known``."""
 
-    def __init__(self, known: Mapping[str, Any]) -> None:
+    def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
-        self.seen = {storage_key(s) for value in known.values() for s in storages(value)}
+        self.seen = {storage_key(s) for value in known for s in storages(value)}
         self.new: list[tuple[StorageWeakRef, int]] = []  # the weak reference keeps the key from being used again
         self.peak = 0
 
@@ -126,13 +127,18 @@ class _SilentGroup:
         return lambda *args, **kwargs: DONE
 
 
-def _silent(bucket: Bucket) -> Bucket:
-    """The bucket with a group that sends nothing. It keeps its rank, which tells how much of the shards is padding."""
+def silent(bucket: Bucket) -> Bucket:
+    """A bucket with a group that sends nothing. It keeps its rank, which tells how much of the shards is padding."""
     plan = bucket.plan
     host = HostMemory(torch.device("meta")) if plan.host is not None else None
     runtime = PlainRuntime(_SilentGroup(plan.rank, plan.world_size))
     plan = dataclasses.replace(plan, runtime=runtime, host=host)
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
+
+
+def wire_state(bucket: Bucket) -> list[torch.Tensor]:
+    """What a bucket's wire keeps from step to step, as meta tensors. ``bucket`` is a silent one."""
+    return list(bucket.wire.state(bucket, torch.device("meta"))) if bucket.wire is not None else []
 
 
 def _function(bsym: BoundSymbol) -> Callable[..., Any] | None:
@@ -159,7 +165,7 @@ def _concrete(args: Any, values: Mapping[str, Any]) -> Any:
         if isinstance(arg, NumberProxy):
             return arg.value
         if isinstance(arg, Bucket):
-            return _silent(arg)
+            return silent(arg)
         return values[arg.name] if isinstance(arg, Proxy) else arg
 
     return tree_map(concrete, args)

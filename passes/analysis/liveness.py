@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import Part, part_of
-from passes.analysis.dry_run import Result, Values, blank, dry_run, storage_key, storages
+from passes.analysis.dry_run import Result, Values, blank, dry_run, silent, storage_key, storages, wire_state
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -345,7 +345,8 @@ def _on_host(trace: TraceCtx) -> set[str]:
 
 
 def _sums(trace: TraceCtx) -> Values:
-    """Gradients of earlier steps: by the names that they get when they are taken, or by one of the caller's."""
+    """Gradients of earlier steps, by the names that they get when they are taken, or by one of the caller's; and the
+    errors of their rounding, which wires keep."""
     found: Values = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id == accumulated.id:
@@ -354,6 +355,9 @@ def _sums(trace: TraceCtx) -> Values:
             bucket = bucket_of(bsym)
             dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
             found |= {f"{CALLER}sum of {g.name}": blank(g).to(dtype) for g in bsym.args[0]}
+        elif bsym.sym.id in REDUCTIONS:
+            errors = enumerate(wire_state(silent(bucket_of(bsym))))
+            found |= {f"{CALLER}error {i} of {bsym.output.name}": error for i, error in errors}
     return found
 
 

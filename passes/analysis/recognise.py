@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, synchronize, wait_copies
+from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
 from passes.plan import Bucket
@@ -247,7 +247,7 @@ def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> N
     """Adds the outputs of a line to ``found``. Constants have no bucket."""
     if bsym.sym.id in GATHERS.values():
         buckets = frozenset([bucket_of(bsym)])
-    elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym):
+    elif is_collective(bsym) or is_return(bsym) or is_deletion(bsym) or bsym.sym.id == keep_shards.id:
         return
     elif bsym.sym.is_fusion:  # only its parts tell which of its outputs come only from parameters
         for part in bsym.subsymbols:

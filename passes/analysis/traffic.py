@@ -12,10 +12,11 @@ from thunder.core.trace import TraceCtx
 class Collective(NamedTuple):
     """One collective of a trace.
 
-    ``bytes`` counts the whole unsharded bucket, padding included. In a ring, each rank sends and receives
-    ``bytes * (N - 1) / N``. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter",
-    "broadcast", "reduce", "all_reduce" or "share_overflow"; ``parameters`` are the names of the bucket's members. A
-    "share_overflow" has none, and its ``bucket`` is the name of the model.
+    ``bytes`` counts the whole unsharded bucket as it travels, padding included. Each rank sends and receives
+    ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is the one on the wire, or the name of a
+    :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter", "broadcast",
+    "reduce", "all_reduce" or "share_overflow"; ``parameters`` are the names of the bucket's members. A "share_overflow"
+    has none, and its ``bucket`` is the name of the model.
     """
 
     kind: str
@@ -38,7 +39,5 @@ def collectives(trace: TraceCtx) -> list[Collective]:
         if is_issue(bsym):
             bucket = bucket_of(bsym)
             parameters = tuple(m.parameter.name for m in bucket.members)
-            rows.append(
-                Collective(bsym.sym.name, phase, bucket.label, bucket.dtype.shortname(), bucket.bytes, parameters)
-            )
+            rows.append(Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters))
     return rows

@@ -2,8 +2,9 @@
 
 1. Each future is waited for exactly once, and nothing else reads it. No value is used before it exists or after its
    ``del``.
-2. No parameter is gathered twice in one trace, nor reduced twice. ZeRO-2 gathers nothing in backward. Each collective
-   moves exactly the bytes of its bucket's members. A pass's own wire for parameters never carries gradients.
+2. No parameter is gathered twice in one trace, nor reduced twice. ZeRO-2 gathers nothing in backward; with second
+   shards, backward gathers only from these. Each collective moves exactly the bytes of its bucket's members. A wire for
+   parameters never carries gradients, nor the reverse.
 3. Memory is bounded once the trace is scheduled. At each line, the unsharded buckets of a plan are at most those whose
    gathered values the line needs, and ``prefetch`` more. Bytes in flight are at most ``max_inflight_bytes``, or those
    of one bucket.
@@ -71,7 +72,7 @@ def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
         return
     _verify_values(lines)
     _verify_futures(lines)
-    _verify_traffic(trace)
+    _verify_traffic(trace, scheduled=scheduled)
     values = unsharded_values(trace)
     if scheduled:
         _verify_live_buckets(lines, values)
@@ -130,7 +131,7 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
         _fail(lines, issued[future], f"future {future} is never waited for")
 
 
-def _verify_traffic(trace: TraceCtx) -> None:
+def _verify_traffic(trace: TraceCtx, *, scheduled: bool) -> None:
     lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
     for i, bsym in enumerate(lines):
         if not is_issue(bsym) or is_overflow(bsym):
@@ -138,8 +139,12 @@ def _verify_traffic(trace: TraceCtx) -> None:
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
             _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
-        if not gathers and bucket.wire is not None:
-            _fail(lines, i, f"bucket {bucket.label} is reduced, but its wire can only gather: keep the plan's bucket")
+        if scheduled and gathers and is_backward(trace) and bucket.plan.secondary is not None:
+            _fail(lines, i, f"bucket {bucket.label} is gathered from all ranks in backward, in spite of second shards")
+        if bucket.wire is not None and bucket.wire.reduces == gathers:
+            verbs = ("gathered", "reduce") if gathers else ("reduced", "gather")
+            what = f"is {verbs[0]}, but its wire can only {verbs[1]}: keep the plan's bucket"
+            _fail(lines, i, f"bucket {bucket.label} {what}")
         if len(bsym.args[0]) != len(bucket.members):
             _fail(lines, i, f"bucket {bucket.label} has {len(bucket.members)} members, {len(bsym.args[0])} are passed")
         for value, m in zip(bsym.args[0], bucket.members, strict=True):

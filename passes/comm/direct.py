@@ -46,7 +46,7 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
         full = shards[i].new_empty(parameter.full_shape, dtype=layout.dtype)
         places = [full.view(-1)[start:stop] for start, stop in parameter.pieces]
         mine = shards[i].reshape(-1)[: places[rank].numel()].to(layout.dtype)  # without padding
-        _exchange(future, bucket, [mine] * len(places), places)
+        future.works.extend(exchange(bucket, [mine] * len(places), places))
         places[rank].copy_(mine)
         future.sent.append(mine)
         future.received.append(full)
@@ -54,7 +54,7 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
         row = bucket.packed.flat_row([shards[i] for i in layout.small]).to(layout.dtype)
         rows = row.new_empty(sum(bucket.packed.row_sizes))
         row_places = rows.split_with_sizes(bucket.packed.row_sizes)
-        _exchange(future, bucket, [row] * len(row_places), row_places)
+        future.works.extend(exchange(bucket, [row] * len(row_places), row_places))
         row_places[rank].copy_(row)
         future.sent.append(row)
         future.received.append(rows)
@@ -95,17 +95,20 @@ def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tenso
     return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1], share).to(dtype)))
 
 
-def _exchange(future: InFlight, bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
-    """Posts a message to and one from every other rank, in pieces. ``send`` and ``receive`` are indexed by rank."""
+def exchange(bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[Any]:
+    """Posts a message to and one from every other rank, in pieces. ``send`` and ``receive`` are indexed by rank.
+    Returns the works to wait for."""
     group, mine = bucket.plan.group, bucket.plan.rank
+    works = []
     for rank, (out, into) in enumerate(zip(send, receive, strict=True)):
         if rank == mine:
             continue
         for to, fro in zip_longest(_pieces(out), _pieces(into)):
             if fro is not None:
-                future.works.append(group.recv([fro], rank, TAG))
+                works.append(group.recv([fro], rank, TAG))
             if to is not None:
-                future.works.append(group.send([to], rank, TAG))
+                works.append(group.send([to], rank, TAG))
+    return works
 
 
 def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -118,7 +121,7 @@ def _collect(future: InFlight, bucket: Bucket, grad: torch.Tensor, pieces: Seque
     """Sends each rank its piece of a flat gradient, and receives from each its part of this rank's piece."""
     rank = bucket.plan.rank
     others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel()).unbind()
-    _exchange(future, bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]])
+    future.works.extend(exchange(bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]]))
     future.sent.append(grad)
     future.received.append(others)
 

@@ -20,6 +20,10 @@ follow the reduction of gradients:
     grads = wait_offload(future, bucket)        the same shards, on the host
     wait_copies(memory)                         the last line of a trace that gathers from host memory
 
+If backward gathers from second shards inside the node, forward keeps them:
+
+    second = keep_shards(full, bucket)          this rank's parts of the unsharded parameters, in memory of their own
+
 In fp16 a backward ends with:
 
     future = share_overflow(grads, flag)        NaN if a gradient overflowed on this rank, else 0, on the wire
@@ -124,21 +128,29 @@ def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) ->
 
 @_finishes
 def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_reduce_scatter)
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return bucket.wire.issue(grads, bucket)
     return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
 @_finishes
 def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    if bucket.wire is not None:
+        return bucket.wire.finish(future, bucket)
     return native.finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_all_reduce)
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    if bucket.wire is not None:
+        return bucket.wire.issue(grads, bucket)
     return native.issue_all_reduce(grads, bucket)
 
 
@@ -154,6 +166,15 @@ def _issue_share_overflow(grads: tuple[torch.Tensor, ...], flag: Bucket) -> Any:
 
 def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return tuple(p.to(bucket.layout.dtype) for p in params)
+
+
+def _keep(full: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    row = full[0].new_zeros(bucket.numel)  # as a gather wants them: one after the other, padded with zeros
+    shards = bucket.layout.unpack_row(row)
+    for shard, tensor, m in zip(shards, full, bucket.members, strict=True):
+        start, stop = m.parameter.pieces[bucket.plan.rank]
+        shard.view(-1)[: stop - start].copy_(tensor.reshape(-1)[start:stop])
+    return shards
 
 
 # ---- symbols ----
@@ -235,6 +256,13 @@ def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[T
     )
 
 
+def _keep_shards_meta(full: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(shape=m.parameter.shard_shape, device=p.device, dtype=bucket.dtype, requires_grad=False)
+        for p, m in zip(full, bucket.members, strict=True)
+    )
+
+
 def _share_overflow_meta(grads: tuple[TensorProxy, ...], flag: Bucket) -> FutureTensorProxy:
     host = flag.plan.host
     device = grads[0].device if host is None else to_device(host.device)
@@ -255,6 +283,8 @@ wait_reduce = symbol("wait_reduce", _wait_reduce_scatter_meta, _finish_reduce_sc
 replicated = symbol("replicated", _replicated_meta, _cast, properties=Property.CAST)
 all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
+
+keep_shards = symbol("keep_shards", _keep_shards_meta, _keep, properties=Property.NONE)
 
 offload = symbol("offload", _offload_meta, issue_offload)
 wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from passes.plan.layout import Layout, OwnerLayout, ShardLayout
 from passes.plan.plan import Member, Placement, Plan
+from passes.plan.wire import Wire
 
 import torch
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 
 
-@dataclass(frozen=True)
-class Wire:
-    """A custom way to gather a bucket's shards, compressed for example. A pass puts it in place of the plan's own.
-
-    Args:
-        issue: ``issue(shards, bucket)`` starts to send this rank's shards and returns a future of any type.
-        finish: ``finish(future, bucket)`` waits and returns the unsharded parameters in their compute dtype.
-        bytes: ``bytes(bucket)`` is the number of bytes that travel for the whole group.
-    """
-
-    issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
-    finish: Callable[[Any, Bucket], tuple[torch.Tensor, ...]]
-    bytes: Callable[[Bucket], int]
-
-
 class Bucket(ContextObject):
     """Parameters of one dtype and device that are gathered by one collective and reduced by another.
 
     Thunder prints a ContextObject by its name: a trace reads ``all_gather((w, b), h_0)``. ``dtype`` is the dtype on the
-    wire; :mod:`passes.plan.layout` defines the layout there. A bucket with a ``wire`` is gathered by it and never
-    reduced.
+    wire; :mod:`passes.plan.layout` defines the layout there. A bucket with a ``wire`` travels by it, in one direction:
+    ``plain`` is the bucket without it.
     """
 
     def __init__(
@@ -46,6 +33,7 @@ class Bucket(ContextObject):
         members: tuple[Member, ...],
         dtype: dtypes.dtype,
         wire: Wire | None = None,
+        plain: Bucket | None = None,
     ) -> None:
         super().__init__(name, self)  # ``name`` is an identifier, unique in its trace
         self.label = label  # the name that users see: the qualified name of a module
@@ -53,6 +41,7 @@ class Bucket(ContextObject):
         self.members = members
         self.dtype = dtype
         self.wire = wire
+        self.plain = plain
         self.numel = sum(m.numel for m in members)  # elements that this rank contributes
         self.full_numel = sum(m.parameter.full_numel for m in members)  # elements of all ranks, padding included
 
@@ -71,14 +60,31 @@ class Bucket(ContextObject):
     def torch_reduced_dtype(self) -> torch.dtype:
         return dtypes.to_torch_dtype(self.reduced_dtype)
 
+    def carried_by(self, wire: Wire | None) -> Bucket:
+        """The bucket on a wire. The same one if there is none, or if the wire does not take it."""
+        if wire is None or not wire.takes(self):
+            return self
+        name = "_".join(filter(None, [self.name, wire.name, "grads" if wire.reduces else ""]))
+        return Bucket(self.label, name, self.plan, self.members, self.dtype, wire, self)
+
+    @cached_property
+    def prepared(self) -> Any:
+        """What the bucket's wire needs to know of it."""
+        return self.wire.prepare(self) if self.wire is not None else None
+
     @cached_property
     def trainable(self) -> Bucket | None:
-        """The bucket of the trainable members, in the dtype of their reduction; None if all members are frozen."""
+        """The bucket of the trainable members, in the dtype of their reduction and on its wire; None if all members are
+        frozen."""
+        if self.plain is not None:
+            return self.plain.trainable
         members = tuple(m for m in self.members if m.trainable)
+        if not members:
+            return None
         dtype = self.plan.reduced_dtype(self.rest_dtype)
-        if len(members) == len(self.members) and dtype == self.dtype:
-            return self
-        return Bucket(self.label, f"{self.name}_trainable", self.plan, members, dtype) if members else None
+        same = len(members) == len(self.members) and dtype == self.dtype and self.wire is None
+        reduced = self if same else Bucket(self.label, f"{self.name}_trainable", self.plan, members, dtype)
+        return reduced.carried_by(self.plan.reduction)
 
     @cached_property
     def outer(self) -> Bucket | None:
@@ -90,18 +96,31 @@ class Bucket(ContextObject):
             Member(replace(m.parameter, plan=plan, full_shape=m.parameter.shard_shape), m.trainable)
             for m in self.members
         )
-        return Bucket(self.label, f"{self.name}_replicas", plan, members, self.dtype)
+        plain = Bucket(self.label, f"{(self.plain or self).name}_replicas", plan, members, self.dtype)
+        return plain.carried_by(plan.reduction)
+
+    def secondary_of(self, places: Sequence[int]) -> Bucket:
+        """Some of the members as a bucket of second shards, in the dtype of their use."""
+        plan = self.plan.secondary
+        assert plan is not None
+        plain = self.plain or self
+        chosen = [self.members[i] for i in places]
+        members = tuple(
+            Member(replace(m.parameter, plan=plan, dtype=plain.dtype, rest_device=""), m.trainable) for m in chosen
+        )
+        return Bucket(self.label, f"{plain.name}_secondary", plan, members, plain.dtype)
 
     @cached_property
     def layout(self) -> Layout:
-        return self._layout(self.members)
+        return self.layout_of(self.members)
 
     @cached_property
     def packed(self) -> Layout:
         """The layout of only the small members, which travel together if ranks exchange messages."""
-        return self._layout([self.members[i] for i in self.layout.small])
+        return self.layout_of([self.members[i] for i in self.layout.small])
 
-    def _layout(self, members: Sequence[Member]) -> Layout:
+    def layout_of(self, members: Sequence[Member]) -> Layout:
+        """The layout of some of the members, as if the bucket had no others."""
         plan = self.plan
         if plan.placement is Placement.OWNER:
             return OwnerLayout(members, plan.world_size, self.dtype)
@@ -116,6 +135,17 @@ class Bucket(ContextObject):
     def bytes(self) -> int:
         """Bytes of the unsharded bucket, padding included. A collective moves these for the whole group."""
         return self.wire.bytes(self) if self.wire is not None else self.full_numel * self.dtype.bytes
+
+    @cached_property
+    def member_bytes(self) -> tuple[int, ...]:
+        """The share of each member in ``bytes``, by its elements."""
+        ends = accumulate((m.parameter.full_numel for m in self.members), initial=0)
+        return tuple(b - a for a, b in pairwise(end * self.bytes // self.full_numel for end in ends))
+
+    @property
+    def travels_as(self) -> str:
+        """The dtype on the wire, in short, or the name of the wire."""
+        return (self.wire.name if self.wire is not None else "") or str(self.dtype.shortname())
 
     def __repr__(self) -> str:
         names = ", ".join(m.parameter.name for m in self.members)

@@ -15,6 +15,7 @@ from typing import Any
 from passes.plan.cost import CostModel, default_cost_model
 from passes.plan.host_memory import HostMemory
 from passes.plan.runtime import Axis, PlainRuntime, Runtime
+from passes.plan.wire import Wire
 
 from thunder.core import dtypes
 
@@ -54,6 +55,7 @@ class Plan:
         placement: the place of parameters at rest.
         axis: the process group of those ranks in ``runtime``.
         outer: the plan of the shards themselves in another group (hybrid strategies: replicated).
+        secondary: the plan of second shards over fewer ranks, from which backward gathers; None: there are none.
         host: host memory, if parameters are at rest there; None: they are on the device that computes.
         param_dtype: dtype of floating-point parameters from gather to use; None: their dtype at rest.
         reduce_dtype: dtype in which their gradients are averaged; None: the one in which they are computed.
@@ -70,6 +72,8 @@ class Plan:
         averages: whether the backend's reduce_scatter can average, and is asked to.
         sums: whether gradients are added up before they are divided, except for what fp16 needs; else divided first, or
             averaged by the backend.
+        gather: the wire of gathered parameters; None: they travel in ``param_dtype``.
+        reduction: the wire of gradients; None: they travel in ``reduce_dtype``.
         runtime: the rank on which the model's steps run, the same object for all plans of a model.
     """
 
@@ -81,6 +85,7 @@ class Plan:
     placement: Placement = Placement.SHARD
     axis: Axis = Axis.ALL
     outer: Plan | None = None
+    secondary: Plan | None = None
     host: HostMemory | None = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None
@@ -95,6 +100,8 @@ class Plan:
     direct: bool = False
     averages: bool = False
     sums: bool = False
+    gather: Wire | None = None
+    reduction: Wire | None = None
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     @property

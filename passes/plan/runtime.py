@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from passes.plan.step import Progress, Step
 
+import torch
+
 
 class Axis(Enum):
     """One of a model's process groups: all of its ranks, those that share one copy of its shards, or those that hold
@@ -27,12 +29,14 @@ class Runtime(Protocol):
 
     ``compares`` tells whether steps are compared across ranks. ``progress`` tells where this rank is in a step, and is
     None if there is no other rank. ``kept`` holds unreduced gradients from step to step
-    (:class:`passes.comm.kept_gradients.KeptGradients`).
+    (:class:`passes.comm.kept_gradients.KeptGradients`), ``errors`` what rounded reductions have lost, by axis and index
+    of the parameter.
     """
 
     compares: bool
     progress: Progress | None
     kept: Any
+    errors: dict[tuple[Axis, int], torch.Tensor]
 
     def group(self, axis: Axis) -> Any:
         """Returns the process group of an axis. Only the functions of collectives use it."""
@@ -66,6 +70,7 @@ class PlainRuntime:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self.errors: dict[tuple[Axis, int], torch.Tensor] = {}
 
     def group(self, axis: Axis) -> Any:
         return self._group

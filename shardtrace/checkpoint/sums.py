@@ -21,9 +21,10 @@ def sums_of(model: ModelState) -> dict[str, torch.Tensor]:
 
 
 def set_sums(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace the model's sums by saved ones."""
+    """Replace the model's sums by saved ones. What rounded reductions of the steps before have lost is forgotten."""
     for state in model.states:
         state.runtime.kept.clear()
+        state.runtime.errors.clear()
     for name, sums, parameter in _parameters(model):
         if name in values:
             sums.by_parameter[parameter] = values[name].to(model.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
 from passes.pipeline import REMARK
-from passes.plan import Axis, Bucket, CostModel, Plan, default_cost_model
+from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Table
 from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
@@ -126,6 +127,7 @@ class Parameter(NamedTuple):
     reduced_bytes: int
     outer_bytes: int
     on_host: bool = False
+    second_bytes: int = 0  # of the gather of second shards
 
 
 class Setup(NamedTuple):
@@ -140,6 +142,7 @@ class Setup(NamedTuple):
     max_inflight_bytes: int | None
     cost: CostModel
     host_bytes: int = 0  # shards at rest in host memory
+    wires: str = ""  # what is rounded on its way, and to what
 
 
 class Record(NamedTuple):
@@ -201,7 +204,8 @@ def build_record(
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
     kept = sum(p.shard_bytes for p in parameters if p.on_host)
-    setup, seconds = _setup(model, plan, cost, parameters, kept), expected[-1].end if expected else 0.0
+    setup = _setup(model, plan, cost, parameters, kept)._replace(wires=_wires(buckets))
+    seconds = expected[-1].end if expected else 0.0
     steps = times.steps if times is not None else 0
     return Record(
         setup=setup,
@@ -299,24 +303,41 @@ def _gathered(trace: TraceCtx) -> list[Bucket]:
 def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
     found: dict[str, Parameter] = {}
     for bucket in buckets:
+        trainable = bucket.trainable
+        gathered = _bytes_of(bucket) if bucket.wire is not None and not bucket.wire.reduces else {}
+        reduced, over_replicas = _bytes_of(trainable), _bytes_of(trainable.outer if trainable is not None else None)
         for m in bucket.members:
             p, plan, rest = m.parameter, bucket.plan, bucket.rest_dtype
-            reduced = plan.reduced_dtype(rest).bytes
             new = Parameter(
                 name=p.name,
                 module=p.layer,
                 bucket=bucket.label,
                 shape=p.full_shape,
-                bytes=p.full_numel * plan.unsharded_dtype(rest).bytes,
+                bytes=gathered.get(p.name, p.full_numel * plan.unsharded_dtype(rest).bytes),
                 shard_bytes=m.numel * rest.bytes,
                 trainable=m.trainable,
                 strategy=plan.strategy,
-                reduced_bytes=p.full_numel * reduced,
-                outer_bytes=m.numel * reduced if plan.outer is not None else 0,
+                reduced_bytes=reduced.get(p.name, 0),
+                outer_bytes=over_replicas.get(p.name, 0),
                 on_host=plan.host is not None,
+                second_bytes=_second_bytes(bucket, m),
             )
             found.setdefault(p.name, new)
     return tuple(found.values())
+
+
+def _second_bytes(bucket: Bucket, member: Member) -> int:
+    plan = bucket.plan.secondary
+    if plan is None:
+        return 0
+    return plan.world_size * math.prod(shard_shape(member.parameter.full_shape, plan.world_size)) * bucket.dtype.bytes
+
+
+def _bytes_of(bucket: Bucket | None) -> dict[str, int]:
+    """The bytes of a collective of a bucket, by the name of the parameter."""
+    if bucket is None:
+        return {}
+    return {m.parameter.name: size for m, size in zip(bucket.members, bucket.member_bytes, strict=True)}
 
 
 STRATEGIES = {
@@ -326,6 +347,7 @@ STRATEGIES = {
     "zero3": "ZeRO-3",
     "hybrid_zero2": "hybrid ZeRO-2",
     "hybrid_zero3": "hybrid ZeRO-3",
+    "zero3_secondary": "ZeRO-3 with second shards",
     "owner": "ZeRO-3 by owners",
 }
 
@@ -355,6 +377,13 @@ def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[
         cost=plan.cost,
         host_bytes=kept,
     )
+
+
+def _wires(buckets: Sequence[Bucket]) -> str:
+    found = dict.fromkeys((b.wire.reduces, b.travels_as) for b in buckets if b.wire is not None)
+    verbs = {False: "gathered as", True: "reduced as"}
+    texts = (" and ".join(name for r, name in found if r is reduces) for reduces in (False, True))
+    return ", ".join(f"{verbs[bool(k)]} {text}" for k, text in enumerate(texts) if text)
 
 
 def _bucketing(plan: Plan) -> str:

@@ -57,6 +57,8 @@ def describe(record: Record) -> str:
         limit += f", at most {size(s.max_inflight_bytes)} in flight"
     if s.host_bytes:
         limit += f" · {size(s.host_bytes)} of shards in host memory"
+    if s.wires:
+        limit += f" · {s.wires}"
     return (
         f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
     )
@@ -89,6 +91,7 @@ def _shard_of_gradient(p: Parameter) -> int:
 
 _GATHER = _Rule("forward", "all_gather", "P", _whole)
 _AGAIN, _KEPT = _Rule("backward", "all_gather", "P", _whole), _Rule("backward", "all_gather", "0", _nothing)
+_SECOND = _Rule("backward", "all_gather", "P in the node", lambda p: p.second_bytes)
 _REDUCE = _Rule("backward", "reduce_scatter", "G", _gradient)
 _REPLICAS = _Rule("backward", "all_reduce", "G/N", _shard_of_gradient)
 _RULES = {
@@ -98,6 +101,7 @@ _RULES = {
     "zero3": [_GATHER, _AGAIN, _REDUCE],
     "hybrid_zero2": [_GATHER, _KEPT, _REDUCE, _REPLICAS],
     "hybrid_zero3": [_GATHER, _AGAIN, _REDUCE, _REPLICAS],
+    "zero3_secondary": [_GATHER, _SECOND, _REDUCE],
     "owner": [
         _Rule("forward", "broadcast", "P", _whole),
         _Rule("backward", "broadcast", "P", _whole),

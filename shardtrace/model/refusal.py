@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+from passes.plan import Wire
 from shardtrace.model.materialize import InitFn, uninitializable
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.state import part_of, state_of, states_in
@@ -24,6 +25,7 @@ def compare_models(
     model: nn.Module,
     found: Sequence[Place],
     strategies: Mapping[str, ShardingStrategy],
+    gathers: Mapping[str, Wire | None],
     options: Options,
     others: Mapping[str, object],
     *,
@@ -37,7 +39,7 @@ def compare_models(
         else [
             f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
             f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
-            f"strategy {strategies[p.name].value}"
+            f"strategy {strategies[p.name].value}{_travelling(gathers.get(p.name))}"
             for p in found
         ]
     )
@@ -47,6 +49,10 @@ def compare_models(
         compare(group, what, lines, timeout=options.timeout, error=str(error or ""))
     except RankMismatchError as mismatch:
         raise error or mismatch from None
+
+
+def _travelling(wire: Wire | None) -> str:
+    return "" if wire is None else f", gathered as {wire.name or 'a custom wire'}"
 
 
 def refusal(

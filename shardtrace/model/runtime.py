@@ -44,6 +44,7 @@ class ModelRuntime:
         self.groups = groups
         self._by_axis = {Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer}
         self.kept = KeptGradients()
+        self.errors: dict[tuple[Axis, int], torch.Tensor] = {}  # what rounded reductions have lost
         self.keeps_gradients = False  # inside no_sync
         self.generation = 0  # incremented when the model's modules have changed
         self.progress = None if is_alone(groups.everyone) else Progress()

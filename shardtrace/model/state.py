@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from passes.compat import set_traced_device, traced_device, unjitted
-from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter
+from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter, Wire
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
@@ -28,6 +28,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule that owns shards: the ShardedState around it
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
+
+
+PlanKey = tuple[ShardingStrategy, MixedPrecisionPolicy | None, Wire | None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +55,12 @@ class Entry:
     stand_in: nn.Parameter
     owners: tuple[Owner, ...]
     precision: MixedPrecisionPolicy | None
+    gather: Wire | None = None
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """Equal for parameters that have one plan."""
+        return self.strategy, self.precision, self.gather
 
     @property
     def device(self) -> torch.device:
@@ -106,10 +115,10 @@ class ShardedState:
         self.runtime = ModelRuntime(
             self.model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
         )
-        self.plans = {key: self._plan(*key) for key in dict.fromkeys((e.strategy, e.precision) for e in entries)}
+        self.plans = {key: self._plan(*key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
-                self.plans[e.strategy, e.precision],
+                self.plans[e.plan_key],
                 e.name,
                 e.full_shape,
                 e.layer,
@@ -128,8 +137,8 @@ class ShardedState:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
-    def _plan(self, strategy: ShardingStrategy, precision: MixedPrecisionPolicy | None) -> Plan:
-        entries = [e for e in self.entries if (e.strategy, e.precision) == (strategy, precision)]
+    def _plan(self, strategy: ShardingStrategy, precision: MixedPrecisionPolicy | None, gather: Wire | None) -> Plan:
+        entries = [e for e in self.entries if e.plan_key == (strategy, precision, gather)]
         home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
         pieces = self._pieces(entries)
@@ -143,6 +152,7 @@ class ShardedState:
             "max_inflight_bytes": options.max_inflight_bytes,
             "cost": self.cost,
             "sum_dtype": _dtype(options.accumulation_dtype),
+            "reduction": options.reduction,
             "runtime": self.runtime,
         }
 
@@ -165,6 +175,8 @@ class ShardedState:
 
         outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
         replicas = outer is not None and outer.size() > 1
+        second = strategy is ShardingStrategy.ZERO3_SECONDARY and home.placement is Placement.SHARD
+        param_dtype = _dtype(precision.param_dtype if precision else None)
         return over(
             Axis.ALL if home.group is self.group else Axis.SHARD,
             home.placement,
@@ -172,8 +184,10 @@ class ShardedState:
             divide_by=None if factor is None else factor * shards / self.group.size(),  # replicas take their mean
             regather=strategy.regathers and home.placement is not Placement.REPLICATE,
             outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
-            param_dtype=_dtype(precision.param_dtype if precision else None),
+            secondary=over(Axis.SHARD, Placement.SHARD, regather=True, param_dtype=param_dtype) if second else None,
+            param_dtype=param_dtype,
             reduce_dtype=_dtype(precision.reduce_dtype if precision else None),
+            gather=gather,
         )
 
     def _pieces(self, entries: list[Entry]) -> int:

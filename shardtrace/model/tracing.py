@@ -132,6 +132,11 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
             f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
             "their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
         )
+    if state.options.error_feedback:
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name}, because the errors of its rounded gradients begin with the first step: "
+            "call fsdp() without error_feedback, or thunder.jit without CUDAGraphTransform"
+        )
     if runtime.compares:
         raise RuntimeError(
             f"a CUDA graph cannot hold {name}, because the program compares its steps across ranks: call "

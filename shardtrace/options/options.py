@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from passes.plan import Wire
 from shardtrace.options.blocks import Checkpointed, Repeated, Wrap, is_wrap
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
+from shardtrace.options.wires import WireRules, parse_gather_dtype, parse_reduce_wire
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -41,6 +43,9 @@ class Options:
     kernels: bool
     sum_reductions: bool
     repeated_blocks: Repeated = field(repr=False)
+    gathers: WireRules = field(repr=False)
+    reduction: Wire | None = field(repr=False)
+    error_feedback: bool
 
 
 def parse_options(
@@ -60,6 +65,9 @@ def parse_options(
     kernels: bool,
     sum_reductions: bool,
     repeated_blocks: Any,
+    gather_dtype: Any,
+    reduce_wire: Any,
+    error_feedback: Any,
     spelling: Mapping[str, Any],
 ) -> Options:
     """Checks the arguments of :func:`shardtrace.fsdp` with these names.
@@ -69,12 +77,13 @@ def parse_options(
     sharding_strategy, bucketing_strategy, mp_policy = canonical(
         sharding_strategy, bucketing_strategy, mp_policy, dict(spelling)
     )
+    precision = parse_precision(mp_policy)
     wrap = bucketing_strategy if is_wrap(bucketing_strategy) else None
     return Options(
         rules=parse_rules(sharding_strategy),
         bucketing="block" if wrap is not None else parse_bucketing_strategy(bucketing_strategy),
         wrap=wrap,
-        precision=parse_precision(mp_policy),
+        precision=precision,
         evenness=_parse_evenness(evenness),
         prefetch=_parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
         max_inflight_bytes=_parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
@@ -87,6 +96,9 @@ def parse_options(
         kernels=kernels,
         sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
+        gathers=parse_gather_dtype(gather_dtype),
+        reduction=parse_reduce_wire(reduce_wire, error_feedback, precision),
+        error_feedback=error_feedback,
     )
 
 

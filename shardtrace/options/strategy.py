@@ -22,6 +22,8 @@ class ShardingStrategy(Enum):
     ZERO3 (PyTorch's FULL_SHARD): sharded at rest; freed after use in forward and gathered again in backward.
     HYBRID_ZERO2, HYBRID_ZERO3 (PyTorch's HYBRID_SHARD): the same over the inner dimension of a mesh. The outer
     dimension replicates the shards and all-reduces their gradients.
+    ZERO3_SECONDARY: ZeRO-3 over all ranks of a mesh, except that backward gathers over its inner dimension only, from a
+    second shard that forward keeps there (hpZ of ZeRO++, Wang et al., 2023).
     OWNER: each tensor is whole on one rank, which broadcasts it in forward and again in backward, and receives its
     gradient.
     """
@@ -32,7 +34,13 @@ class ShardingStrategy(Enum):
     ZERO3 = "zero3"
     HYBRID_ZERO2 = "hybrid_zero2"
     HYBRID_ZERO3 = "hybrid_zero3"
+    ZERO3_SECONDARY = "zero3_secondary"
     OWNER = "owner"
+
+    @property
+    def needs_mesh(self) -> bool:
+        """True if it needs a mesh of two dimensions."""
+        return self.is_hybrid or self is ShardingStrategy.ZERO3_SECONDARY
 
     @property
     def is_hybrid(self) -> bool:
@@ -46,7 +54,8 @@ class ShardingStrategy(Enum):
     @property
     def regathers(self) -> bool:
         """True if parameters are freed after forward and gathered again in backward."""
-        return self in (ShardingStrategy.ZERO3, ShardingStrategy.HYBRID_ZERO3, ShardingStrategy.OWNER)
+        kept = (ShardingStrategy.DDP, ShardingStrategy.ZERO1, ShardingStrategy.ZERO2, ShardingStrategy.HYBRID_ZERO2)
+        return self not in kept
 
     @property
     def placement(self) -> Placement:

@@ -196,9 +196,11 @@ class _Task(NamedTuple):
         found = {"zero": "zero3"}
         if self.mesh() is not None:
             found["hybrid"] = "hybrid_zero3"
-        return found | {"ddp": "ddp"}
+        return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
 
     def _check_mesh(self, strategy: ShardingStrategy) -> None:
+        if strategy.needs_mesh and not strategy.is_hybrid:
+            raise ValueError(f'plan() knows no sharding_strategy="{strategy.value}": pass it to fsdp() or inspect()')
         if strategy.is_hybrid and self.mesh() is None:
             raise ValueError(
                 f'sharding_strategy="{strategy.value}" needs mesh_shape=(replicas, shards): {self.world_size} ranks do '

@@ -34,7 +34,8 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool, tim
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(
-            f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}: pass "
+            f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}, and so does "
+            "zero3_secondary: pass "
             "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...)), "
             "for fake ranks mesh_shape=(replicas, shards)"
         )

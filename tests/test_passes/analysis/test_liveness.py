@@ -11,6 +11,7 @@ from passes.analysis.liveness import KINDS, liveness, step_liveness
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from golden import compile_fake
 from torch import nn
@@ -217,14 +218,22 @@ def assert_passed_through(predicted, levels, slack=64):
         assert any(abs(other - level) <= slack for other in rest), f"memory does not come to {level} bytes in its turn"
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy):
+WIRES = {"gather_dtype": "int8", "reduce_wire": "int4", "error_feedback": True}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wires"),
+    [("zero2", {}), ("zero3", {}), ("zero3", WIRES), ("ddp", {"reduce_wire": "int8"}), ("zero3_secondary", {})],
+)
+def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
     from model import GPT, GPTConfig
 
-    fake_ranks(2)
+    fake_ranks(4 if strategy == "zero3_secondary" else 2)
+    if strategy == "zero3_secondary":
+        wires = {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     config = GPTConfig(n_layer=1, n_embd=128, n_head=4, block_size=64, dropout=0.0 if strategy == "zero2" else 0.1)
     tokens = torch.randint(0, 256, (4, 64))
-    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy)
+    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy, **wires)
     cmodel.zero_grad()
 
     forward_levels, loss = measured(tmp_path / "forward.json", lambda: cmodel(tokens, tokens))
@@ -232,11 +241,15 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy):
     backward_levels = [forward_levels[-1] + level for level in backward_levels]
 
     memory = step_liveness(*traces(cmodel))
+    kept = memory.forward.lines[0].total - memory.forward.lines[0].inputs  # errors of the steps before
+    whole = sum(p.numel() for p in cmodel.parameters() if p.dim() > 1)  # elements of this rank's shards
+    assert kept == pytest.approx(2 * whole if "error_feedback" in wires else 0, rel=0.01)  # sent to the other rank
     for part, levels in ((memory.forward, forward_levels), (memory.backward, backward_levels)):
-        assert part.peak.during - part.lines[0].inputs == pytest.approx(max(levels), rel=0.1)
-        assert part.lines[-1].total - part.lines[0].inputs == pytest.approx(levels[-1], rel=0.01)
-        totals = [row.total - row.inputs for row in part.lines]
+        before = part.lines[0].inputs + kept
+        assert part.peak.during - before == pytest.approx(max(levels), rel=0.1)
+        assert part.lines[-1].total - before == pytest.approx(levels[-1], rel=0.01)
+        totals = [row.total - row.inputs - kept for row in part.lines]
         changes = [new for old, new in itertools.pairwise(totals) if new != old]
         assert_passed_through(changes, levels)
     shards = sum(p.numel() * p.element_size() for p in cmodel.parameters())
-    assert memory.backward.lines[-1].gradients == shards
+    assert memory.backward.lines[-1].gradients == shards + kept

@@ -97,6 +97,9 @@ def test_hybrid(folder, capsys):
 def test_explain_module(folder, capsys):
     assert main(["explain", "factory_for_cli:model", "--sharding-strategy", "zero2"]) == 0
     assert capsys.readouterr().out.startswith("Sequential: ZeRO-2 over 8 ranks, seen from rank 0")
+    wires = ["--gather-dtype", "int8", "--reduce-wire", "int3", "--error-feedback"]
+    assert main(["explain", "factory_for_cli:model", *wires]) == 1
+    assert "unknown reduce_wire 'int3'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argument", ["train", "evaluate"])

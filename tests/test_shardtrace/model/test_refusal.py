@@ -197,9 +197,11 @@ def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):
         on_host = shardtrace.fsdp(nn.Linear(4, 4), device="cpu", offload_policy=CPUOffloadPolicy())
     compared, adding = (shardtrace.fsdp(nn.Linear(4, 4), check_steps=False) for _ in range(2))
     compared._shardtrace.runtime.compares = True  # as with real ranks
+    corrected = shardtrace.fsdp(nn.Linear(64, 64), check_steps=False, reduce_wire="int4", error_feedback=True)
     for model, context, reason in (
         (on_host, nullcontext(), "whose parameters are in host memory"),
         (compared, nullcontext(), r"because the program compares its steps across ranks: call fsdp\(check_steps=False"),
+        (corrected, nullcontext(), "the errors of its rounded gradients begin with the first step"),
         (adding, adding.no_sync(), "inside or after no_sync, because the program adds up its gradients"),
     ):
         cmodel = thunder.jit(model, transforms=[CUDAGraphTransform()])

@@ -1,0 +1,136 @@
+"""Values in blocks of eight or four bits with a scale for each block. Only torch: knows no parameter and no rank.
+
+A block's scale maps its largest magnitude to the largest code, so that zero stays zero and no value saturates. A block
+with an inf or NaN has a scale that is not finite, and none of its values is finite when it is unpacked.
+
+Source: block-wise scaling as in ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209), symmetric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+LEAST = 1e-30  # a block of smaller magnitudes becomes zeros; the reciprocal of a scale stays finite
+SCALE_BYTES = 4  # fp32
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of codes.
+
+    ``largest`` is the largest code, ``bits`` those of a code, ``block`` the number of values that share a scale.
+    Integers round to nearest: the error of a value is at most ``scale / 2``, where ``scale`` is the largest magnitude
+    of the block divided by ``largest``. ``is_float``: float8_e4m3fn, whose error is at most a 16th of the value or
+    ``scale / 1024``, whichever is larger.
+
+    A message is the scales of all blocks, then their codes. The last block is padded with zeros.
+    """
+
+    name: str
+    largest: int
+    bits: int
+    block: int
+    is_float: bool = False
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of the message of ``numel`` values, a multiple of 4."""
+        return self._blocks(numel) * (SCALE_BYTES + self._block_bytes)
+
+    def pack(
+        self, values: torch.Tensor, message: torch.Tensor, *, chunk: int, error: torch.Tensor | None = None
+    ) -> None:
+        """Writes the message of ``values``, flat and floating point, into a tensor of ``nbytes`` bytes (uint8).
+
+        Works on ``chunk`` values at a time, which bounds the memory that it needs besides. ``error``, flat and as long,
+        is added to the values, and becomes the part of the sum that the message loses (0 where it is not finite).
+        """
+        scales, codes = self._parts(message, values.numel())
+        for start, stop in self._chunks(values.numel(), chunk):
+            source = self._in_blocks(values[start:stop], copy=error is not None)
+            if error is not None:
+                source.view(-1)[: stop - start].add_(error[start:stop])
+            blocks = slice(start // self.block, start // self.block + len(source))
+            largest = torch.maximum(source.amax(1), source.amin(1).neg_()).clamp_(min=LEAST)
+            scale = torch.div(largest, self.largest, out=scales[blocks])
+            scaled = source * scale.reciprocal()[:, None]
+            self._encode(scaled, codes[blocks])
+            if error is not None:
+                lost = scaled.sub_(self._decode(codes[blocks])).mul_(scale[:, None]).nan_to_num_(0, 0, 0)
+                error[start:stop].copy_(lost.view(-1)[: stop - start])
+
+    def unpack(self, message: torch.Tensor, values: torch.Tensor, *, chunk: int, add: bool = False) -> None:
+        """Writes the values of a message into a flat tensor of any floating-point dtype, or adds them to it."""
+        scales, codes = self._parts(message, values.numel())
+        for start, stop in self._chunks(values.numel(), chunk):
+            blocks = slice(start // self.block, start // self.block - (start - stop) // self.block)
+            place = values[start:stop]
+            if not add and values.dtype == torch.float32 and (stop - start) % self.block == 0:
+                self._decode(codes[blocks], place.view(-1, self.block)).mul_(scales[blocks, None])
+                continue
+            work = self._decode(codes[blocks]).mul_(scales[blocks, None]).view(-1)[: stop - start]
+            place.add_(work) if add else place.copy_(work)
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.block * self.bits // 8
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def _parts(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales ``(blocks,)`` and the codes ``(blocks, bytes)`` of a message."""
+        blocks = self._blocks(numel)
+        cut = blocks * SCALE_BYTES
+        return message[:cut].view(torch.float32), message[cut:].view(blocks, self._block_bytes)
+
+    def _chunks(self, numel: int, chunk: int) -> Iterator[tuple[int, int]]:
+        """Starts and stops of whole blocks, about ``chunk`` values each, and of the last block if it is short."""
+        whole, step = numel // self.block * self.block, max(1, chunk // self.block) * self.block
+        yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
+        if whole < numel:
+            yield whole, numel
+
+    def _in_blocks(self, values: torch.Tensor, *, copy: bool) -> torch.Tensor:
+        """The values in fp32, ``(blocks, block)``, padded with zeros. A view of them if it can be, or a ``copy``."""
+        if not copy and values.dtype == torch.float32 and values.numel() % self.block == 0 and values.is_contiguous():
+            return values.view(-1, self.block)
+        blocks = self._blocks(values.numel())
+        work = values.new_empty(blocks, self.block, dtype=torch.float32)
+        flat = work.view(-1)
+        flat[: values.numel()].copy_(values)
+        flat[values.numel() :].zero_()
+        return work
+
+    def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
+        if self.is_float:
+            codes.view(torch.float8_e4m3fn).copy_(scaled)
+            return
+        rounded = scaled.round()
+        if self.bits == 8:
+            codes.view(torch.int8).copy_(rounded)
+        else:  # a byte has a code of each half of the block
+            low, high = rounded.to(torch.int8).chunk(2, dim=1)
+            torch.bitwise_or(low & 15, high << 4, out=codes.view(torch.int8))
+
+    def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The codes as fp32, ``(blocks, block)``, in ``out`` if it is given."""
+        values = codes.new_empty(len(codes), self.block, dtype=torch.float32) if out is None else out
+        signed = codes.view(torch.int8)
+        if self.is_float:
+            # the bits of e4m3 are those of an fp16 2**8 times smaller: torch's own cast takes ten times as long
+            wide = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+            return values.copy_(wide.view(torch.float16)).mul_(2.0**8)
+        if self.bits == 8:
+            return values.copy_(signed)
+        low, high = values.chunk(2, dim=1)
+        low.copy_((signed << 4) >> 4)  # shifts keep the sign
+        high.copy_(signed >> 4)
+        return values
+
+
+INT8 = Format("int8", largest=127, bits=8, block=256)
+INT4 = Format("int4", largest=7, bits=4, block=128)
+FP8 = Format("fp8", largest=448, bits=8, block=256, is_float=True)

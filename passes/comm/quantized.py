@@ -1,0 +1,236 @@
+"""Wires that round what they carry: parameters on their way to their use, gradients on their way to their shards.
+
+A gather rounds each rank's shards, at rest, once; this rank's own go through the same rounding, so that all ranks
+compute with equal parameters. Gradients of a rounded parameter are those of its shard (a straight-through estimator).
+
+A reduction rounds each rank's part of a gradient once and sends it to the rank that owns the shard, which adds up all
+parts in fp32 and divides the sum: one rounding, where a ring would round at each hop. Its own part stays exact. An
+all_reduce consists of such a reduction to equal pieces of each parameter and a gather of these.
+
+Large members are rounded in blocks (:mod:`passes.comm.quantize`). Small ones (biases, norms, 0-dim parameters) travel
+in the same message in their own dtype.
+
+Source: ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209), qwZ and qgZ; error feedback as in 1-bit SGD
+(Seide et al., 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from passes.comm import messages
+from passes.comm.packing import Packing, padded
+from passes.comm.quantize import INT8, Format
+from passes.plan import Bucket, Member, Placement, Wire
+from passes.plan.layout import summed_to
+
+import torch
+
+ERROR = torch.bfloat16  # the dtype of errors that are kept
+
+
+def gather_wire(format: Format) -> Wire:
+    """The wire that gathers parameters in a format. It takes buckets in which it has something to round."""
+    wire = _Gather(format)
+    return Wire(
+        issue=wire.issue,
+        finish=wire.finish,
+        bytes=lambda bucket: sum(bucket.prepared.row_bytes),
+        name=format.name,
+        takes=lambda bucket: bucket.plan.placement is not Placement.REPLICATE and bool(Packing(bucket, format).rounded),
+        prepare=lambda bucket: Packing(bucket, format),
+    )
+
+
+def reduction_wire(format: Format, *, error_feedback: bool = False) -> Wire:
+    """The wire that reduces gradients in a format.
+
+    ``error_feedback``: each rank keeps what the rounding of its parts has lost, and adds it to those of the next step:
+    2 bytes for each element that it sends to others.
+    """
+    reduce = _Reduce(format, error_feedback)
+    all_reduce = _AllReduce(reduce)
+
+    def how(bucket: Bucket) -> _Reduce | _AllReduce:
+        return all_reduce if bucket.plan.placement is Placement.REPLICATE else reduce
+
+    return Wire(
+        issue=lambda grads, bucket: how(bucket).issue(grads, bucket),
+        finish=lambda future, bucket: how(bucket).finish(future, bucket),
+        bytes=lambda bucket: how(bucket).bytes(bucket),
+        name=format.name,
+        takes=lambda bucket: bool(Packing(_as_shards(bucket), format).rounded),
+        prepare=lambda bucket: how(bucket).prepare(bucket),
+        state=lambda bucket, device: how(bucket).state(bucket, device),
+        reduces=True,
+    )
+
+
+class _Gather:
+    def __init__(self, format: Format) -> None:
+        self.format = format
+
+    def issue(self, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> messages.InFlight:
+        packing: Packing = bucket.prepared
+        row = shards[0].new_empty(packing.row_bytes[packing.rank], dtype=torch.uint8)
+        packing.write(row, packing.rank, {i: shards[i].reshape(-1) for i in packing.rounded})
+        if packing.exact_layout is not None:
+            exact = packing.exact_layout.flat_row([shards[i] for i in packing.exact])
+            row[packing.exact_rows[packing.rank]].view(packing.exact_layout.dtype).copy_(exact)
+        return messages.gather(row, packing.row_bytes, bucket)
+
+    def finish(self, future: messages.InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        packing: Packing = bucket.prepared
+        rows = messages.wait(future).split_with_sizes(packing.row_bytes)
+        full: dict[int, torch.Tensor] = {}
+        if (layout := packing.exact_layout) is not None:
+            exact = torch.cat([row[at].view(layout.dtype) for row, at in zip(rows, packing.exact_rows, strict=True)])
+            full |= zip(packing.exact, layout.unpack_rows(exact), strict=True)
+        for i in packing.rounded:
+            owners = [rank for rank, places in enumerate(packing.rows) if i in places]
+            flat = rows[0].new_empty(len(owners) * packing.numels[i], dtype=bucket.layout.dtype)
+            for rank, piece in zip(owners, flat.split(packing.numels[i]), strict=True):
+                packing.read(rows[rank], rank, i, piece)
+            shape = bucket.members[i].parameter.full_shape
+            full[i] = flat[: math.prod(shape)].view(shape)
+        return tuple(full[i] for i in range(len(bucket.members)))
+
+
+class _Reducing(NamedTuple):
+    """Parts of gradients in flight. ``own`` are this rank's parts of its shards: rounded members in fp32, exact ones in
+    the dtype of the bucket."""
+
+    parts: messages.InFlight
+    own: torch.Tensor
+    own_exact: torch.Tensor | None
+
+
+class _Reduce:
+    def __init__(self, format: Format, error_feedback: bool) -> None:
+        self.format, self.error_feedback = format, error_feedback
+
+    def prepare(self, bucket: Bucket) -> Packing:
+        return Packing(bucket, self.format)
+
+    def bytes(self, bucket: Bucket) -> int:
+        return sum(bucket.prepared.row_bytes)
+
+    def state(self, bucket: Bucket, device: torch.device) -> list[torch.Tensor]:
+        """For each rounded member, the errors of the parts that go to other ranks: ``(parts, elements of a part)``."""
+        packing: Packing = bucket.prepared
+        errors, found = bucket.plan.runtime.errors, []
+        for i in packing.rounded if self.error_feedback else ():
+            parts = sum(i in places for rank, places in enumerate(packing.rows) if rank != packing.rank)
+            key = bucket.plan.axis, bucket.members[i].parameter.index
+            if key not in errors:
+                errors[key] = torch.zeros(parts, packing.numels[i], dtype=ERROR, device=device)
+            found.append(errors[key])
+        return found
+
+    def issue(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> _Reducing:
+        packing: Packing = bucket.prepared
+        rank, sizes = packing.rank, packing.row_bytes
+        device = grads[0].device
+        rows = grads[0].new_empty(sum(sizes) - sizes[rank], dtype=torch.uint8)
+        places = rows.split_with_sizes([0 if r == rank else size for r, size in enumerate(sizes)])
+        own = grads[0].new_zeros(sum(packing.numels[i] for i in packing.rows[rank]), dtype=torch.float32)
+        mine = iter(own.split([packing.numels[i] for i in packing.rows[rank]]))
+        errors = dict(zip(packing.rounded, self.state(bucket, device), strict=False))
+        for i in packing.rounded:
+            parameter, lost = bucket.members[i].parameter, iter(errors.get(i, ()))
+            grad = summed_to(grads[i], parameter.full_shape).reshape(-1)
+            for r, (start, stop) in enumerate(parameter.pieces):
+                if i not in packing.rows[r]:
+                    continue
+                if r == rank:
+                    next(mine)[: stop - start].copy_(grad[start:stop])
+                    continue
+                part = padded(grad[start:stop], packing.numels[i])
+                message = places[r][packing.rows[r][i]]
+                self.format.pack(part, message, chunk=packing.chunk, error=next(lost, None))
+        own_exact = None
+        if (layout := packing.exact_layout) is not None:
+            exact = layout.pack_rows([grads[i] for i in packing.exact]).split_with_sizes(layout.row_sizes)
+            for r, at in enumerate(packing.exact_rows):
+                if r == rank:
+                    own_exact = exact[r].clone()  # the others' need not live on
+                else:
+                    places[r][at].view(layout.dtype).copy_(exact[r])
+        return _Reducing(messages.swap(rows, sizes, bucket), own, own_exact)
+
+    def finish(self, future: _Reducing, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        packing: Packing = bucket.prepared
+        rank, dtype, share = packing.rank, bucket.torch_reduced_dtype, 1 / bucket.plan.divisor
+        size = packing.row_bytes[rank]
+        parts = messages.wait(future.parts).view(bucket.plan.world_size - 1, size).unbind() if size else ()
+        for part in parts:
+            mine = future.own.split([packing.numels[i] for i in packing.rows[rank]])
+            for i, sums in zip(packing.rows[rank], mine, strict=True):
+                packing.read(part, rank, i, sums, add=True)
+        reduced: dict[int, torch.Tensor] = {}
+        if (layout := packing.rounded_layout) is not None:
+            reduced |= zip(packing.rounded, layout.unpack_row(future.own.mul_(share).to(dtype)), strict=True)
+        if (layout := packing.exact_layout) is not None and future.own_exact is not None:
+            exact = future.own_exact.float().mul_(share)
+            for part in parts:
+                exact.add_(part[packing.exact_rows[rank]].view(layout.dtype), alpha=share)
+            reduced |= zip(packing.exact, layout.unpack_row(exact.to(dtype)), strict=True)
+        return tuple(reduced[i] for i in range(len(bucket.members)))
+
+
+class _TwoTrips(NamedTuple):
+    """The bucket of an all_reduce as one of shards, on the wire that reduces these and on the one that gathers them."""
+
+    scattered: Bucket
+    gathered: Bucket
+
+
+class _AllReduce:
+    """A reduction to shards, which :meth:`finish` gathers. The shards are rounded to eight bits, whatever the format:
+    their errors are in no feedback."""
+
+    def __init__(self, reduce: _Reduce) -> None:
+        self.scatter = Wire(
+            issue=reduce.issue, finish=reduce.finish, bytes=reduce.bytes, prepare=reduce.prepare, reduces=True
+        )
+        self.gather = gather_wire(INT8)
+        self.reduce = reduce
+
+    def prepare(self, bucket: Bucket) -> _TwoTrips:
+        shards = _as_shards(bucket)
+        return _TwoTrips(shards.carried_by(self.scatter), shards.carried_by(self.gather))
+
+    def bytes(self, bucket: Bucket) -> int:
+        """The mean of both trips."""
+        trips: _TwoTrips = bucket.prepared
+        return -(-(trips.scattered.bytes + trips.gathered.bytes) // 2)
+
+    def state(self, bucket: Bucket, device: torch.device) -> list[torch.Tensor]:
+        return self.reduce.state(bucket.prepared.scattered, device)
+
+    def issue(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> _Reducing:
+        flat = (summed_to(g, m.parameter.full_shape) for g, m in zip(grads, bucket.members, strict=True))
+        return self.reduce.issue(tuple(g.reshape(-1) for g in flat), bucket.prepared.scattered)
+
+    def finish(self, future: _Reducing, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        trips: _TwoTrips = bucket.prepared
+        shards = self.reduce.finish(future, trips.scattered)
+        wire = trips.gathered.wire
+        assert wire is not None
+        full = wire.finish(wire.issue(shards, trips.gathered), trips.gathered)
+        pairs = zip(full, bucket.members, strict=True)
+        return tuple(t.to(bucket.torch_reduced_dtype).view(m.parameter.full_shape) for t, m in pairs)
+
+
+def _as_shards(bucket: Bucket) -> Bucket:
+    """A bucket of replicated members as one of their flat shards. Any other bucket as it is."""
+    if bucket.plan.placement is not Placement.REPLICATE:
+        return bucket
+    plan = replace(bucket.plan, placement=Placement.SHARD, outer=None, gather=None, reduction=None)
+
+    def flat(m: Member) -> Member:
+        return Member(replace(m.parameter, plan=plan, full_shape=(math.prod(m.parameter.full_shape),)), m.trainable)
+
+    return Bucket(bucket.label, bucket.name, plan, tuple(map(flat, bucket.members)), bucket.dtype)

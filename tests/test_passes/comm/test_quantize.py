@@ -1,0 +1,125 @@
+"""Values in blocks: what comes back, and how far off it may be."""
+
+import shardtrace  # noqa: F401
+from passes.comm.quantize import FP8, INT4, INT8
+
+import pytest
+import torch
+
+CHUNK = 1024
+FORMATS = pytest.mark.parametrize("format", [INT8, INT4, FP8], ids=lambda format: format.name)
+INTEGERS = pytest.mark.parametrize("format", [INT8, INT4], ids=lambda format: format.name)
+
+
+def packed(format, values, **options):
+    message = torch.full((format.nbytes(len(values)),), 255, dtype=torch.uint8)
+    format.pack(values, message, chunk=CHUNK, **options)
+    return message
+
+
+def unpacked(format, message, count, dtype=torch.float32):
+    values = torch.full((count,), 7.0, dtype=dtype)
+    format.unpack(message, values, chunk=CHUNK)
+    return values
+
+
+def round_trip(format, values):
+    return unpacked(format, packed(format, values), len(values), values.dtype)
+
+
+def scales(format, values):
+    """The scale of each value, by theory."""
+    blocks = torch.nn.functional.pad(values.float(), (0, -len(values) % format.block)).view(-1, format.block)
+    return (blocks.abs().amax(1) / format.largest).repeat_interleave(format.block)[: len(values)]
+
+
+@FORMATS
+@pytest.mark.parametrize("count", [1, 127, 128, 256, 1000, 5000])
+def test_error_is_bounded(format, count):
+    torch.manual_seed(count)
+    values = torch.randn(count) * 10 ** torch.empty(count).uniform_(-3, 3)
+    error = (round_trip(format, values) - values).abs()
+    bound = scales(format, values) / 2
+    if format is FP8:
+        bound = torch.maximum(values.abs() / 16, scales(format, values) / 1024)
+    assert (error <= bound * (1 + 1e-5)).all()
+
+
+@FORMATS
+def test_representable_values_come_back_exactly(format):
+    codes = torch.tensor([-7.0, -2, -1, 0, 1, 4, 7]).repeat(200) if format is INT4 else torch.arange(-127.0, 128)
+    if format is FP8:
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num()
+        codes = codes.repeat(3)[: len(codes) * 3 // format.block * format.block]
+    for power in (-20, 0, 15):
+        assert torch.equal(round_trip(format, codes * 2.0**power), codes * 2.0**power)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(format, dtype):
+    values = torch.randn(700).to(dtype)
+    got = round_trip(format, values).float()
+    exact = unpacked(format, packed(format, values.float()), 700)
+    assert torch.equal(got, exact.to(dtype).float())
+
+
+@FORMATS
+def test_zeros_and_tiny_values(format):
+    assert not round_trip(format, torch.zeros(300)).any()
+    assert round_trip(format, torch.full((300,), 1e-38)).abs().max() <= 1e-30
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_block_with_an_overflow_is_not_finite(format, bad):
+    values = torch.randn(3 * format.block)
+    values[format.block + 5] = bad
+    blocks = round_trip(format, values).view(3, -1)
+    assert not blocks[1].isfinite().any()
+    assert blocks[[0, 2]].isfinite().all()
+
+
+@FORMATS
+def test_adds_to_values(format):
+    values, sums = torch.randn(500), torch.ones(500)
+    format.unpack(packed(format, values), sums, chunk=CHUNK, add=True)
+    torch.testing.assert_close(sums, 1 + round_trip(format, values))
+
+
+@FORMATS
+def test_chunks_change_nothing(format):
+    values, whole = torch.randn(5000), torch.empty(format.nbytes(5000), dtype=torch.uint8)
+    format.pack(values, whole, chunk=2**20)
+    assert torch.equal(whole, packed(format, values))
+    assert torch.equal(FP8.nbytes(0) * torch.ones(1), torch.zeros(1))
+
+
+@INTEGERS
+def test_error_feedback_loses_nothing_over_steps(format):
+    """What a step loses comes back in the next one: sums over steps are off by the last error only."""
+    torch.manual_seed(0)
+    error, sent, meant = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(1000), torch.zeros(1000)
+    for _ in range(30):
+        values = torch.randn(1000)
+        meant += values
+        sent += unpacked(format, packed(format, values, error=error), 1000)
+    largest = 1.5 * 4 / format.largest / 2  # half a scale of a value and an error
+    assert (sent + error.float() - meant).abs().max() < 0.02 * 30 / format.largest  # errors are kept in bf16
+    assert (sent - meant).abs().max() < 2 * largest
+
+
+@INTEGERS
+def test_error_feedback_forgets_an_overflow(format):
+    values = torch.randn(500)
+    values[3] = float("inf")
+    error = torch.zeros(500, dtype=torch.bfloat16)
+    packed(format, values, error=error)
+    assert error.isfinite().all()
+    assert not error[: format.block].any()
+
+
+@FORMATS
+def test_bytes_of_a_message(format):
+    per_block = 4 + format.block * format.bits // 8
+    assert [format.nbytes(n) for n in (1, format.block, format.block + 1)] == [per_block, per_block, 2 * per_block]
