@@ -77,9 +77,11 @@ clean:  ## remove the environment and all build outputs
 	rm -rf $(VENV) $(NVFUSER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp records what is installed. It is checked again only when pyproject.toml changes.
+# A stamp records what is installed. It is checked again only when pyproject.toml changes. pip compiles with one core,
+# compileall with all; some packages have files that are not meant to be compiled.
 $(VENV)/.examples $(VENV)/.dev $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
-	$(BIN)/python -m pip install -q -e ".[$*]"
+	$(BIN)/python -m pip install -q --no-compile -e ".[$*]"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib shardtrace passes tests >/dev/null 2>&1 || true
 	@touch $@
 
 # The CUDA build of torch brings gigabytes that are useless without a GPU. On such a machine the CPU build is tried
@@ -88,7 +90,7 @@ $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit("needs Python 3.10 to 3.13, "\
 	"but $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	@set -- $(BIN)/python -m pip install -q; \
+	@set -- $(BIN)/python -m pip install -q --no-compile; \
 	if ! command -v nvidia-smi >/dev/null 2>&1; then \
 		echo "installing torch $(TORCH), the CPU build if one is offered"; \
 		"$$@" "torch==$(TORCH)+cpu" 2>/dev/null \
