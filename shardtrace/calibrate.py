@@ -3,8 +3,8 @@
     python -m shardtrace.calibrate                               # the device
     torchrun --nproc_per_node=2 -m shardtrace.calibrate          # the device, and the link between the ranks
 
-Run it like the training, with the same hosts, ranks and threads (OMP_NUM_THREADS). It takes a few seconds. The result
-is one readable JSON file for each device, backend and world size, in ``$SHARDTRACE_CACHE``,
+Run it like the training, with the same hosts, ranks and threads (OMP_NUM_THREADS). It takes about ten seconds. The
+result is one readable JSON file for each device, backend and world size, in ``$SHARDTRACE_CACHE``,
 ``$XDG_CACHE_HOME/shardtrace`` or ``~/.cache/shardtrace``. Machines without a calibration use defaults.
 """
 
@@ -71,16 +71,15 @@ class Effort:
     queries: int = 256
 
 
-# Too large for the processor's caches, small enough for two seconds in total; on a GPU, large enough to fill it.
+# Too large for the processor's caches, small enough for seconds in total; on a GPU, large enough to fill it.
 EFFORTS = {
     "cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)),
     "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27), queries=4096),
 }
-
-
 LINES = 16  # of a forward: tensors that come before one is used again
-
+MOST = 2**30  # bytes of these
 IN_A_ROW = 8  # collectives, each beside products
+
 
 # ---- measuring ----
 
@@ -198,13 +197,13 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
 
 def _products(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     """Products of square matrices. As in a step, operands were used a while ago, and results are kept for a while."""
-    matrices = [torch.randn(size, size, device=device).to(dtype) for _ in range(LINES)]
-    results = deque[torch.Tensor](maxlen=LINES)
-    at = itertools.count()
+    n = max(2, min(LINES, MOST // (size * size * dtype.itemsize)))
+    matrices = [torch.randn(size, size, device=device).to(dtype) for _ in range(n)]
+    pairs = itertools.cycle(itertools.pairwise([*matrices, matrices[0]]))
+    results = deque[torch.Tensor](maxlen=n)
 
     def run() -> None:
-        i = next(at)
-        results.append(torch.mm(matrices[i % LINES], matrices[(i + 1) % LINES]))
+        results.append(torch.mm(*next(pairs)))
 
     return run
 
