@@ -36,7 +36,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 
 class Call:
-    """A call of a checkpointed block, as a tag of its lines. Of a ``cheap`` one, backward repeats only cheap lines."""
+    """A call of a checkpointed block, as a tag of its lines. ``cheap``: backward repeats only its cheap lines."""
 
     def __init__(self, *, cheap: bool = False) -> None:
         self.cheap = cheap

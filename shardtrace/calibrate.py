@@ -129,7 +129,7 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
         return seconds
 
     def overhead() -> float:
-        """Of functions that a model has many of, on tensors that take no time."""
+        """The mean over four functions that models often call, on tensors so small that their work takes no time."""
         x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, 8, device=device)
 
         def lines() -> None:
@@ -146,7 +146,7 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
     rest, bandwidth = overhead(), memory()
 
     def allocation() -> float:
-        """Of a step: forward keeps its tensors, backward reads and frees them in reverse order."""
+        """Measured in a small step: forward keeps its tensors, backward reads and frees them in reverse order."""
         a = torch.ones(effort.elements // 4, device=device)
 
         def step() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Job:
     result: str = ""  # the file that rank 0 writes
     rates: tuple[float, ...] = ()  # of the link, in Gbit/s
     interface: str | None = None  # this rank's end of the link, in its network namespace
+    given: dict[str, Any] = field(default_factory=dict)  # results of an earlier job
 
     @property
     def processes(self) -> int:

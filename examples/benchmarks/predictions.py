@@ -51,7 +51,7 @@ SIZES = {
     "long": Sizes(layers=3, width=256, heads=4, batch=2, seq=384, optimizer="adamw"),
 }
 WARM_UP = 3
-CALIBRATION, PLANNED = "calibrate", "planned"
+PLANNED = "planned"
 
 
 def plans(layers: int) -> dict[str, dict[str, Any]]:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None) -> list[dict[str, Any]]:
     """A row for each plan, by name: seconds and bytes, measured and predicted."""
-    job = Job(name, "gloo", ranks, "cpu", sizes, rounds, 2, CALIBRATION, rates=(rate,) if rate else ())
+    job = Job(name, "gloo", ranks, "cpu", sizes, rounds, 2, "", rates=(rate,) if rate else ())
     with slow_link.two_namespaces() if rate else nullcontext(()) as ends:
         (rates,) = run_ranks(job, ends, Path(__file__))
         cost = CostModel.from_dict(rates)
@@ -110,7 +110,7 @@ def measure(name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None
             cost_model=cost,
         )
         given = {"cost": rates, "planned": chosen.to_json()}
-        return run_ranks(replace(job, only=json.dumps(given)), ends, Path(__file__))
+        return run_ranks(replace(job, given=given), ends, Path(__file__))
 
 
 # ---- a rank ----
@@ -124,10 +124,10 @@ def rank(job: Job) -> None:
         if job.rates and job.interface is not None:
             slow_link.set_rate(job.interface, job.rates[0])
         world = World(dist.group.WORLD, torch.device("cpu"))
-        if job.only == CALIBRATION:
-            results = [asdict(calibrate(world.group, world.device, save=False))]
+        if job.given:
+            results = run(job, world, **job.given)
         else:
-            results = run(job, world, **json.loads(job.only))
+            results = [asdict(calibrate(world.group, world.device, save=False))]
         if dist.get_rank() == 0:
             Path(job.result).write_text(json.dumps(results))
         dist.barrier()
@@ -207,8 +207,8 @@ def error(row: Mapping[str, Any], what: str) -> float:
 
 
 def tau(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Of the pairs whose measured seconds differ by more than their noise: those in the predicted order less the
-    others, as a part of all."""
+    """Kendall's tau over pairs whose measured seconds differ by more than their noise: 1 if all are predicted in the
+    right order, -1 if none is."""
     signs = []
     for a, b in combinations(rows, 2):
         measured, predicted = a["seconds"] - b["seconds"], a["predicted_seconds"] - b["predicted_seconds"]

@@ -137,7 +137,7 @@ def silent(bucket: Bucket) -> Bucket:
 
 
 def wire_state(bucket: Bucket) -> list[torch.Tensor]:
-    """What a bucket's wire keeps from step to step, as meta tensors. ``bucket`` is a silent one."""
+    """The tensors that a :func:`silent` bucket's wire keeps from step to step, on the meta device."""
     return list(bucket.wire.state(bucket, torch.device("meta"))) if bucket.wire is not None else []
 
 

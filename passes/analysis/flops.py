@@ -68,7 +68,7 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     look-up (an embedding, an index) reads no more of its table than it writes.
     """
     found = properties(bsym.sym)
-    if found & (Property.FREE | Property.VIEW):
+    if _is_view(bsym):
         return 0
     if part_of(bsym) is not None:
         return sum(map(bytes_moved, lines_within(bsym)))
@@ -77,8 +77,6 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
     if Property.STATEFUL in found:
         return sum(read.values()) + 2 * _summed(bsym)
-    if Property.INDEX in found and len(read) == 1:  # indexed only by slices and numbers: a view
-        return 0
     if found & (Property.INDEX | Property.LOOK_UP):
         most = sum(written.values())
         return most + sum(min(size, most) for size in read.values())
@@ -88,14 +86,19 @@ def bytes_moved(bsym: BoundSymbol) -> int:
 def bytes_made(bsym: BoundSymbol) -> int:
     """Bytes of the new tensors that a line makes."""
     found = properties(bsym.sym)
-    if found & (Property.FREE | Property.VIEW | Property.STATEFUL):
+    if _is_view(bsym) or Property.STATEFUL in found:
         return 0
     if Property.CAST in found:
         return sum(_sizes(out for _, out in _changed(bsym)).values())
     read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
-    if Property.INDEX in found and len(read) == 1:
-        return 0
     return sum(size for name, size in written.items() if name not in read)
+
+
+def _is_view(bsym: BoundSymbol) -> bool:
+    """True for a line that computes nothing, or a view. Indexing only by slices and numbers is one."""
+    found = properties(bsym.sym)
+    indexes = Property.INDEX in found and len(_sizes(_tensors(bsym.flat_proxy_args))) == 1
+    return bool(found & (Property.FREE | Property.VIEW)) or indexes
 
 
 def _changed(bsym: BoundSymbol) -> list[tuple[TensorProxy, TensorProxy]]:

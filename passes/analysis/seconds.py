@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from passes.analysis.calls import part_of
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
 from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_offload
@@ -14,9 +16,7 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking). A collective takes
     :func:`link_seconds`; its share of the device is counted where it is issued."""
     if is_issue(bsym):
-        plan = (bucket := bucket_of(bsym)).plan
-        apart = plan.axis is Axis.REPLICATE
-        return cost.busy_seconds(bucket.trips * bucket.bytes, plan.world_size, apart=apart)
+        return cost.busy_seconds(**_message(bucket_of(bsym)))
     if is_free(bsym):
         return 0.0
     if (part := part_of(bsym)) is not None:
@@ -41,8 +41,14 @@ def link_seconds(issue: BoundSymbol) -> float:
 
 def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
     """One collective of a bucket. An all_reduce sends each byte twice."""
+    return cost.collective_seconds(**_message(bucket))
+
+
+def _message(bucket: Bucket) -> dict[str, Any]:
+    """The bytes of a bucket's collective, and the ranks among which they travel."""
     plan = bucket.plan
-    return cost.collective_seconds(bucket.trips * bucket.bytes, plan.world_size, apart=plan.axis is Axis.REPLICATE)
+    apart = plan.axis is Axis.REPLICATE
+    return {"nbytes": bucket.trips * bucket.bytes, "ranks": plan.world_size, "apart": apart}
 
 
 def copy_seconds(cost: CostModel, bucket: Bucket) -> float:

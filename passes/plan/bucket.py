@@ -69,7 +69,7 @@ class Bucket(ContextObject):
 
     @cached_property
     def prepared(self) -> Any:
-        """What the bucket's wire needs to know of it."""
+        """The result of the wire's ``prepare`` for this bucket; None without a wire."""
         return self.wire.prepare(self) if self.wire is not None else None
 
     @cached_property

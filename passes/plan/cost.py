@@ -4,8 +4,8 @@
 :mod:`passes.analysis.seconds` applies them to the lines of a trace.
 
 A line takes as long as its arithmetic and its memory traffic, one after the other. That is the roofline model
-(Williams, Waterman and Patterson, 2009) without overlap: small and narrow matrix products, whose traffic weighs more,
-reach less of the device's FLOP/s, as they do.
+(Williams, Waterman and Patterson, 2009) without overlap. Small and narrow matrix products have more traffic for their
+arithmetic, and so reach less of the device's FLOP/s, as measured.
 """
 
 from __future__ import annotations

@@ -160,10 +160,10 @@ class _Task(NamedTuple):
                 families.append(self._family(name, strategy, families[0] if families else None))
         return families
 
-    def finer(self, family: Family) -> Family | None:
+    def finer(self, family: Family, points: Sequence[Point]) -> Family | None:
         """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
         is what some steps wait for. Nothing is recomputed."""
-        steps = [point.estimate for point in front(family.points())]
+        steps = [point.estimate for point in front(points)]
         waiting = any(step.exposed > WAITS * step.seconds for step in steps)
         if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not waiting:
             return None
@@ -312,11 +312,19 @@ class _Search:
 
     def __init__(self, task: _Task, budget: float, rates: str, links: str) -> None:
         self.task, self.budget, self.rates, self.links = task, budget, rates, links
-        coarse = task.families(budget)
-        found = [*coarse, *filter(None, map(task.finer, coarse))]
-        self.families = {family.name: family for family in found}
-        self.points = [point for family in self.families.values() for point in family.points()]
+        self.families: dict[str, Family] = {}
+        self.points: list[Point] = []
+        for family in task.families(budget):
+            points = self._add(family)
+            if (finer := task.finer(family, points)) is not None:
+                self._add(finer)
         self.front = front(self.points)
+
+    def _add(self, family: Family) -> list[Point]:
+        points = family.points()
+        self.families[family.name] = family
+        self.points += points
+        return points
 
     def best(self) -> TrainingPlan | None:
         """The plan for the fastest point that fits; None if none does."""
