@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from passes.plan import CostModel
+from shardtrace.options.front import HEADINGS, Row, Rows, gib, ms
+from shardtrace.options.plan_page import Shown, embed, render
 
 import torch
 from torch import nn
@@ -30,47 +30,6 @@ class NoPlanFitsError(ValueError):
     def __init__(self, message: str, least: TrainingPlan) -> None:
         super().__init__(message)
         self.least = least
-
-
-@dataclass(frozen=True)
-class Row:
-    """A step on the front of memory and time: no other needs less of both. Bytes and seconds of one rank.
-
-    ``strategy``, ``kept`` (buckets that stay gathered until backward), ``recomputing`` (blocks that recompute their
-    activations, all of them or the cheap ones) and ``prefetch`` say what it does; ``options`` are those of ``fsdp``.
-    """
-
-    memory: int
-    seconds: float
-    exposed: float
-    strategy: str
-    kept: int
-    recomputing: str
-    prefetch: int
-    options: Mapping[str, Any] = field(repr=False)
-
-    def __str__(self) -> str:
-        times = f"{_gib(self.memory):<13} {_ms(self.seconds):<13} {_ms(self.exposed):<13}"
-        return f"{times} {self.strategy:<18} {self.recomputing:<19} {self.prefetch}"
-
-
-class Rows(list[Row]):
-    """Rows, with :meth:`to_pandas`."""
-
-    def to_pandas(self) -> Any:
-        """A pandas.DataFrame. Raises ImportError if pandas is not installed."""
-        import pandas
-
-        return pandas.DataFrame([vars(row) for row in self])
-
-    def to_csv(self) -> str:
-        """The rows as comma-separated values, without the options."""
-        text = io.StringIO()
-        names = [f.name for f in fields(Row) if f.name != "options"]
-        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(vars, self))
-        return text.getvalue()
 
 
 @dataclass(frozen=True)
@@ -124,23 +83,23 @@ class TrainingPlan:
         return sum(self.memory.values())
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} ranks of {self.device}, {self.links}"
         speed = f", {self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""
         parts = [
-            f"{self.model} on {ranks} ({self.rates} rates)",
+            f"{self.model} on {self._ranks}",
             "",
             *(f"  {name} = {value!r}" for name, value in _shortened(self.choices).items() if value is not None),
             *([f"  mesh_shape = {self.mesh_shape}"] if self.mesh_shape else []),
             "",
-            f"step     {_ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
-            f"         forward {_ms(self.forward)}, backward {_ms(self.backward)}, optimizer {_ms(self.optimizer)}; "
-            f"compute waits {_ms(self.exposed)} for communication",
-            f"memory   {_gib(self.peak)} of {_gib(self.budget)}",
-            *(f"         {_gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
+            f"step     {ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
+            f"         forward {ms(self.forward)}, backward {ms(self.backward)}, optimizer {ms(self.optimizer)}; "
+            f"compute waits {ms(self.exposed)} for communication",
+            f"memory   {gib(self.peak)} of {gib(self.budget)}",
+            *(f"         {gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
             f"limit    {self.binding}",
+            *([f"next     {self._next}"] if self._next else []),
             "",
-            "  memory        step          exposed       strategy           recomputing         prefetch",
-            *(f"{_mark(self, row)}{row}" for row in self.pareto),
+            f"  {HEADINGS}",
+            *(f"{'> ' if row is self.chosen else '  '}{row}" for row in self.pareto),
             *self.notes,
         ]
         return "\n".join(parts)
@@ -160,6 +119,51 @@ class TrainingPlan:
             raise PlanError("a plan from a file has no model: call shardtrace.plan(...).largest_batch()")
         size: int = self.again(self)
         return size
+
+    # ---- in words and pictures ----
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row of :attr:`pareto` that this plan is. None if the front was made for other options."""
+        return next((row for row in self.pareto if row.options == self.choices), None)
+
+    @property
+    def _ranks(self) -> str:
+        return f"{self.world_size} ranks of {self.device}, {self.links} ({self.rates} rates)"
+
+    @property
+    def _next(self) -> str:
+        """The runner-up: the next best step, with less memory."""
+        less = [row for row in self.pareto if row.memory < self.peak]
+        if self.chosen is None or not less:
+            return ""
+        row = less[-1]
+        saved, lost = self.peak - row.memory, row.seconds - self.seconds
+        return f"{gib(saved)} less takes {ms(lost)} more: {row.strategy}, recomputing {row.recomputing}"
+
+    def _repr_html_(self) -> str:
+        return embed(self._shown)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes the plan as a page of its own: its figures, memory against time, and the table of choices."""
+        path = Path(path)
+        path.write_text(render(self._shown), encoding="utf-8")
+        return path
+
+    @property
+    def _shown(self) -> Shown:
+        cards = {
+            "step": (ms(self.seconds), f"{self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""),
+            "model FLOPs utilization": (f"{self.mfu:.1%}" if self.mfu else "unknown", "of the data sheet's peak"),
+            "exposed communication": (ms(self.exposed), f"{self.exposed / self.seconds:.1%} of the step"),
+            "memory": (gib(self.peak), f"of {gib(self.budget)}"),
+        }
+        chosen = {name: value for name, value in _shortened(self.choices).items() if value is not None}
+        code = "\n".join(f"{name} = {value!r}" for name, value in chosen.items())
+        notes = [f"Limit: {self.binding}.", *([f"Next: {self._next}."] if self._next else []), *self.notes]
+        return Shown(
+            f"{self.model}: a plan", self._ranks, cards, self.memory, self.budget, self.pareto, self.chosen, code, notes
+        )
 
     # ---- files ----
 
@@ -223,23 +227,11 @@ def fingerprint(model: nn.Module) -> str:
 # ---- text ----
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
-def _mark(plan: TrainingPlan, row: Row) -> str:
-    return "> " if row.options == plan.choices else "  "
-
-
 def _shortened(choices: Mapping[str, Any]) -> dict[str, Any]:
     """The choices with mappings of many names in few words."""
 
     def short(value: Any) -> Any:
-        if not isinstance(value, Mapping) or len(value) < 6:
+        if not isinstance(value, Mapping) or len(value) < 4:
             return value
         groups: dict[Any, list[str]] = {}
         for name, what in value.items():

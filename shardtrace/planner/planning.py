@@ -15,7 +15,8 @@ from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_argu
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
-from shardtrace.options.planned import NoPlanFitsError, Row, Rows, TrainingPlan, choices_of, fingerprint, options_of
+from shardtrace.options.front import Row, Rows
+from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
 from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
 from shardtrace.planner.estimate import Estimate, Setting, estimate
@@ -392,8 +393,9 @@ class _Search:
         faster = [p for p in self.front if p.estimate.seconds < 0.999 * found.seconds]
         if faster:
             better = faster[0].estimate
-            extra, gain = better.peak - found.peak, found.seconds - better.seconds
-            return f"memory: {size(max(extra, 0))} more would save {duration(max(gain, 0.0))} a step"
+            extra, gain = max(better.peak - found.peak, 1), found.seconds - better.seconds
+            each = duration(gain * 2**30 / extra)
+            return f"memory: {size(extra)} more would save {duration(gain)} a step, {each} for each GiB"
         if found.exposed > 0.05 * found.seconds:
             return f"communication: compute waits for it {found.exposed / found.seconds:.0%} of the step"
         return "compute"
