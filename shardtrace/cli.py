@@ -7,7 +7,8 @@ sharded model that has a backward. This call is compiled and not run:
 
     shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
 
-The script's own collectives do nothing. "plan" takes a factory. Exit codes: 0; 1 if the target cannot be loaded or
+The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
+precision and offload. Exit codes: 0; 1 if the target cannot be loaded or
 compiled, or if no plan fits; 2 for a usage error.
 """
 
@@ -20,15 +21,19 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.compat import notes_of
-from shardtrace.inspector import Inspection, NothingCompiledError, inspect, run_script
+from shardtrace.inspector import Inspection, NothingCompiledError, first_call, inspect, run_script
+from shardtrace.model.state import state_of, states_in
+from shardtrace.model.whole import whole_copy
 from shardtrace.planner import plan
 
 import thunder
+from torch import nn
 
 
 class TargetError(Exception):
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
     try:
         if options.command == "plan":
-            _plan(options)
+            _plan(options, arguments[cut + 1 :])
             return 0
         shown = load(options, arguments[cut + 1 :])
         if options.command == "explain":
@@ -106,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
     command = commands.add_parser("plan", help=about, description=f"{about}.", formatter_class=_Format)
-    command.add_argument("target", metavar="TARGET", help="file.py:function, or package.module:function")
+    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
     command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
     shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
     command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
@@ -120,6 +125,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--mp-policy", metavar="P", help="bf16, fp16 or fp32, as in shardtrace.fsdp")
     command.add_argument("--sharding-strategy", metavar="S", help="to keep instead of choosing one")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
+    command.add_argument("--page", type=Path, metavar="FILE", help="write a page with memory against time (HTML)")
     command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
@@ -159,24 +165,47 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
 
 
-def _plan(options: argparse.Namespace) -> None:
-    place, colon, function = options.target.rpartition(":")
-    if not colon:
-        raise TargetError(f"plan takes a function that returns a module and its inputs, as in {options.target}:build")
+def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
+    model, inputs, fixed = _to_be_planned(options, script_arguments)
     pins = ("mp_policy", "sharding_strategy")
-    model, inputs = _model_and_inputs(options.target, _factory(place, function)())
     found = plan(
         model,
         inputs,
-        world_size=None if options.mesh_shape else options.world_size,
+        world_size=options.world_size,
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "device", "link", "node_link")},
         **{name: getattr(options, name) for name in ("node_ranks", "optimizer", "accumulation")},
-        fixed={name: getattr(options, name) for name in pins if getattr(options, name) is not None},
+        fixed=fixed | {name: getattr(options, name) for name in pins if getattr(options, name) is not None},
     )
     print(found)
     if options.out is not None:
         found.to_json(options.out)
         print(f"wrote {options.out}")
+    if options.page is not None:
+        print(f"wrote {found.to_html(options.page)}")
+
+
+def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its inputs, and the options of ``fsdp`` that a plan is to keep: those of a script that change results,
+    or where parameters are."""
+    place, colon, function = options.target.rpartition(":")
+    if colon:
+        return *_model_and_inputs(options.target, _factory(place, function)()), {}
+    _check_file(Path(options.target))
+    call = first_call(Path(options.target), arguments, world_size=options.world_size)
+    state = state_of(call.model)
+    if state is None:
+        (inner, *_) = states_in(call.model)
+        raise TargetError(
+            f"{options.target} shards {inner.model_name} inside the {type(call.model).__name__} that it jits: let it "
+            f"shard the whole model, or name a function, as in {options.target}:function"
+        )
+    if call.arguments and call.keywords:  # by name, because inputs are one or the other
+        names = signature(call.model.forward).bind_partial(*call.arguments)
+        inputs: Any = dict(names.arguments) | dict(call.keywords)
+    else:
+        inputs = dict(call.keywords) or call.arguments
+    kept = {"mp_policy": state.options.precision, "offload_policy": state.options.offload}
+    return whole_copy(call.model), inputs, {name: value for name, value in kept.items() if value is not None}
 
 
 def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:

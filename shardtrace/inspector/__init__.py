@@ -3,7 +3,7 @@
 from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, Totals, inspect
 from shardtrace.inspector.profiling import Profile, profile
 from shardtrace.inspector.record import Rows, Stage
-from shardtrace.inspector.script import NothingCompiledError, run_script
+from shardtrace.inspector.script import NothingCompiledError, first_call, run_script
 
 __all__ = [
     "CollectiveRow",
@@ -14,6 +14,7 @@ __all__ = [
     "Rows",
     "Stage",
     "Totals",
+    "first_call",
     "inspect",
     "profile",
     "run_script",

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from passes.analysis.recognise import is_backward
-from passes.compat import compile_data_and_stats
+from passes.compat import compile_data_and_stats, jitted_module
 from shardtrace.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, Traces, inspect_traces
+from shardtrace.model.state import states_in
 from shardtrace.model.tracing import watching
 
+import torch
 import torch.distributed as dist
+from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
+from torch import nn
 
 
 class NothingCompiledError(Exception):
@@ -58,16 +62,8 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
         BaseException: any exception of the script.
     """
     watch = _Watch()
-    token = watching.set((watch,))
-    try:
-        with _as_rank(rank, world_size), _as_main(path, arguments), suppress(_Compiled):
-            runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as stop:
-        if not watch.seen:
-            left = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
-            raise NothingCompiledError(left) from stop
-    finally:
-        watching.reset(token)
+    with _left_early(path, watch):
+        _run(path, arguments, watch, world_size=world_size, rank=rank)
     if not watch.seen:
         raise NothingCompiledError(
             f"{path} called no sharded model: let it shard a model with shardtrace.fsdp, jit it and call it, or name a "
@@ -75,6 +71,66 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
         )
     found = [(function, traces) for function, traces in watch.seen if traces.backward]
     return inspect_traces(*(found or watch.seen)[0])
+
+
+class Call(BaseException):
+    """A call of a jitted module. It is raised to end the script, and no Exception, because the script may catch those.
+
+    ``model`` is sharded; ``arguments`` and ``keywords`` are those of the call.
+    """
+
+    def __init__(self, model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model, self.arguments, self.keywords = model, arguments, keywords
+
+
+def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call:
+    """The first call of a sharded model in a script, with gradients enabled. The script runs as in :func:`run_script`
+    and ends at this call, which is neither compiled nor run.
+
+    Raises:
+        NothingCompiledError: if there is none. A function that ``thunder.jit`` compiles is no model.
+        BaseException: any exception of the script.
+    """
+    run = ThunderModule.__call__
+
+    def call(self: ThunderModule, *args: Any, **kwargs: Any) -> Any:
+        module = jitted_module(self)
+        if torch.is_grad_enabled() and states_in(module):
+            raise Call(module, args, kwargs)
+        return run(self, *args, **kwargs)
+
+    watch = _Watch()
+    try:
+        with _left_early(path, watch), mock.patch.object(ThunderModule, "__call__", call):
+            _run(path, arguments, watch, world_size=world_size, rank=0)
+    except Call as found:
+        return found
+    raise NothingCompiledError(
+        f"{path} trained no jitted model: let it call thunder.jit(model) for a model that shardtrace.fsdp has sharded, "
+        f"or name a function that returns a module and its inputs, as in {path}:function"
+    )
+
+
+@contextmanager
+def _left_early(path: Path, watch: _Watch) -> Iterator[None]:
+    """Turns the end of a script that has compiled nothing into an error."""
+    try:
+        yield
+    except SystemExit as stop:
+        if not watch.seen:
+            left = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
+            raise NothingCompiledError(left) from stop
+
+
+def _run(path: Path, arguments: Sequence[str], watch: _Watch, *, world_size: int, rank: int) -> None:
+    """Runs a script as a fake rank until ``watch`` has seen a backward."""
+    token = watching.set((watch,))
+    try:
+        with _as_rank(rank, world_size), _as_main(path, arguments), suppress(_Compiled):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        watching.reset(token)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class TrainingPlan:
         world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen.
         budget: the memory that a step may need.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
-            "calibrated" or "given".
+            "calibrated", "partly calibrated" (links are modelled) or "given".
         choices: the options of ``fsdp`` as JSON has them; :attr:`options` are those to pass.
         seconds, exposed, tokens: of a step; ``exposed`` seconds of it compute waits for communication; ``tokens`` are
             those that a rank reads, 0 if the inputs are no integers.

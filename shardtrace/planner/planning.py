@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import work
@@ -78,7 +79,7 @@ def plan(
             machines, ``node_link`` the ``node_ranks`` ranks of one, by names such as "400gbit" and "nvlink4"; an
             unknown name raises an error that lists all. Default: what is usual for the device.
         cost_model: rates that were measured, in place of those that the names stand for. For ``device="cpu"`` the
-            default is this machine's calibration, if there is one.
+            default is this machine's calibration, if there is one; a link that is named replaces the measured one.
         optimizer: a class of optimizers or the name of one of ``torch.optim``, whose state and work are counted.
         accumulation: forwards and backwards for each step of the optimizer.
         fixed: options of ``fsdp`` that are kept as they are, such as ``{"mp_policy": "bf16", "prefetch": 2}``.
@@ -109,7 +110,10 @@ def plan(
     if cost_model is not None:
         cost, rates, links = cost_model, "given", "given rates"
     elif found.name == "cpu" and (measured := find_cost_model(torch.device("cpu"), "gloo", world_size)):
-        cost, rates = measured, "calibrated"
+        if (link, node_link, node_ranks) == (None, None, None):
+            cost, rates, links = measured, "calibrated", "a measured link"
+        else:
+            cost, rates = replace(cost, device=measured.device), "partly calibrated"
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(cost, found, optimizer_cost(optimizer), accumulation)
     task = _Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}))

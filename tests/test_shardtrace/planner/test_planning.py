@@ -42,6 +42,18 @@ def test_the_front_as_a_table(planned):
     assert planned.choices in [row.options for row in planned.pareto]
 
 
+def test_as_a_page(planned, tmp_path):
+    """A table of the whole front, a point for each row, and a part of the bar for each kind of memory."""
+    page = planned.to_html(tmp_path / "plan.html").read_text()
+    part = planned._repr_html_()
+    assert page.startswith("<!doctype html>")
+    assert part in page
+    assert part.count("<tr") - 1 == part.count("<circle") == len(planned.pareto)
+    assert part.count('class="chosen"') == 2  # a row and a point
+    assert part.count("<li>") == len(planned.memory)
+    assert f"{planned.tokens / planned.seconds:,.0f} tokens/s a rank" in part
+
+
 def test_fsdp_takes_it(planned, tmp_path):
     planned.to_json(tmp_path / "plan.json")
     with fake_ranks(RANKS):
@@ -186,3 +198,46 @@ def test_the_command(tmp_path, capsys):
     assert shardtrace.TrainingPlan.from_json(out).world_size == 2
     assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "10"]) == 1
     assert "fits into 10 B" in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+import shardtrace, thunder, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x, *, scale):
+        return scale * self.down(torch.relu(self.up(x))).sum()
+
+model = shardtrace.fsdp(Net(), sharding_strategy="zero2", mp_policy="bf16")
+outer = model if sys.argv[1] == "whole" else nn.Sequential(model)
+if sys.argv[1] == "function":
+    thunder.jit(lambda x: model(x, scale=2.0))(torch.zeros(2, 8)).backward()
+jitted = thunder.jit(outer)
+with torch.set_grad_enabled(sys.argv[1] == "part"):
+    jitted(torch.zeros(3, 8), scale=1.0)
+jitted(torch.zeros(2, 8), scale=2.0).backward()
+sys.exit("the step has run")
+"""
+
+
+def test_a_script_as_target(tmp_path, capsys):
+    """Its model, as it was before it was sharded, the inputs of its first call with gradients, and its precision."""
+    script, out, page = tmp_path / "train.py", tmp_path / "plan.json", tmp_path / "plan.html"
+    script.write_text(SCRIPT)
+    arguments = ["plan", str(script), "--world-size", "2", "--device", "cpu", "--out", str(out)]
+    assert main([*arguments, "--page", str(page), "--", "whole"]) == 0
+    assert "Net on 2 ranks of cpu" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+    found = shardtrace.TrainingPlan.from_json(out)
+    assert found.options["mp_policy"] == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert "ddp" in {row.strategy for row in found.pareto}  # although the script has chosen another
+    assert main([*arguments, "--", "part"]) == 1
+    assert "shards Net inside the Sequential that it jits" in capsys.readouterr().err
+    assert main([*arguments, "--", "function"]) == 1
+    assert "trained no jitted model" in capsys.readouterr().err

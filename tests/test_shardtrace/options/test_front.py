@@ -1,0 +1,44 @@
+"""The front of memory and time as a drawing."""
+
+import re
+
+from shardtrace.options.front import Row, _Axis, draw_front
+
+import pytest
+
+GIB = 2**30
+ROWS = [
+    Row(10 * GIB, 0.9, 0.0, "zero3", 0, "full 2", 1, {}),
+    Row(20 * GIB, 0.7, 0.0, "zero3", 0, "nothing", 1, {}),
+    Row(40 * GIB, 0.5, 0.0, "<ddp>", 0, "nothing", 1, {}),
+]
+
+
+def circles(svg):
+    return [
+        (css, float(x), float(y)) for css, x, y in re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)', svg)
+    ]
+
+
+def test_rows_are_where_they_belong():
+    svg = draw_front(ROWS, ROWS[1], 24 * GIB)
+    (first, x0, y0), (second, x1, y1), (third, x2, y2) = circles(svg)
+    assert (first, second, third) == ("fits", "chosen", "beyond")
+    assert (x2 - x1) / (x1 - x0) == pytest.approx(2, rel=0.01)
+    assert (y2 - y1) / (y1 - y0) == pytest.approx(1, rel=0.01)
+    budget = float(re.search(r'class="budget" x1="([\d.]+)"', svg)[1])
+    assert (budget - x1) / (x1 - x0) == pytest.approx(0.4, rel=0.02)
+    assert "&lt;ddp&gt;" in svg
+
+
+@pytest.mark.parametrize("values", [[3.0, 3.0], [0.0, 7.3 * GIB], [1e-9, 2e-9], [0.0]])
+def test_ticks_are_round_and_few(values):
+    axis = _Axis(values, 0, 100, {"big": 1e9, "small": 1.0})
+    assert 2 <= len(axis.ticks) <= 7
+    assert all(-1e-6 <= axis(tick) <= 100 + 1e-6 for tick in axis.ticks)
+    assert all(len(axis.label(tick)) < 14 for tick in axis.ticks)
+
+
+def test_one_row_and_none():
+    assert len(circles(draw_front(ROWS[:1], None, 5 * GIB))) == 1
+    assert circles(draw_front([], None, 5 * GIB)) == []
