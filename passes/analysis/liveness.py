@@ -145,7 +145,7 @@ class _Memory:
         given = _parameters(trace) | shards.keys()
         unsharded = unsharded_values(trace)
         temporary = []
-        self.on_host |= _on_host(trace)
+        self.on_host |= on_host(trace)
         for name, value in _saved_for_calls(trace).items():
             if name not in self.values:  # given only a backward
                 self._hold(name, value, "saved", born=0)
@@ -338,7 +338,7 @@ def _shards(trace: TraceCtx) -> Values:
     return found
 
 
-def _on_host(trace: TraceCtx) -> set[str]:
+def on_host(trace: TraceCtx) -> set[str]:
     """Names of shards at rest in host memory. (Copies to the host are not held at all.)"""
     gathers = (b for b in trace.bound_symbols if b.sym.id in GATHERS and bucket_of(b).plan.host is not None)
     return {a.name for b in gathers for a in b.args[0]}

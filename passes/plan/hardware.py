@@ -20,6 +20,9 @@ PRODUCTS, MEMORY, COLLECTIVES = 0.65, 0.85, 0.8
 # Flash attention 2 with a causal mask, all scores counted, to products: it computes half of the scores, at half the
 # rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100).
 CAUSAL_ATTENTION = 0.9
+# Bytes/s that an optimizer reads and writes in the memory of the host: what one core of a server streams, because
+# torchrun gives each rank one.
+HOST_MEMORY = 12e9
 LAUNCH = 5e-6  # seconds between two kernels of eager PyTorch, if its host keeps up
 
 

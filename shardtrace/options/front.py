@@ -40,7 +40,7 @@ class Row:
         return "".join(f"{cell:<{width}}" for cell, (_, width) in zip(self.cells, COLUMNS, strict=True)).rstrip()
 
 
-COLUMNS = (("memory", 14), ("step", 14), ("exposed", 14), ("strategy", 19), ("recomputing", 20), ("prefetch", 8))
+COLUMNS = (("memory", 14), ("step", 14), ("exposed", 14), ("strategy", 28), ("recomputing", 20), ("prefetch", 8))
 HEADINGS = "".join(f"{name:<{width}}" for name, width in COLUMNS).rstrip()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from passes.analysis.liveness import KINDS, LineMemory, step_liveness
+from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
 from passes.analysis.recognise import bucket_of, is_deletion, is_issue, is_return, is_unpack, names
 from passes.plan import CostModel
-from passes.plan.hardware import Hardware
+from passes.plan.hardware import HOST_MEMORY, Hardware
 from shardtrace.inspector.timeline import predicted
 from shardtrace.planner.compose import Step
 from shardtrace.planner.optimizer import OptimizerCost
@@ -22,7 +22,7 @@ class Estimate(NamedTuple):
 
     ``seconds`` is the sum of ``forward``, ``backward`` and ``optimizer``, the first two of which include the
     ``exposed`` seconds in which compute waits for communication. ``memory`` has the bytes at the peak by kind, and
-    ``peak`` is their sum; ``tensors`` are those that PyTorch would count.
+    ``peak`` is their sum; ``tensors`` are those that PyTorch would count. ``host``: bytes in the memory of the host.
     """
 
     seconds: float
@@ -33,6 +33,7 @@ class Estimate(NamedTuple):
     peak: int
     tensors: int
     memory: Mapping[str, int]
+    host: int
 
 
 class Setting(NamedTuple):
@@ -48,7 +49,7 @@ def estimate(step: Step, setting: Setting) -> Estimate:
     """Predicts a step from its executed traces."""
     cost, optimizer, count = setting.cost, setting.optimizer, setting.accumulation
     forward, backward = predicted(step, cost)
-    words = _trained_words(step.forward)
+    words, elsewhere = _trained_words(step.forward)
     state = int(optimizer.state * words)
     sums = 4 * words if count > 1 else 0  # gradients of earlier calls
     memory = step_liveness(*step, persistent=state + sums)
@@ -64,7 +65,7 @@ def estimate(step: Step, setting: Setting) -> Estimate:
         kinds["temporary"] = updating - sum(kinds.values())
     tensors = sum(kinds.values())
     reserved = _reserved(step, tensors, setting.hardware)
-    update = optimizer.moved * words / cost.device.bandwidth
+    update = optimizer.moved * (words / cost.device.bandwidth + elsewhere / HOST_MEMORY)
     last = backward.end
     return Estimate(
         seconds=count * last + update,
@@ -75,6 +76,7 @@ def estimate(step: Step, setting: Setting) -> Estimate:
         peak=tensors + sum(reserved.values()),
         tensors=tensors,
         memory=kinds | reserved,
+        host=int((8 + optimizer.state) * elsewhere),  # shards and gradients too
     )
 
 
@@ -94,10 +96,13 @@ def _reserved(step: Step, tensors: int, hardware: Hardware) -> dict[str, int]:
     return {name: int(nbytes) for name, nbytes in found.items()}
 
 
-def _trained_words(forward: TraceCtx) -> int:
-    """The 4-byte words of this rank's trained parameters, to whose dtype an optimizer's state keeps."""
+def _trained_words(forward: TraceCtx) -> tuple[int, int]:
+    """The 4-byte words of this rank's trained parameters, to whose dtype an optimizer's state keeps: those on the
+    device, and those in host memory."""
     lines = (b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b)))
     read = names([b.flat_proxy_args for b in lines])  # of a parameter's several names only one is
     given = [a for a in forward.args if isinstance(a, TensorProxy) and a.name in read]
-    trained = (a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags)
-    return sum(a.numel * a.dtype.bytes for a in trained) // 4
+    trained = [a for a in given if a.requires_grad and ProxyTag.STATIC_MEMORY_LOCATION in a.tags]
+    away = on_host(forward)
+    there = sum(a.numel * a.dtype.bytes for a in trained if a.name in away)
+    return sum(a.numel * a.dtype.bytes for a in trained) // 4 - there // 4, there // 4

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import work
 from passes.analysis.recognise import is_unpack
 from passes.plan import CostModel
-from passes.plan.hardware import cluster, hardware, links_of
+from passes.plan.hardware import HOST_MEMORY, cluster, hardware, links_of
 from shardtrace.costs import find_cost_model
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
@@ -29,6 +29,7 @@ import torch
 from thunder.core.proxies import Proxy, TensorProxy
 from torch import nn
 from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._pytree import tree_leaves, tree_map
 
 STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
@@ -36,6 +37,7 @@ STRATEGIES = {  # of each family: what is kept gathered, and what is gathered ag
     "hybrid": ("hybrid_zero2", "hybrid_zero3"),
     "ddp": ("ddp", "ddp"),
 }
+ON_HOST = " on the host"  # ends the name of a family whose shards and optimizer are in the memory of the host
 BY_LAYER = " by layer"  # ends the name of a family with a bucket for each layer, not for each block
 WAITS = 0.05  # of a step's seconds: if compute waits longer for communication, smaller buckets are tried
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -65,8 +67,9 @@ def plan(
     nor other ranks are needed. The same arguments give the same plan on every machine.
 
     It decides the strategy, which blocks' parameters stay gathered between forward and backward, what each block
-    recomputes in backward (nothing, the cheap activations, all), and the prefetch. Precision and offload stay as
-    ``fixed`` has them.
+    recomputes in backward (nothing, the cheap activations, all), the prefetch, and whether shards and the optimizer
+    live in the memory of the host, if steps on the device need too much or are slower. Precision stays as ``fixed`` has
+    it.
 
     Args:
         model: a module, which may be on the meta device. It is not changed.
@@ -122,10 +125,10 @@ def plan(
         best = search.best()
         least = search.plan(search.front[0]) if best is None else best
     if best is None:
+        lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
         raise NoPlanFitsError(
             f"no step of {type(model).__name__} on {world_size} ranks fits into {size(budget)}: the least is "
-            f"{size(least.peak)}, with {_spelled(least.choices)}. Use more ranks, smaller inputs, a lower precision "
-            '(fixed={"mp_policy": "bf16"}), or memory of the host (fixed={"offload_policy": CPUOffloadPolicy()})',
+            f"{size(least.peak)}, with {_spelled(least.choices)}. Use more ranks, smaller inputs{lower}",
             least,
         )
     return best
@@ -164,6 +167,22 @@ class _Task(NamedTuple):
             if name != "ddp" or not families or self._at_rest() <= budget:
                 families.append(self._family(name, strategy, families[0] if families else None))
         return families
+
+    def on_host(self, families: Sequence[Family], points: Sequence[Point], budget: float) -> list[Family]:
+        """The families that shard, with shards and the optimizer in the memory of the host. None if the fastest step
+        that fits takes no longer than the fastest forward and backward of all with an optimizer there. So more memory
+        never makes a plan slower."""
+        if "offload_policy" in self.fixed or self.setting.hardware.name == "cpu":
+            return []
+        best = fastest(points, budget)
+        computing = min(point.estimate.seconds - point.estimate.optimizer for point in points)
+        words = sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / self.world_size / 4
+        if best is not None and best.estimate.seconds <= computing + self.setting.optimizer.moved * words / HOST_MEMORY:
+            return []
+        found = self._strategies()
+        there = self._replace(fixed=self.fixed | {"offload_policy": CPUOffloadPolicy()})
+        shard = [family for family in families if family.name in ("zero", "hybrid")]
+        return [there._family(family.name + ON_HOST, found[family.name], family) for family in shard]
 
     def finer(self, family: Family, points: Sequence[Point]) -> Family | None:
         """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
@@ -223,9 +242,10 @@ class _Task(NamedTuple):
     def _family(self, name: str, strategy: Any, first: Family | None) -> Family:
         """The family ``name``. Its blocks call the functions that were compiled for ``first``, if there is one."""
         keeps: bool | None = None
+        kind = kind_of(name)
         if "sharding_strategy" in self.fixed:
-            keeps = name in STRATEGIES and strategy == STRATEGIES[name][0]
-            strategy = STRATEGIES[name][1] if name in STRATEGIES else strategy
+            keeps = kind in STRATEGIES and strategy == STRATEGIES[kind][0]
+            strategy = STRATEGIES[kind][1] if kind in STRATEGIES else strategy
         base: Compiled | None = None
         variants: Mapping[str, Mapping[Call, Pair]] = {}
         if first is not None:
@@ -301,6 +321,11 @@ def _signature(pair: Pair) -> Any:
     return shapes, tuple((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in lines)
 
 
+def kind_of(family: str) -> str:
+    """The name of a family without what it adds to its strategies."""
+    return family.removesuffix(BY_LAYER).removesuffix(ON_HOST)
+
+
 def _is_hybrid(strategy: Any) -> bool:
     return any(rule.is_hybrid for _, rule in parse_rules(strategy))
 
@@ -319,10 +344,13 @@ class _Search:
         self.task, self.budget, self.rates, self.links = task, budget, rates, links
         self.families: dict[str, Family] = {}
         self.points: list[Point] = []
-        for family in task.families(budget):
+        families = task.families(budget)
+        for family in families:
             points = self._add(family)
             if (finer := task.finer(family, points)) is not None:
                 self._add(finer)
+        for family in task.on_host(families, self.points, budget):
+            self._add(family)
         self.front = front(self.points)
 
     def _add(self, family: Family) -> list[Point]:
@@ -364,6 +392,7 @@ class _Search:
             binding=self._binding(found),
             pareto=Rows(self._row(p) for p in self.front),
             cost=setting.cost,
+            notes=(f"The memory of the host holds {size(found.host)} of each rank.",) if found.host else (),
             again=self._largest_batch,
         )
 
@@ -371,6 +400,8 @@ class _Search:
         """The options of ``fsdp`` that the planner decides."""
         fixed, family = self.task.fixed, self.families[candidate.family]
         found: dict[str, Any] = {"bucketing_strategy": "layer"} if family.name.endswith(BY_LAYER) else {}
+        if family.name.endswith(ON_HOST):
+            found["offload_policy"] = CPUOffloadPolicy()
         if "sharding_strategy" not in fixed:
             found["sharding_strategy"] = _strategy(family, candidate)
         if "activation_checkpointing" not in fixed:
@@ -449,7 +480,7 @@ def useful_flops(family: Family) -> float:
 
 
 def _strategy(family: Family, candidate: Candidate) -> Any:
-    keeping, again = STRATEGIES[family.name.removesuffix(BY_LAYER)]
+    keeping, again = STRATEGIES[kind_of(family.name)]
     if not candidate.kept:
         return again
     if candidate.kept == family.buckets.keys():
@@ -474,7 +505,7 @@ def _checkpointing(family: Family, candidate: Candidate) -> Any:
 
 
 def _name(family: Family, candidate: Candidate) -> str:
-    kind = family.name.removesuffix(BY_LAYER)
+    kind = kind_of(family.name)
     if kind not in STRATEGIES:
         return "given"
     keeping, again = STRATEGIES[kind]

@@ -157,6 +157,23 @@ def test_nothing_fits():
     assert caught.value.least.peak > 100
 
 
+def test_the_memory_of_the_host_if_that_of_the_device_is_too_small():
+    """A slower step than any on the device, but it fits."""
+    options = {"world_size": 2, "device": "l40s", "fixed": {"activation_checkpointing": None}}
+    model, x = nn.Linear(512, 512), torch.zeros(2, 512)
+    roomy = shardtrace.plan(model, x, **options)
+    least = roomy.pareto[0]
+    tight = shardtrace.plan(model, x, memory=least.memory - 500_000, **options)
+    assert roomy.options.get("offload_policy") is None
+    assert tight.options["offload_policy"] == CPUOffloadPolicy()
+    assert tight.peak <= least.memory - 500_000
+    assert tight.seconds > least.seconds
+    words = (512 * 512 + 512) // 2
+    assert f"holds {16 * words / 2**20:.3g} MiB of each rank" in str(tight)  # weights, gradients, and AdamW's two
+    assert tight.pareto[-1].seconds == roomy.pareto[-1].seconds
+    assert shardtrace.plan(model, x, memory=least.memory, **options).seconds < tight.seconds
+
+
 def test_the_largest_batch():
     found = small(memory=20_000, fixed={"sharding_strategy": "zero3"})
     batch = found.largest_batch()
