@@ -71,7 +71,7 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	$(BIN)/mypy examples/gpt2
 	$(BIN)/mypy examples/mnist
 	$(BIN)/mypy examples/huggingface.py examples/litgpt_finetune.py examples/lightning_pretrain.py
-	MYPYPATH=examples/gpt2 $(BIN)/mypy examples/benchmarks
+	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs
 	rm -rf $(VENV) $(NVFUSER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,9 +14,16 @@ from passes.plan.cost import CPU, GLOO, CostModel, Device, Link
 
 GB = 1e9
 
-# The parts of a data sheet's peak that large matrix products, memory-bound kernels and collectives reach. Products in
-# 16 bits are limited by power: 600 to 700 of an H100's 989 TFLOP/s are what cuBLAS reaches on random data.
-PRODUCTS, MEMORY, COLLECTIVES = 0.65, 0.85, 0.8
+# The parts of a data sheet's peak that memory-bound kernels and collectives reach.
+MEMORY, COLLECTIVES = 0.85, 0.8
+# The part of its best matrix product, of any shape, that a device reaches in training: 720 of an H100's 790 TFLOP/s
+# (SemiAnalysis, 2024, "MI300X vs H100 vs H200 benchmark, part 1: training"). The best products are those of Bekman,
+# "Machine Learning Engineering", table of maximum achievable matmul FLOPS; 0.72 where there is no figure.
+TRAINING = 0.9
+# What torch's caching allocator reserves beyond the bytes of tensors, for rounding and gaps, in training of large
+# language models (Guo et al., 2024, GMLake, https://arxiv.org/abs/2401.08156: 15 % on average). A part of it with
+# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+ALLOCATOR = 0.15
 # Flash attention 2 with a causal mask, all scores counted, to products: it computes half of the scores, at half the
 # rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100).
 CAUSAL_ATTENTION = 0.9
@@ -43,33 +50,40 @@ class Hardware:
     source: str
 
 
-def _gpu(name: str, *, half: float, full: float, bandwidth: float, memory: float, host: float, source: str) -> Hardware:
-    """A GPU, from TFLOP/s without sparsity, TB/s, GB, and GB/s of its bus."""
+# Name; TFLOP/s without sparsity in 16 bits and in fp32 (PyTorch's default, which does not use TF32); the part of the
+# former that its best product reaches; TB/s and GB of its memory; GB/s of its bus; source.
+_GPUS = (
+    ("a100-40", 312, 19.5, 0.86, 1.555, 40, 32, "NVIDIA A100 data sheet, SXM4"),
+    ("a100-80", 312, 19.5, 0.86, 2.039, 80, 32, "NVIDIA A100 data sheet, SXM4"),
+    ("h100-sxm", 989, 67, 0.80, 3.35, 80, 64, "NVIDIA H100 data sheet, SXM5"),
+    ("h100-pcie", 756, 51, 0.72, 2.0, 80, 64, "NVIDIA H100 data sheet, PCIe"),
+    ("h200", 989, 67, 0.80, 4.8, 141, 64, "NVIDIA H200 data sheet, SXM"),
+    ("b200", 2250, 75, 0.78, 8.0, 180, 64, "NVIDIA DGX B200 data sheet, a GPU"),
+    ("l40s", 362, 91.6, 0.72, 0.864, 48, 32, "NVIDIA L40S data sheet"),
+    ("mi300x", 1307, 163.4, 0.60, 5.3, 192, 64, "AMD Instinct MI300X data sheet"),
+)
+
+
+def _gpu(
+    name: str, half: float, full: float, best: float, bandwidth: float, memory: float, bus: float, source: str
+) -> Hardware:
     device = Device(
-        flops=PRODUCTS * full * 1e12,
-        half_flops=PRODUCTS * half * 1e12,
+        flops=TRAINING * best * full * 1e12,
+        half_flops=TRAINING * best * half * 1e12,
         bandwidth=MEMORY * bandwidth * 1e12,
         overhead=LAUNCH,
-        host_bandwidth=0.8 * host * 1e9,
+        host_bandwidth=0.8 * bus * 1e9,
         attention=CAUSAL_ATTENTION,
     )
-    return Hardware(name, device, memory * GB, 1.0 * GB, 0.4 * GB, 0.03, half * 1e12, source)
+    return Hardware(name, device, memory * GB, 1.0 * GB, 0.4 * GB, ALLOCATOR, half * 1e12, source)
 
 
 def _by_name(*rows: Hardware) -> Mapping[str, Hardware]:
     return {row.name: row for row in rows}
 
 
-# fp32 products are those of PyTorch's default, which does not use TF32.
 HARDWARE = _by_name(
-    _gpu("a100-40", half=312, full=19.5, bandwidth=1.555, memory=40, host=32, source="NVIDIA A100 data sheet, SXM4"),
-    _gpu("a100-80", half=312, full=19.5, bandwidth=2.039, memory=80, host=32, source="NVIDIA A100 data sheet, SXM4"),
-    _gpu("h100-sxm", half=989, full=67, bandwidth=3.35, memory=80, host=64, source="NVIDIA H100 data sheet, SXM5"),
-    _gpu("h100-pcie", half=756, full=51, bandwidth=2.0, memory=80, host=64, source="NVIDIA H100 data sheet, PCIe"),
-    _gpu("h200", half=989, full=67, bandwidth=4.8, memory=141, host=64, source="NVIDIA H200 data sheet, SXM"),
-    _gpu("b200", half=2250, full=75, bandwidth=8.0, memory=180, host=64, source="NVIDIA DGX B200 data sheet, a GPU"),
-    _gpu("l40s", half=362, full=91.6, bandwidth=0.864, memory=48, host=32, source="NVIDIA L40S data sheet"),
-    _gpu("mi300x", half=1307, full=163.4, bandwidth=5.3, memory=192, host=64, source="AMD Instinct MI300X data sheet"),
+    *(_gpu(*row) for row in _GPUS),
     Hardware("cpu", CPU, 64 * GB, 0.0, 0.0, 0.0, CPU.half_flops, "shardtrace's default: 16 cores with AVX-512"),
 )
 ALIASES = {"a100": "a100-80", "h100": "h100-sxm", "cuda": "h100-sxm"}

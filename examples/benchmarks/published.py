@@ -1,0 +1,97 @@
+"""Published runs beside what ``shardtrace.plan`` predicts for them, from data sheets alone. Nothing is measured here.
+
+    python examples/benchmarks/published.py
+
+The runs are torchtitan's, of Llama 3 with FSDP2, in eager mode: bf16 parameters, gradients reduced in fp32, AdamW,
+sequences of 8192 tokens. "selective layer" recomputes every second block. "selective op" recomputes every second
+product of a block: its activations have about the bytes, and their recomputation about the FLOPs, of 20 blocks with
+``"cheap"`` among 12 with ``"full"``, which stand for it here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
+
+import shardtrace  # before thunder: makes it importable on the newest torch
+from passes.plan.hardware import MEMORY, cluster, hardware
+from shardtrace.options.planned import TrainingPlan
+
+import torch
+from llama.model import CONFIGS, Llama
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+TOKENS = 8192  # of a sequence
+
+
+class Run(NamedTuple):
+    """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
+    its memory if it differs from that of ``device``."""
+
+    model: str
+    ranks: int
+    device: str
+    batch: int
+    checkpointing: str
+    speed: float
+    memory: float | None = None
+    bandwidth: float | None = None
+
+
+# https://github.com/pytorch/torchtitan, docs/performance.md: the first of 2025, the others of 2024
+RUNS = (
+    Run("8B", 8, "h100-sxm", 2, "selective op", 5762, memory=82.4, bandwidth=2.4e12),  # HBM2e, 500 W
+    Run("8B", 64, "a100-80", 1, "selective op", 2973),
+    Run("8B", 64, "a100-80", 1, "selective layer", 2904),
+    Run("70B", 64, "a100-80", 1, "full", 331),
+)
+
+
+def predict(run: Run) -> TrainingPlan:
+    """The plan with the options of a run."""
+    config = CONFIGS[run.model]
+    with torch.device("meta"):
+        model = Llama(config)
+    cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None)
+    if run.bandwidth is not None:
+        cost = replace(cost, device=replace(cost.device, bandwidth=MEMORY * run.bandwidth))
+    fixed = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "sharding_strategy": "zero3",
+        "activation_checkpointing": checkpointing(run.checkpointing, config.layers),
+    }
+    x = torch.zeros(run.batch, TOKENS, dtype=torch.long)
+    options: dict[str, Any] = {"device": run.device, "memory": "200GB", "cost_model": cost, "fixed": fixed}
+    return shardtrace.plan(model, (x, x), world_size=run.ranks, **options)
+
+
+def checkpointing(kind: str, layers: int) -> str | Mapping[str, str]:
+    """The option of ``fsdp`` for one of torchtitan's."""
+    if kind == "full":
+        return "full"
+    if kind == "selective layer":
+        return {f"layers.{i}": "full" for i in range(0, layers, 2)}
+    full = round(12 / 32 * layers)
+    return {f"layers.{i}": "full" if i < full else "cheap" for i in range(layers)}
+
+
+def row(run: Run) -> str:
+    """The run in a table of Markdown."""
+    found = predict(run)
+    speed, peak = found.tokens / found.seconds, found.peak / 2**30
+    cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}"]
+    cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
+    cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print("| run | tokens/s a GPU | predicted | | GiB a GPU | predicted | |")
+    print("|---|---|---|---|---|---|---|")
+    for run in RUNS:
+        print(row(run), flush=True)
