@@ -143,7 +143,7 @@ def call(
 def _replace_first(outlined: Outlined, template: Template, lines: list[BoundSymbol]) -> None:
     """Puts a call in place of the lines that were traced, unless torch.utils.checkpoint or a checkpointed module holds
     them. ``lines`` end with the second call."""
-    at = next((i for i, b in enumerate(lines) if b is template.traced[0]), None)
+    at = next((i for i, b in enumerate(lines) if template.traced and b is template.traced[0]), None)
     if at is None or lines[at].tags != template.lines[0].tags:
         return
     first = lines[-1].from_bsym(args=outlined.inputs, output=outlined.outputs, tags={CallOf(template.name)})

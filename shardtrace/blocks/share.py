@@ -3,6 +3,8 @@
 From the second one on, each call is a line of the trace (:mod:`shardtrace.blocks.call`), and so is the first. A block
 whose lines cannot stand in a function has them written again for each call.
 
+Blocks that differ only in what is recomputed of them are traced once together: their lines differ only in a tag.
+
 Note [Safe]. Two calls are of one kind if their modules have equal structures (:mod:`shardtrace.blocks.structure`),
 their inputs and torch's modes are equal apart from the values of tensors, and every plain attribute that tracing read
 has the same value in both. Tracing must have done nothing but add lines (:mod:`shardtrace.blocks.observe`). The
@@ -19,8 +21,8 @@ from typing import Any
 from passes.compat import constraints, interpret
 from shardtrace.blocks.call import CannotCall, Outlined, ParameterOf, call, make_block
 from shardtrace.blocks.observe import Observer
-from shardtrace.blocks.structure import CannotShare, inputs_key, structure
-from shardtrace.blocks.template import Template, fits, is_own, make_template, tensors_of, write_again
+from shardtrace.blocks.structure import CHECKPOINTED, CannotShare, inputs_key, recomputed, structure
+from shardtrace.blocks.template import Template, fits, is_own, make_template, remarked, tensors_of, write_again
 
 from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import INTERPRETER_SIGNALS, ProvenanceRecord, PseudoInst, unwrap, wrap
@@ -46,7 +48,7 @@ class TracedBlocks:
         self.alone: dict[str, str] = {}
         self._templates: dict[Hashable, list[Template]] = {}
         self._unshareable: dict[Hashable, str] = {}
-        self._first: dict[type, tuple[str, Hashable, Hashable]] = {}  # of each class: the name and the key
+        self._first: dict[type, tuple[Any, ...]] = {}  # of each class: the name and the key
         self._other_kind: dict[str, str] = {}  # of a block that begins another kind: the first of its class
         self._inside = False
 
@@ -97,7 +99,7 @@ class TracedBlocks:
             with suppress(ValueError):  # a value that cannot be a proxy; the key refuses it
                 recursively_proxy(*args, **kwargs)
             flat, spec = _inputs(args, kwargs)
-            key = structure(m), inputs_key(flat, spec)
+            key = structure(m), inputs_key(flat, spec), recomputed(m)
             tensors = tensors_of(flat)
             if is_own(tensors, m):
                 raise CannotShare("takes one of its own parameters")
@@ -108,21 +110,38 @@ class TracedBlocks:
         if key in self._unshareable:
             self.alone[name] = self._unshareable[key]
             return interpret(function, module, *args, **kwargs)
-        trace = get_jit_ctx().computation_trace
-        for template in self._templates.get(key, ()):
-            difference = fits(template, m)
-            if not difference:
-                outputs = self._again(template, trace, m, name, root, tensors, parameter_of, obstacle)
+        template = self._fitting(key, name, m)
+        if template is not None:
+            outputs = self._again(
+                template, get_jit_ctx().computation_trace, m, name, root, tensors, parameter_of, obstacle
+            )
+            if template.traced or template.name != name:  # else this call begins its kind
                 self.shared[template.name] += 1
-                self.alone.pop(name, None)
-                return _wrapped(tree_unflatten(outputs, template.spec), root)
-            self.alone[name] = f"its {difference} differs from that of {template.name}"
+            self.alone.pop(name, None)
+            return _wrapped(tree_unflatten(outputs, template.spec), root)
         first, *kind = self._first.setdefault(type(m), (name, *key))
         if key not in self._templates and first != name:
             what = "submodules or attributes" if kind[0] != key[0] else "inputs"
             self.alone[name] = f"its {what} differ from those of {first}"
             self._other_kind[name] = first
         return self._trace(key, name, function, module, args, kwargs, flat)
+
+    def _fitting(self, key: tuple[Any, ...], name: str, module: nn.Module) -> Template | None:
+        """The template of a kind of blocks. If there is none, it is made of one of a kind that differs only in what is
+        recomputed."""
+        for template in self._templates.get(key, ()):
+            difference = fits(template, module)
+            if not difference:
+                return template
+            self.alone[name] = f"its {difference} differs from that of {template.name}"
+        if key in self._templates or any(recomputed(part) for part in module.modules() if part is not module):
+            return None  # lines do not tell which mark is the block's and which that of a part
+        others = (t for what in (None, *CHECKPOINTED) for t in self._templates.get((*key[:2], what), ()))
+        for template in others:
+            if not fits(template, module):
+                self._templates[key] = [remarked(template, name, key[2])]
+                return self._templates[key][0]
+        return None
 
     def _again(
         self,

@@ -16,6 +16,8 @@ from torch import nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # nn.Module's own, which are compared in another way or do not matter to a forward
 OWN = frozenset(vars(nn.Module())) - {"training"}
+# Marks a module whose activations are recomputed in backward: all of them, or the cheap ones.
+CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
 PLAIN = (bool, int, float, complex, str)
 
 
@@ -23,8 +25,14 @@ class CannotShare(Exception):
     """Why a block is traced by itself."""
 
 
+def recomputed(module: nn.Module) -> str | None:
+    """What backward recomputes of a module by its own mark: "full", "cheap", or None."""
+    return next((what for what, mark in CHECKPOINTED.items() if mark in module.__dict__), None)
+
+
 def structure(module: nn.Module) -> Hashable:
-    """Equal for two modules that differ only in the values of parameters and buffers, and of plain attributes.
+    """Equal for two modules that differ only in the values of parameters and buffers, and of plain attributes, and in
+    what is recomputed of them. What is recomputed of their submodules is equal.
 
     Raises CannotShare if tracing the module may do more than its lines tell.
     """
@@ -56,7 +64,8 @@ def structure(module: nn.Module) -> Hashable:
                 raise CannotShare(f"{type(m).__name__} has hooks")
         if "forward" in m.__dict__:
             raise CannotShare(f"{type(m).__name__} has a forward of its own")
-        others = ((k, attribute(v)) for k, v in sorted(m.__dict__.items()) if k not in OWN)
+        ignored = OWN.union(CHECKPOINTED.values()) if m is module else OWN
+        others = ((k, attribute(v)) for k, v in sorted(m.__dict__.items()) if k not in ignored)
         return (
             type(m),
             tuple((k, tensor(p)) for k, p in m._parameters.items()),

@@ -81,6 +81,14 @@ class Template(NamedTuple):
     spec: Any
 
 
+def remarked(template: Template, name: str, recomputed: str | None) -> Template:
+    """The template of a block that differs only in what is ``recomputed`` of the whole of it: "full", "cheap", or None.
+    It was never traced."""
+    call = {Call(cheap=recomputed == "cheap")} if recomputed else set()
+    lines = (b.from_bsym(tags=call.union(t for t in b.tags if not isinstance(t, Call))) for b in template.lines)
+    return template._replace(name=name, lines=tuple(lines), traced=())
+
+
 def make_template(
     name: str,
     module: nn.Module,

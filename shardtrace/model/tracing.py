@@ -29,6 +29,7 @@ from passes.compat import (
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients
 from shardtrace.blocks.share import TracedBlocks
+from shardtrace.blocks.structure import CHECKPOINTED, recomputed
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.lookasides import register_lookasides
@@ -51,9 +52,6 @@ watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
 # Transforms of Thunder that leave the computation alone. Others say so by an attribute ``sees_no_lines``.
 SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
-# Marks a module whose activations are recomputed in backward: all of them, or the cheap ones. The names differ, because
-# blocks with different attributes are never taken for equal.
-CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
 
 
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +182,8 @@ def _why_no_call(compilation: Compilation) -> str:
 
 def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces a module's forward. Marks the lines that it adds if its activations are recomputed in backward."""
-    attributes = unwrap(module).__dict__
-    if attributes.keys().isdisjoint(CHECKPOINTED.values()):
+    what = recomputed(unwrap(module))
+    if what is None:
         return interpret(forward, module, *args, **kwargs)
     lines = get_jit_ctx().computation_trace.scopes[-1]
     before, recomputing = len(lines), _compilation().recomputing
@@ -194,7 +192,7 @@ def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **
         result = interpret(forward, module, *args, **kwargs)
     finally:
         recomputing.pop()
-    mark_block(lines[before:], cheap=CHECKPOINTED["cheap"] in attributes)
+    mark_block(lines[before:], cheap=what == "cheap")
     return result
 
 

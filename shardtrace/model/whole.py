@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from shardtrace.blocks.structure import CHECKPOINTED
 from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, states_in
-from shardtrace.model.tracing import CHECKPOINTED, REPEATED
+from shardtrace.model.tracing import REPEATED
 
 import torch
 from torch import nn

@@ -10,6 +10,7 @@ from passes.analysis.calls import CallOf, block_of
 from passes.analysis.origins import Origin
 from passes.checkpoint_activations import Call
 from passes.pipeline import ShardParameters
+from shardtrace.blocks.share import TracedBlocks
 
 import pytest
 import thunder
@@ -58,7 +59,7 @@ class Plain(nn.Module):
 def lines(trace, *, recomputed=True):
     """The lines of a trace, with values numbered in the order in which they appear, and those of a block for its call.
 
-    ``recomputed``: with the marks of what is recomputed, which Thunder sets on lines that it traced before.
+    ``recomputed``: with the marks of what is recomputed, which Thunder sets on lines and parts that it traced before.
     """
     numbers, scopes, calls = itertools.count(), itertools.count(), {}
 
@@ -77,10 +78,11 @@ def lines(trace, *, recomputed=True):
             kind = (getattr(v, "shape", None), getattr(v, "dtype", None), getattr(v, "requires_grad", None))
             return known[v.name], *map(str, kind), *sorted(str(t) for t in v.tags if marked(t))
 
-        def line(b):
+        def line(b, is_part=False):
             values = tree_flatten_with_dataclass((b.output, b.args, {k: v for k, v in b.kwargs.items() if k != "name"}))
-            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, (CallOf, Origin)) and marked(t))
-            return b.sym.id, [value(v) for v in values[0]], [line(s) for s in b.subsymbols], tags
+            ignored = (CallOf, Origin, Call) if is_part and not recomputed else (CallOf, Origin)
+            tags = sorted(str(tag(t, scope)) for t in b.tags if not isinstance(t, ignored) and marked(t))
+            return b.sym.id, [value(v) for v in values[0]], [line(s, is_part=True) for s in b.subsymbols], tags
 
         for b in bsyms:
             block = block_of(b)
@@ -341,10 +343,39 @@ def test_sharded(options, fake_ranks):
     assert compare(Net(Deep(), Deep(), Deep()), real=False, **options) == ({"blocks.0": 2}, {})
 
 
-def test_a_checkpointed_block_is_another_kind(fake_ranks):
-    fake_ranks(2)
-    net = Net(*(Plain() for _ in range(4)))
-    assert compare(net, real=False, activation_checkpointing=2)[0] == {"blocks.0": 1, "blocks.1": 1}
+@pytest.fixture
+def traced(monkeypatch):
+    """The names of the blocks that were traced."""
+    names = []
+
+    def count(self, key, name, *args, trace=TracedBlocks._trace):
+        names.append(name)
+        return trace(self, key, name, *args)
+
+    monkeypatch.setattr(TracedBlocks, "_trace", count)
+    return names
+
+
+@pytest.mark.parametrize("first", ["none", "cheap", "full"])
+def test_what_is_recomputed_makes_another_kind_of_the_same_trace(first, fake_ranks, traced):
+    kinds = [first, *sorted({"none", "cheap", "full"} - {first})]
+    marks = {f"blocks.{i}": kinds[i % 3] for i in range(6)}
+    fake_ranks(1)
+    net = Net(*(Dropped() for _ in range(6)))
+    found, _ = compare(net, activation_checkpointing=marks)
+    assert found == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
+    assert traced == ["blocks.0", "blocks.0"]  # once with its lines written, once with calls
+
+
+def test_blocks_whose_parts_are_recomputed_are_traced(fake_ranks, traced):
+    """The mark of a block would hide those of its parts."""
+    fake_ranks(1)
+    net = Net(*(nn.Sequential(Plain(), Plain()) for _ in range(4)))
+    marks = ["blocks.0", "blocks.0.0", "blocks.1.0", "blocks.2", "blocks.2.0"]
+    options = {"activation_checkpointing": lambda name, module: name in marks, "repeated_blocks": nn.Sequential}
+    found, _ = compare(net, **options)
+    assert found == {"blocks.0": 1}
+    assert traced == 2 * ["blocks.0", "blocks.1", "blocks.3"]
 
 
 def test_by_class(fake_ranks):
