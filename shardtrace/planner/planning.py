@@ -39,7 +39,8 @@ STRATEGIES = {  # of each family: what is kept gathered, and what is gathered ag
 }
 ON_HOST = " on the host"  # ends the name of a family whose shards and optimizer are in the memory of the host
 BY_LAYER = " by layer"  # ends the name of a family with a bucket for each layer, not for each block
-WAITS = 0.05  # of a step's seconds: if compute waits longer for communication, smaller buckets are tried
+WAITS = 0.05  # of a step's seconds: if compute waits longer for its first and last bucket, smaller ones are tried
+FEW = 8  # blocks that may have several buckets each
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -169,15 +170,18 @@ class _Task(NamedTuple):
         return families
 
     def on_host(self, families: Sequence[Family], points: Sequence[Point], budget: float) -> list[Family]:
-        """The families that shard, with shards and the optimizer in the memory of the host. None if the fastest step
-        that fits takes no longer than the fastest forward and backward of all with an optimizer there. So more memory
-        never makes a plan slower."""
+        """The families that shard, with shards and the optimizer in the memory of the host. None if they cannot be
+        faster than the fastest step that fits: at best they are as fast as a step that has the memory which they free,
+        with the optimizer of a host. So more memory never makes a plan slower."""
         if "offload_policy" in self.fixed or self.setting.hardware.name == "cpu":
             return []
-        best = fastest(points, budget)
-        computing = min(point.estimate.seconds - point.estimate.optimizer for point in points)
+        optimizer, best = self.setting.optimizer, fastest(points, budget)
         words = sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / self.world_size / 4
-        if best is not None and best.estimate.seconds <= computing + self.setting.optimizer.moved * words / HOST_MEMORY:
+        freed = (1 + self.setting.hardware.allocator) * (8 + optimizer.state) * words
+        steps = front(points)
+        bound = next((p for p in steps if p.estimate.peak > budget + freed), steps[-1]).estimate
+        least = bound.seconds - bound.optimizer + optimizer.moved * words / HOST_MEMORY
+        if best is not None and best.estimate.seconds <= least:
             return []
         found = self._strategies()
         there = self._replace(fixed=self.fixed | {"offload_policy": CPUOffloadPolicy()})
@@ -186,10 +190,14 @@ class _Task(NamedTuple):
 
     def finer(self, family: Family, points: Sequence[Point]) -> Family | None:
         """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
-        is what some steps wait for. Nothing is recomputed."""
+        is what some steps wait for. Nothing is recomputed. A model of many blocks gains little."""
+        first_and_last = (
+            2 * family.longest
+        )  # which smaller buckets hide; the others travel behind compute or not at all
         steps = [point.estimate for point in front(points)]
-        waiting = any(step.exposed > WAITS * step.seconds for step in steps)
-        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not waiting:
+        waiting = any(min(step.exposed, first_and_last) > WAITS * step.seconds for step in steps)
+        few = len(repeated_blocks(self.model)) <= FEW  # their lines are compiled one by one
+        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not (waiting and few):
             return None
         base = self.compile(sharding_strategy=STRATEGIES[family.name][1], bucketing_strategy="layer")
         return Family(

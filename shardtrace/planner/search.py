@@ -24,7 +24,8 @@ from shardtrace.planner.estimate import Estimate, Setting, estimate
 import numpy as np
 from thunder.core.proxies import TensorProxy
 
-LEVELS = 16  # amounts of memory, from the least to the most that any combination takes
+LEVELS = 16  # amounts of memory, up to that of the device or the most that any combination takes
+BEYOND = 3  # more of them, up to the latter
 PREFETCHES = (1, 2, 3)
 NOTHING = "nothing"  # is recomputed
 NOT_WORTH_IT = 0.01  # of a step's seconds
@@ -91,6 +92,13 @@ class Family:
         return {bucket_of(b).label: bucket_of(b) for b in issues if bucket_of(b).label in again}
 
     @cached_property
+    def longest(self) -> float:
+        """The seconds of the longest collective that carries parameters of several layers."""
+        lines = (b for trace in self.base.step for b in trace.bound_symbols if is_issue(b))
+        several = (b for b in lines if len({m.parameter.layer for m in bucket_of(b).members}) > 1)
+        return max(map(link_seconds, several), default=0.0)
+
+    @cached_property
     def classes(self) -> list[Class]:
         """The blocks that may recompute something, by class."""
         found: dict[int, list[Call]] = {}
@@ -147,14 +155,19 @@ class Family:
         self.recipes()
         if self.classes or self.buckets:
             program = _Program(self)
-            levels = (program.solve(float(level)) for level in np.linspace(0.0, program.most, LEVELS))
-            for solved in filter(None, levels):
+            for solved in filter(None, map(program.solve, self._levels(program.most))):
                 (kept,) = self._kept([solved.kept])
                 for prefetch in self.prefetches if self.buckets else self.prefetches[:1]:
                     found = self.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
                     if found.exposed < NOT_WORTH_IT * found.seconds:  # which is all that more of it could save
                         break
         return list(self._points.values())
+
+    def _levels(self, most: float) -> list[float]:
+        """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared."""
+        inside = min(most, self.setting.hardware.memory)
+        beyond = np.linspace(inside, most, BEYOND + 1)[1:] if most > inside else np.array([])
+        return [float(level) for level in (*np.linspace(0.0, inside, LEVELS), *beyond)]
 
 
 def front(points: Iterable[Point]) -> list[Point]:
