@@ -144,6 +144,9 @@ class TrainingPlan:
     def _repr_html_(self) -> str:
         return embed(self._shown)
 
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
     def to_html(self, path: str | Path) -> Path:
         """Writes the plan as a page of its own: its figures, memory against time, and the table of choices."""
         path = Path(path)

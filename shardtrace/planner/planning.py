@@ -22,7 +22,7 @@ from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sha
 from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
-from shardtrace.planner.search import NOTHING, PREFETCHES, Candidate, Family, Point, fastest, front
+from shardtrace.planner.search import NOT_WORTH_IT, NOTHING, PREFETCHES, Candidate, Family, Point, fastest, front
 
 import thunder
 import torch
@@ -161,13 +161,13 @@ class _Task(NamedTuple):
     fixed: dict[str, Any]
     jit_options: dict[str, Any]
 
-    def families(self, budget: float) -> list[Family]:
-        """The families of strategies to choose from. Call it as a fake rank."""
-        families: list[Family] = []
-        for name, strategy in self._strategies().items():
-            if name != "ddp" or not families or self._at_rest() <= budget:
-                families.append(self._family(name, strategy, families[0] if families else None))
-        return families
+    def may_be_better(self, name: str, points: Sequence[Point], budget: float) -> bool:
+        """False for a family that cannot fit, or that only saves communication which the points so far hide. ZeRO,
+        which takes the least memory, comes first."""
+        if name == "ddp" and points:
+            return self._at_rest() <= budget
+        waiting = (p.estimate.exposed >= NOT_WORTH_IT * p.estimate.seconds for p in front(points))
+        return name != "hybrid" or not points or any(waiting)
 
     def on_host(self, families: Sequence[Family], points: Sequence[Point], budget: float) -> list[Family]:
         """The families that shard, with shards and the optimizer in the memory of the host. None if they cannot be
@@ -183,10 +183,10 @@ class _Task(NamedTuple):
         least = bound.seconds - bound.optimizer + optimizer.moved * words / HOST_MEMORY
         if best is not None and best.estimate.seconds <= least:
             return []
-        found = self._strategies()
+        found = self.strategies()
         there = self._replace(fixed=self.fixed | {"offload_policy": CPUOffloadPolicy()})
         shard = [family for family in families if family.name in ("zero", "hybrid")]
-        return [there._family(family.name + ON_HOST, found[family.name], family) for family in shard]
+        return [there.family(family.name + ON_HOST, found[family.name], family) for family in shard]
 
     def finer(self, family: Family, points: Sequence[Point]) -> Family | None:
         """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
@@ -214,7 +214,7 @@ class _Task(NamedTuple):
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         return sum(p.nbytes for p in self.model.parameters()) + trained * (1 + self.setting.optimizer.state / 4)
 
-    def _strategies(self) -> dict[str, Any]:
+    def strategies(self) -> dict[str, Any]:
         """The families to try, with the strategy that each is compiled with."""
         pinned = self.fixed.get("sharding_strategy")
         if pinned is not None:
@@ -247,7 +247,7 @@ class _Task(NamedTuple):
         several = 1 < inside < self.world_size and self.world_size % inside == 0
         return (self.world_size // inside, inside) if several else None
 
-    def _family(self, name: str, strategy: Any, first: Family | None) -> Family:
+    def family(self, name: str, strategy: Any, first: Family | None) -> Family:
         """The family ``name``. Its blocks call the functions that were compiled for ``first``, if there is one."""
         keeps: bool | None = None
         kind = kind_of(name)
@@ -352,11 +352,14 @@ class _Search:
         self.task, self.budget, self.rates, self.links = task, budget, rates, links
         self.families: dict[str, Family] = {}
         self.points: list[Point] = []
-        families = task.families(budget)
-        for family in families:
-            points = self._add(family)
-            if (finer := task.finer(family, points)) is not None:
-                self._add(finer)
+        families: list[Family] = []
+        for name, strategy in task.strategies().items():
+            if task.may_be_better(name, self.points, budget):
+                family = task.family(name, strategy, families[0] if families else None)
+                families.append(family)
+                points = self._add(family)
+                if (finer := task.finer(family, points)) is not None:
+                    self._add(finer)
         for family in task.on_host(families, self.points, budget):
             self._add(family)
         self.front = front(self.points)

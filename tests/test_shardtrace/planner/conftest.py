@@ -23,7 +23,7 @@ def family(task):
     """The steps with sharded parameters: each block compiled in three variants, in one step."""
     with fake_ranks(RANKS):
         free = task._replace(fixed={})
-        return free._family("zero", "zero3", None)
+        return free.family("zero", "zero3", None)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def test_the_front_as_a_table(planned):
 def test_as_a_page(planned, tmp_path):
     """A table of the whole front, a point for each row, and a part of the bar for each kind of memory."""
     page = planned.to_html(tmp_path / "plan.html").read_text()
-    part = planned._repr_html_()
+    part = planned._repr_mimebundle_()["text/html"]
     assert page.startswith("<!doctype html>")
     assert part in page
     assert part.count("<tr") - 1 == part.count("<circle") == len(planned.pareto)
