@@ -171,9 +171,9 @@ def fsdp(
             hybrid strategies) then gather the sum, rounded to int8.
         error_feedback: with ``reduce_wire``, add what a step's rounding has lost to the gradients of the next step.
             Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
-        repeated_blocks: "once" traces one block of each kind and writes its lines again for the others, which takes a
-            fraction of the time. Blocks that differ in more than the values of their parameters are traced by
-            themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
+        repeated_blocks: "once" traces one block of each kind and calls it for the others, which takes a fraction of the
+            time. Blocks that differ in more than the values of their parameters, and in what is recomputed of them, are
+            traced by themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
             "block" buckets.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
