@@ -141,7 +141,7 @@ class Shadowing(torch.nn.Module):
         found = {}
         empty = not found
         found["x"] = x
-        kwargs = dict(alpha=len([*found, empty])) if found and isinstance(x, torch.Tensor) else {}
+        kwargs = {"alpha": len([*found, empty])} if found and isinstance(x, torch.Tensor) else {}
         try:
             other = undefined
         except NameError as error:
