@@ -17,10 +17,12 @@ called, because this module is imported before Thunder can be.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import sys
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -247,6 +249,62 @@ def quick_tracing() -> Iterator[None]:
     finally:
         sys.setswitchinterval(interval)
         gc.set_threshold(most, *others)
+
+
+@contextmanager
+def quick_builtins() -> Iterator[None]:
+    """Saves half of the time of tracing: the running interpreter reads Python's builtin functions and classes, and the
+    truth of a dict, without interpreting functions of its own.
+
+    To look up a builtin such as ``len``, Thunder calls four small functions, which it interprets like those of a model.
+    The truth of a dict takes about nine builtins, and each call of a module asks eight dicts of hooks. Thunder has no
+    guard on a builtin or on the truth of a dict, so that none is lost.
+    """
+    from thunder.core.interpreter import (
+        ProvenanceRecord,
+        PseudoInst,
+        Py_NULL,
+        get_interpretercompilectx,
+        wrap,
+        wrap_const,
+    )
+
+    context = get_interpretercompilectx()
+    interpret_instruction, lookaside = context._opcode_interpreter, context._fn_lookaside
+    has_null = sys.version_info >= (3, 11)  # a LOAD_GLOBAL may push a NULL: from 3.13 after the value
+
+    def instruction(inst: Any, /, **state: Any) -> Any:
+        if inst.opname != "LOAD_GLOBAL" or (value := _builtin(inst.argval, state["globals_dict"].value)) is None:
+            return interpret_instruction(inst, **state)
+        values = [wrap_const(value)]
+        if has_null and inst.arg & 1:
+            values.insert(1 if sys.version_info >= (3, 13) else 0, wrap_const(Py_NULL()))
+        with state["stack"].set_cur_instruction(inst):
+            state["stack"].extend(values)
+        return None
+
+    def truth(x: Any) -> Any:
+        return wrap(bool(x.value), provenance=ProvenanceRecord(PseudoInst.GET_LEN, inputs=[x.provenance]))
+
+    def quick_lookaside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if function is bool and len(args) == 1 and type(args[0].value) in (dict, OrderedDict):
+            return truth
+        return lookaside(function, *args, **kwargs)
+
+    context._opcode_interpreter, context._fn_lookaside = instruction, quick_lookaside
+    try:
+        yield
+    finally:
+        context._opcode_interpreter, context._fn_lookaside = interpret_instruction, lookaside
+
+
+def _builtin(name: str, module_globals: dict[str, Any]) -> Any:
+    """The builtin function or class that ``name`` stands for in a module; None if it stands for something else."""
+    if name in module_globals:
+        return None
+    namespace = module_globals.get("__builtins__")  # a dict, or the module
+    value = (namespace if isinstance(namespace, dict) else vars(builtins)).get(name)
+    return value if isinstance(value, type | types.BuiltinFunctionType) else None
 
 
 def proxied_values() -> set[Any]:

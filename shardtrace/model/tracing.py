@@ -22,6 +22,7 @@ from passes.compat import (
     forget_item,
     interpret,
     proxied_values,
+    quick_builtins,
     quick_tracing,
     refresh_modules,
     remember_item,
@@ -78,7 +79,7 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
-    with quick_tracing(), state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
+    with quick_tracing(), quick_builtins(), state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
         trace = functools.partial(_interpret_root, original, state, proxied, module, *args, **kwargs)
         result = with_place(trace, unwrap(module), state.model_name)
         for value in proxied:

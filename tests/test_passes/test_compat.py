@@ -1,15 +1,19 @@
 import ast
+import contextlib
 import gc
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 from passes import compat
+from shardtrace.testing import text
 
 import pytest
 import thunder
 import torch
 from thunder.core.devices import cpu
+from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.core.proxies import tensorproxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import Transform
@@ -119,3 +123,57 @@ def test_a_meta_tensor_is_traced_on_another_device():
     assert compat.traced_device(parameter) == torch.device("cpu")
     with tracectx(TraceCtx()):
         assert tensorproxy(parameter, name="p", history=None).device == cpu
+
+
+def shadowed(x):
+    return max(x, 2)
+
+
+SHADOWING = {"max": lambda x, times: x * times}  # a module's own function of a builtin's name
+
+
+class Shadowing(torch.nn.Module):
+    """Reads builtins, a function that has the name of one, and the truth of dicts, some of them changed meanwhile."""
+
+    function = types.FunctionType(shadowed.__code__, {**globals(), **SHADOWING})
+
+    def forward(self, x):
+        found = {}
+        empty = not found
+        found["x"] = x
+        kwargs = {"alpha": len([*found, empty])} if found and isinstance(x, torch.Tensor) else {}
+        try:
+            other = undefined
+        except NameError as error:
+            other = Shadowing.function(x) + len(error.args)
+        return torch.add(x, other, **kwargs)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_quick_builtins_change_no_trace(hooked):
+    """Thunder makes a fraction of the calls in its own functions, and traces the same."""
+
+    def lines_and_calls(quick):
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), Shadowing())
+        if hooked:
+            module[0].register_forward_hook(lambda module, args, out: out + len(args))
+        calls = []
+
+        def entry(module, x):
+            return module(x)
+
+        def lookaside(*args):
+            with (
+                compat.observing(lambda function, args: calls.append(function), lambda name: None),
+                compat.quick_builtins() if quick else contextlib.nullcontext(),
+            ):
+                return compat.interpret(lambda module, x: module(x), *args)
+
+        register_general_jit_lookaside(entry)(lookaside)
+        jitted, x = thunder.jit(lambda x: entry(module, x)), torch.ones(2, 2)
+        torch.testing.assert_close(jitted(x), module(x))
+        return text(thunder.last_traces(jitted)[0]), text(thunder.last_prologue_traces(jitted)[0]), len(calls)
+
+    plain, quick = lines_and_calls(False), lines_and_calls(True)
+    assert quick[:2] == plain[:2]
+    assert quick[2] < plain[2] / 2
