@@ -173,8 +173,8 @@ def fsdp(
             Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
         repeated_blocks: "once" traces one block of each kind and calls it for the others, which takes a fraction of the
             time. Blocks that differ in more than the values of their parameters, and in what is recomputed of them, are
-            traced by themselves. "inline" traces every block. A class (or several) names the blocks if they are not those of
-            "block" buckets.
+            traced by themselves. "inline" traces every block. A class (or several) names the blocks if they are not
+            those of "block" buckets.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
             of the group's first rank, else those of a slow link and a fast device.
