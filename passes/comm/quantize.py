@@ -75,7 +75,7 @@ class Format:
             in_place = values.dtype == torch.float32 and (stop - start) % self.block == 0
             if in_place and add is None:
                 self._decode(codes[blocks], place.view(-1, self.block)).mul_(scale)
-            elif in_place:
+            elif in_place and add is not None:
                 place.view(-1, self.block).addcmul_(self._decode(codes[blocks]), scale, value=add)
             else:
                 decoded = self._decode(codes[blocks]).mul_(scale).view(-1)[: stop - start]
@@ -118,15 +118,15 @@ class Format:
         return work
 
     def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
+        """Writes the codes. Overwrites ``scaled``."""
         if self.is_float:
             codes.view(torch.float8_e4m3fn).copy_(scaled)
             return
-        rounded = scaled.round()
-        if self.bits == 8:
-            codes.view(torch.int8).copy_(rounded)
-        else:  # a byte has a code of each half of the block
-            low, high = rounded.to(torch.int8).chunk(2, dim=1)
-            torch.bitwise_or(low & 15, high << 4, out=codes.view(torch.int8))
+        rounded = scaled.round_()
+        if self.bits == 4:  # a byte is ``low + 16 * high``, of a code of each half of the block
+            low, high = rounded.chunk(2, dim=1)
+            rounded = low.add_(high, alpha=16)
+        codes.view(torch.int8).copy_(rounded)
 
     def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The codes as fp32, ``(blocks, block)``, in ``out`` if it is given."""
@@ -139,8 +139,8 @@ class Format:
         if self.bits == 8:
             return values.copy_(signed)
         low, high = values.chunk(2, dim=1)
-        low.copy_((signed << 4) >> 4)  # shifts keep the sign
-        high.copy_(signed >> 4)
+        low.copy_((signed << 4).bitwise_right_shift_(4))  # shifts keep the sign
+        high.copy_((signed + 8).bitwise_right_shift_(4))  # rounds off ``low``, which lies in -7 ... 7
         return values
 
 
