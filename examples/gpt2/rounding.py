@@ -30,6 +30,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "int4 reductions, error feedback": {"reduce_wire": "int4", "error_feedback": True},
 }
 LAST = 20  # steps whose mean loss is compared: a single batch is noisy
+APART = 4  # steps between two points of a curve
 
 
 def main() -> None:
@@ -73,11 +74,11 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
     figure, (above, below) = pyplot.subplots(2, figsize=(7, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
     smooth = {name: [sum(c[i : i + LAST]) / LAST for i in range(len(c) - LAST + 1)] for name, c in losses.items()}
     for name, curve in smooth.items():
-        steps = range(LAST, LAST + len(curve))
-        above.plot(steps, curve, label=name, linewidth=1)
+        steps = range(LAST, LAST + len(curve), APART)
+        above.plot(steps, curve[::APART], label=name, linewidth=1)
         if name != "exact":
             off = [100 * (a / b - 1) for a, b in zip(curve, smooth["exact"], strict=True)]
-            below.plot(steps, off, color=above.lines[-1].get_color(), linewidth=1)
+            below.plot(steps, off[::APART], color=above.lines[-1].get_color(), linewidth=1)
     above.set_ylabel(f"loss, mean of {LAST} steps")
     above.legend(fontsize="small")
     below.axhline(0, color="black", linewidth=0.5)

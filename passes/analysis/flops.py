@@ -65,7 +65,7 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     """Bytes that a line reads and writes in memory. Each input and output counts once.
 
     A fusion moves only its inputs and outputs. A view moves nothing, a cast only the tensors that it changes, and a
-    look-up (an embedding, an index) reads no more of its table than it writes.
+    look-up (an embedding, an index) reads no more of its table than it writes. A copy of parts reads what it writes.
     """
     found = properties(bsym.sym)
     if _is_view(bsym):
@@ -77,6 +77,8 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
     if Property.STATEFUL in found:
         return sum(read.values()) + 2 * _summed(bsym)
+    if Property.PARTS in found:
+        return 2 * sum(written.values())
     if found & (Property.INDEX | Property.LOOK_UP):
         most = sum(written.values())
         return most + sum(min(size, most) for size in read.values())

@@ -15,7 +15,7 @@ ROUNDED = (dtypes.float32, dtypes.bfloat16, dtypes.float16)  # dtypes at rest th
 SMALLEST = 1024  # elements of a member in a rank's row, below which rounding saves next to nothing
 ALIGNMENT = 16  # bytes at which rows begin
 # Elements that are rounded at once: what a CPU's cache holds, what occupies a GPU.
-CPU_CHUNK, GPU_CHUNK = 2**17, 2**24
+CPU_CHUNK, GPU_CHUNK = 2**18, 2**24
 
 
 class Packing:
@@ -58,8 +58,8 @@ class Packing:
         for i, place in self.rows[rank].items():
             self.format.pack(padded(values[i], self.numels[i]), row[place], chunk=self.chunk)
 
-    def read(self, row: torch.Tensor, rank: int, i: int, values: torch.Tensor, *, add: bool = False) -> None:
-        """Writes the values of a member into a flat tensor, or adds them to it."""
+    def read(self, row: torch.Tensor, rank: int, i: int, values: torch.Tensor, *, add: float | None = None) -> None:
+        """Writes the values of a member into a flat tensor, or adds them to it, multiplied by ``add``."""
         self.format.unpack(row[self.rows[rank][i]], values, chunk=self.chunk, add=add)
 
 

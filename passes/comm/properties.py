@@ -16,6 +16,7 @@ class Property(Flag):
     CAST = auto()  # the arguments in another dtype or on another device; moves nothing if they have these already
     COPY = auto()  # the first argument in new memory, or in the same memory if it has the wanted layout already
     LOOK_UP = auto()  # reads no more of its table, the first argument, than it writes
+    PARTS = auto()  # copies parts of the arguments: reads as much of them as it writes
     CONSTANT = auto()  # makes a tensor from numbers, the same one each time
     RANDOM = auto()  # may draw random numbers
     IN_PLACE = auto()  # changes an argument

@@ -48,30 +48,38 @@ class Format:
         is added to the values, and becomes the part of the sum that the message loses (0 where it is not finite).
         """
         scales, codes = self._parts(message, values.numel())
+        work = self._work(values, chunk)
         for start, stop in self._chunks(values.numel(), chunk):
             source = self._in_blocks(values[start:stop], copy=error is not None)
             if error is not None:
                 source.view(-1)[: stop - start].add_(error[start:stop])
             blocks = slice(start // self.block, start // self.block + len(source))
-            largest = torch.maximum(source.amax(1), source.amin(1).neg_()).clamp_(min=LEAST)
+            scaled = work[: len(source)]
+            largest = torch.abs(source, out=scaled).amax(1).clamp_(min=LEAST)
             scale = torch.div(largest, self.largest, out=scales[blocks])
-            scaled = source * scale.reciprocal()[:, None]
+            torch.mul(source, scale.reciprocal()[:, None], out=scaled)
             self._encode(scaled, codes[blocks])
             if error is not None:
-                lost = scaled.sub_(self._decode(codes[blocks])).mul_(scale[:, None]).nan_to_num_(0, 0, 0)
-                error[start:stop].copy_(lost.view(-1)[: stop - start])
+                source.addcmul_(self._decode(codes[blocks], scaled), scale[:, None], value=-1).nan_to_num_(0, 0, 0)
+                error[start:stop].copy_(source.view(-1)[: stop - start])
 
-    def unpack(self, message: torch.Tensor, values: torch.Tensor, *, chunk: int, add: bool = False) -> None:
-        """Writes the values of a message into a flat tensor of any floating-point dtype, or adds them to it."""
+    def unpack(self, message: torch.Tensor, values: torch.Tensor, *, chunk: int, add: float | None = None) -> None:
+        """Writes the values of a message into a flat tensor of any floating-point dtype.
+
+        ``add``: adds them to it instead, multiplied by this number.
+        """
         scales, codes = self._parts(message, values.numel())
         for start, stop in self._chunks(values.numel(), chunk):
             blocks = slice(start // self.block, start // self.block - (start - stop) // self.block)
-            place = values[start:stop]
-            if not add and values.dtype == torch.float32 and (stop - start) % self.block == 0:
-                self._decode(codes[blocks], place.view(-1, self.block)).mul_(scales[blocks, None])
-                continue
-            work = self._decode(codes[blocks]).mul_(scales[blocks, None]).view(-1)[: stop - start]
-            place.add_(work) if add else place.copy_(work)
+            place, scale = values[start:stop], scales[blocks, None]
+            in_place = values.dtype == torch.float32 and (stop - start) % self.block == 0
+            if in_place and add is None:
+                self._decode(codes[blocks], place.view(-1, self.block)).mul_(scale)
+            elif in_place and add is not None:
+                place.view(-1, self.block).addcmul_(self._decode(codes[blocks]), scale, value=add)
+            else:
+                decoded = self._decode(codes[blocks]).mul_(scale).view(-1)[: stop - start]
+                place.copy_(decoded) if add is None else place.add_(decoded, alpha=add)
 
     @property
     def _block_bytes(self) -> int:
@@ -93,6 +101,11 @@ class Format:
         if whole < numel:
             yield whole, numel
 
+    def _work(self, values: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Memory for the blocks of a chunk, in fp32."""
+        blocks = min(self._blocks(values.numel()), max(1, chunk // self.block))
+        return values.new_empty(blocks, self.block, dtype=torch.float32)
+
     def _in_blocks(self, values: torch.Tensor, *, copy: bool) -> torch.Tensor:
         """The values in fp32, ``(blocks, block)``, padded with zeros. A view of them if it can be, or a ``copy``."""
         if not copy and values.dtype == torch.float32 and values.numel() % self.block == 0 and values.is_contiguous():
@@ -105,15 +118,15 @@ class Format:
         return work
 
     def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
+        """Writes the codes. Overwrites ``scaled``."""
         if self.is_float:
             codes.view(torch.float8_e4m3fn).copy_(scaled)
             return
-        rounded = scaled.round()
-        if self.bits == 8:
-            codes.view(torch.int8).copy_(rounded)
-        else:  # a byte has a code of each half of the block
-            low, high = rounded.to(torch.int8).chunk(2, dim=1)
-            torch.bitwise_or(low & 15, high << 4, out=codes.view(torch.int8))
+        rounded = scaled.round_()
+        if self.bits == 4:  # a byte is ``low + 16 * high``, of a code of each half of the block
+            low, high = rounded.chunk(2, dim=1)
+            rounded = low.add_(high, alpha=16)
+        codes.view(torch.int8).copy_(rounded)
 
     def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The codes as fp32, ``(blocks, block)``, in ``out`` if it is given."""
@@ -126,8 +139,8 @@ class Format:
         if self.bits == 8:
             return values.copy_(signed)
         low, high = values.chunk(2, dim=1)
-        low.copy_((signed << 4) >> 4)  # shifts keep the sign
-        high.copy_(signed >> 4)
+        low.copy_((signed << 4).bitwise_right_shift_(4))  # shifts keep the sign
+        high.copy_((signed + 8).bitwise_right_shift_(4))  # rounds off ``low``, which lies in -7 ... 7
         return values
 
 

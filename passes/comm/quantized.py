@@ -99,8 +99,8 @@ class _Gather:
 
 
 class _Reducing(NamedTuple):
-    """Parts of gradients in flight. ``own`` are this rank's parts of its shards: rounded members in fp32, exact ones in
-    the dtype of the bucket."""
+    """Parts of gradients in flight. ``own`` are this rank's parts of its shards: rounded members in fp32 and divided,
+    exact ones in the dtype of the bucket."""
 
     parts: messages.InFlight
     own: torch.Tensor
@@ -131,11 +131,11 @@ class _Reduce:
 
     def issue(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> _Reducing:
         packing: Packing = bucket.prepared
-        rank, sizes = packing.rank, packing.row_bytes
+        rank, sizes, share = packing.rank, packing.row_bytes, 1 / bucket.plan.divisor
         device = grads[0].device
         rows = grads[0].new_empty(sum(sizes) - sizes[rank], dtype=torch.uint8)
         places = rows.split_with_sizes([0 if r == rank else size for r, size in enumerate(sizes)])
-        own = grads[0].new_zeros(sum(packing.numels[i] for i in packing.rows[rank]), dtype=torch.float32)
+        own = grads[0].new_empty(sum(packing.numels[i] for i in packing.rows[rank]), dtype=torch.float32)
         mine = iter(own.split([packing.numels[i] for i in packing.rows[rank]]))
         errors = dict(zip(packing.rounded, self.state(bucket, device), strict=False))
         for i in packing.rounded:
@@ -145,7 +145,9 @@ class _Reduce:
                 if i not in packing.rows[r]:
                     continue
                 if r == rank:
-                    next(mine)[: stop - start].copy_(grad[start:stop])
+                    place = next(mine)
+                    torch.mul(grad[start:stop].float(), share, out=place[: stop - start])
+                    place[stop - start :].zero_()
                     continue
                 part = padded(grad[start:stop], packing.numels[i])
                 message = places[r][packing.rows[r][i]]
@@ -168,10 +170,10 @@ class _Reduce:
         for part in parts:
             mine = future.own.split([packing.numels[i] for i in packing.rows[rank]])
             for i, sums in zip(packing.rows[rank], mine, strict=True):
-                packing.read(part, rank, i, sums, add=True)
+                packing.read(part, rank, i, sums, add=share)
         reduced: dict[int, torch.Tensor] = {}
         if (layout := packing.rounded_layout) is not None:
-            reduced |= zip(packing.rounded, layout.unpack_row(future.own.mul_(share).to(dtype)), strict=True)
+            reduced |= zip(packing.rounded, layout.unpack_row(future.own.to(dtype)), strict=True)
         if (layout := packing.exact_layout) is not None and future.own_exact is not None:
             exact = future.own_exact.float().mul_(share)
             for part in parts:

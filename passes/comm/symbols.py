@@ -41,7 +41,7 @@ from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
 from passes.comm.overflow import finish_share_overflow, issue_share_overflow
 from passes.comm.properties import Property
 from passes.compat import is_profiling, symbol_that_calls
-from passes.plan import Bucket, Placement, Wire
+from passes.plan import Bucket, Placement
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -60,7 +60,8 @@ Run = Callable[[Any, Bucket], Any]
 
 
 def _finishes(function: Run) -> Run:
-    """Wraps a function that waits for a future. Its error says so if another rank is the cause."""
+    """Wraps a function that waits for a future. If the bucket is on a wire, the wire's function takes its place. An
+    error says so if another rank is the cause."""
 
     @functools.wraps(function)
     def run(future: Any, bucket: Bucket) -> Any:
@@ -68,7 +69,7 @@ def _finishes(function: Run) -> Run:
         if runtime.progress is not None:
             runtime.progress.finished(future)
         try:
-            result = function(future, bucket)
+            result = (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
         except RuntimeError as error:
             runtime.raise_if_rank_failed(error, bucket.label)
             raise
@@ -79,15 +80,15 @@ def _finishes(function: Run) -> Run:
 
 
 def _issues(finish: Run) -> Callable[[Run], Run]:
-    """Wraps a function that returns a future, for which ``finish`` waits. Its error says so if another rank is the
-    cause."""
+    """Wraps a function that returns a future, for which ``finish`` waits. If the bucket is on a wire, the wire's
+    function takes its place. An error says so if another rank is the cause."""
 
     def decorate(function: Run) -> Run:
         @functools.wraps(function)
         def run(value: Any, bucket: Bucket) -> Any:
             runtime = bucket.plan.runtime
             try:
-                future = function(value, bucket)
+                future = (function if bucket.wire is None else _issue_wire)(value, bucket)
             except RuntimeError as error:
                 runtime.raise_if_rank_failed(error, bucket.label)
                 raise
@@ -100,57 +101,46 @@ def _issues(finish: Run) -> Callable[[Run], Run]:
     return decorate
 
 
-@_finishes
-def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    if bucket.wire is not None:
-        return bucket.wire.finish(future, bucket)
-    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
-
-
-@_issues(_finish_all_gather)
-def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    if bucket.wire is not None:
-        return _issue_wire(bucket.wire, shards, bucket)
-    return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
-
-
-def _issue_wire(wire: Wire, shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    host = bucket.plan.host
-    if host is None:
-        return wire.issue(shards, bucket)
-    places = tuple(torch.empty_like(shard, device=host.device) for shard in shards)
+def _issue_wire(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    wire, host = bucket.wire, bucket.plan.host
+    assert wire is not None
+    if host is None or wire.reduces:  # gradients are on the device
+        return wire.issue(value, bucket)
+    places = tuple(torch.empty_like(shard, device=host.device) for shard in value)
     with host.ahead():
-        for shard, place in zip(shards, places, strict=True):
+        for shard, place in zip(value, places, strict=True):
             host.load(shard, place)
         host.mark().synchronize()  # here, because the streams that the wire uses are unknown
     return wire.issue(places, bucket)
 
 
 @_finishes
+def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
+
+
+@_issues(_finish_all_gather)
+def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+    return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
+
+
+@_finishes
 def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    if bucket.wire is not None:
-        return bucket.wire.finish(future, bucket)
     return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_reduce_scatter)
 def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    if bucket.wire is not None:
-        return bucket.wire.issue(grads, bucket)
     return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
 
 
 @_finishes
 def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    if bucket.wire is not None:
-        return bucket.wire.finish(future, bucket)
     return native.finish_reduce_scatter(future, bucket)
 
 
 @_issues(_finish_all_reduce)
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    if bucket.wire is not None:
-        return bucket.wire.issue(grads, bucket)
     return native.issue_all_reduce(grads, bucket)
 
 
@@ -284,7 +274,7 @@ replicated = symbol("replicated", _replicated_meta, _cast, properties=Property.C
 all_reduce = symbol("all_reduce", _reduce_scatter_meta, _issue_all_reduce)
 wait_all_reduce = symbol("wait_all_reduce", _wait_reduce_scatter_meta, _finish_all_reduce)
 
-keep_shards = symbol("keep_shards", _keep_shards_meta, _keep, properties=Property.NONE)
+keep_shards = symbol("keep_shards", _keep_shards_meta, _keep, properties=Property.PARTS)
 
 offload = symbol("offload", _offload_meta, issue_offload)
 wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)

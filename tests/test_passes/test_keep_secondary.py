@@ -1,8 +1,10 @@
 """ZeRO-3 with second shards inside the node: the lines, and training as ZeRO-3 trains, bit for bit."""
 
 import shardtrace
+from passes.analysis.flops import bytes_moved
 from passes.analysis.recognise import bucket_of, is_gather, is_issue
 from passes.analysis.verify import VerificationError, verify
+from passes.comm.symbols import keep_shards
 
 import pytest
 import thunder
@@ -69,6 +71,8 @@ def test_bytes_and_memory(compiled):
     assert [m.parameter.shard_shape for m in second.members] == [(2, 8), (2,)]  # two ranks hold 3 rows, padded to 4
     saved = [b for b in shardtrace.memory(compiled).forward.buffers if b.kind == "saved"]
     assert sorted(b.bytes for b in saved) == [4 * 18, 4 * 32]  # the second shards, and tanh
+    (keep,) = [b for b in stage(compiled, "schedule").bound_symbols if b.sym.id == keep_shards.id]
+    assert bytes_moved(keep) == 2 * 4 * 18  # not the whole gathered parameters
     assert "P in the node" in str(shardtrace.inspect(compiled))
 
 

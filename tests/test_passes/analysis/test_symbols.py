@@ -169,5 +169,5 @@ def test_symbols_of_ours():
         "replicated": Property.CAST,
         "accumulate": Property.STATEFUL,
         "accumulated": Property.STATEFUL,
-        "keep_shards": Property.NONE,  # a copy
+        "keep_shards": Property.PARTS,
     }

@@ -83,8 +83,8 @@ def test_a_block_with_an_overflow_is_not_finite(format, bad):
 @FORMATS
 def test_adds_to_values(format):
     values, sums = torch.randn(500), torch.ones(500)
-    format.unpack(packed(format, values), sums, chunk=CHUNK, add=True)
-    torch.testing.assert_close(sums, 1 + round_trip(format, values))
+    format.unpack(packed(format, values), sums, chunk=CHUNK, add=2.0)
+    torch.testing.assert_close(sums, 1 + 2 * round_trip(format, values))
 
 
 @FORMATS
