@@ -39,6 +39,12 @@ def link_seconds(issue: BoundSymbol) -> float:
     return collective_seconds(cost, bucket) + copy
 
 
+def latency_seconds(issue: BoundSymbol) -> float:
+    """What of :func:`link_seconds` does not depend on the bytes."""
+    bucket = bucket_of(issue)
+    return 0.0 if is_offload(issue) else bucket.plan.cost.collective_seconds(**_message(bucket) | {"nbytes": 0})
+
+
 def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
     """One collective of a bucket. An all_reduce sends each byte twice."""
     return cost.collective_seconds(**_message(bucket))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import work
 from passes.analysis.recognise import is_unpack
 from passes.plan import CostModel
+from passes.plan.bucketing import MB
 from passes.plan.hardware import HOST_MEMORY, cluster, hardware, links_of
 from shardtrace.costs import find_cost_model
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
@@ -38,8 +40,8 @@ STRATEGIES = {  # of each family: what is kept gathered, and what is gathered ag
     "ddp": ("ddp", "ddp"),
 }
 ON_HOST = " on the host"  # ends the name of a family whose shards and optimizer are in the memory of the host
-BY_LAYER = " by layer"  # ends the name of a family with a bucket for each layer, not for each block
-WAITS = 0.05  # of a step's seconds: if compute waits longer for its first and last bucket, smaller ones are tried
+BY_LAYER, BY_TWO = " by layer", " by two blocks"  # end the name of a family with these buckets, not one for each block
+WAITS = 0.05  # of a step's seconds: if compute waits longer for what other buckets would save, they are tried
 FEW = 8  # blocks that may have several buckets each
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -85,7 +87,8 @@ def plan(
         cost_model: rates that were measured, in place of those that the names stand for. For ``device="cpu"`` the
             default is this machine's calibration, if there is one; a link that is named replaces the measured one.
         optimizer: a class of optimizers or the name of one of ``torch.optim``, whose state and work are counted.
-        accumulation: forwards and backwards for each step of the optimizer.
+        accumulation: forwards and backwards for each step of the optimizer. Each reduces its gradients, as with
+            ``no_sync(reduce_each=True)``.
         fixed: options of ``fsdp`` that are kept as they are, such as ``{"mp_policy": "bf16", "prefetch": 2}``.
         jit_options: options of ``thunder.jit``.
 
@@ -188,25 +191,34 @@ class _Task(NamedTuple):
         shard = [family for family in families if family.name in ("zero", "hybrid")]
         return [there.family(family.name + ON_HOST, found[family.name], family) for family in shard]
 
-    def finer(self, family: Family, points: Sequence[Point]) -> Family | None:
-        """The same strategies with smaller buckets, which arrive earlier, if their size is not given and communication
-        is what some steps wait for. Nothing is recomputed. A model of many blocks gains little."""
-        first_and_last = (
-            2 * family.longest
-        )  # which smaller buckets hide; the others travel behind compute or not at all
+    def other_buckets(self, family: Family, points: Sequence[Point]) -> list[Family]:
+        """The same strategies with other buckets, if their size is not given and communication is what some steps wait
+        for. A bucket for each layer arrives earlier; one for two blocks has fewer latencies. Nothing is recomputed.
+
+        Only for few blocks, which are then compiled one by one. With many, smaller buckets save little."""
+        few = len(repeated_blocks(self.model)) <= FEW
+        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not few:
+            return []
+        found: list[Family] = []
+        messages = family.messages
         steps = [point.estimate for point in front(points)]
-        waiting = any(min(step.exposed, first_and_last) > WAITS * step.seconds for step in steps)
-        few = len(repeated_blocks(self.model)) <= FEW  # their lines are compiled one by one
-        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not (waiting and few):
-            return None
-        base = self.compile(sharding_strategy=STRATEGIES[family.name][1], bucketing_strategy="layer")
+        first_and_last = 2 * messages.longest  # the others travel behind compute, or not at all
+        if any(min(step.exposed, first_and_last) > WAITS * step.seconds for step in steps):
+            found.append(self._with_buckets(family, BY_LAYER, "layer"))
+        if messages.bytes and any(min(step.exposed, messages.latencies / 2) > WAITS * step.seconds for step in steps):
+            found.append(self._with_buckets(family, BY_TWO, math.ceil(200 * messages.bytes / MB) / 100))
+        return found
+
+    def _with_buckets(self, family: Family, name: str, bucketing: str | float) -> Family:
+        base = self.compile(sharding_strategy=STRATEGIES[family.name][1], bucketing_strategy=bucketing)
         return Family(
-            family.name + BY_LAYER,
+            family.name + name,
             base,
             {NOTHING: base.calls},
             self.setting,
             keeps=family.keeps,
             prefetches=family.prefetches,
+            bucketing=bucketing,
         )
 
     def _at_rest(self) -> float:
@@ -331,7 +343,7 @@ def _signature(pair: Pair) -> Any:
 
 def kind_of(family: str) -> str:
     """The name of a family without what it adds to its strategies."""
-    return family.removesuffix(BY_LAYER).removesuffix(ON_HOST)
+    return family.removesuffix(BY_LAYER).removesuffix(BY_TWO).removesuffix(ON_HOST)
 
 
 def _is_hybrid(strategy: Any) -> bool:
@@ -358,8 +370,8 @@ class _Search:
                 family = task.family(name, strategy, families[0] if families else None)
                 families.append(family)
                 points = self._add(family)
-                if (finer := task.finer(family, points)) is not None:
-                    self._add(finer)
+                for other in task.other_buckets(family, points):
+                    self._add(other)
         for family in task.on_host(families, self.points, budget):
             self._add(family)
         self.front = front(self.points)
@@ -410,7 +422,7 @@ class _Search:
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The options of ``fsdp`` that the planner decides."""
         fixed, family = self.task.fixed, self.families[candidate.family]
-        found: dict[str, Any] = {"bucketing_strategy": "layer"} if family.name.endswith(BY_LAYER) else {}
+        found: dict[str, Any] = {"bucketing_strategy": family.bucketing} if family.bucketing is not None else {}
         if family.name.endswith(ON_HOST):
             found["offload_policy"] = CPUOffloadPolicy()
         if "sharding_strategy" not in fixed:

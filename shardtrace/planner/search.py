@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_gather, is_issue
-from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.analysis.seconds import compute_seconds, latency_seconds, link_seconds
 from passes.plan import Bucket, CostModel
 from shardtrace.planner.compose import Call, Choice, Compiled, Pair, Step, compose
 from shardtrace.planner.estimate import Estimate, Setting, estimate
@@ -49,6 +49,15 @@ class Point(NamedTuple):
     name: str = ""
 
 
+class Messages(NamedTuple):
+    """The collectives of a step: the seconds for the ``bytes`` of the ``longest`` that carries several layers, and the
+    ``latencies`` of all."""
+
+    longest: float
+    latencies: float
+    bytes: int
+
+
 @dataclass(frozen=True)
 class Class:
     """Blocks that call the same functions, in order of forward, and the labels of their buckets."""
@@ -66,6 +75,7 @@ class Family:
         variants: the functions of each call of a block, by what they recompute; those that recompute nothing first.
         keeps: whether buckets are kept until backward: True, False, or None if that is to be decided.
         prefetches: the numbers to choose from.
+        bucketing: the option of ``fsdp`` if it is not the usual one.
     """
 
     def __init__(
@@ -77,9 +87,10 @@ class Family:
         *,
         keeps: bool | None = None,
         prefetches: Sequence[int] = PREFETCHES,
+        bucketing: str | float | None = None,
     ) -> None:
         self.name, self.base, self.variants, self.setting = name, base, variants, setting
-        self.keeps, self.prefetches = keeps, prefetches
+        self.keeps, self.prefetches, self.bucketing = keeps, prefetches, bucketing
         self._points: dict[Candidate, Point] = {}
 
     # ---- what is known of it ----
@@ -92,11 +103,13 @@ class Family:
         return {bucket_of(b).label: bucket_of(b) for b in issues if bucket_of(b).label in again}
 
     @cached_property
-    def longest(self) -> float:
-        """The seconds of the longest collective that carries parameters of several layers."""
-        lines = (b for trace in self.base.step for b in trace.bound_symbols if is_issue(b))
-        several = (b for b in lines if len({m.parameter.layer for m in bucket_of(b).members}) > 1)
-        return max(map(link_seconds, several), default=0.0)
+    def messages(self) -> Messages:
+        """The collectives of a step."""
+        issues = [b for trace in self.base.step for b in trace.bound_symbols if is_issue(b)]
+        several = [b for b in issues if len({m.parameter.layer for m in bucket_of(b).members}) > 1]
+        longest = max((link_seconds(b) - latency_seconds(b) for b in several), default=0.0)
+        latencies = sum(latency_seconds(b) for b in issues)
+        return Messages(longest, latencies, max((bucket_of(b).bytes for b in several), default=0))
 
     @cached_property
     def classes(self) -> list[Class]:

@@ -84,6 +84,22 @@ def test_smaller_buckets_where_compute_waits_for_large_ones():
         assert shardtrace.memory(cmodel, persistent=plan.memory["optimizer"]).peak == plan.peak
 
 
+def test_larger_buckets_where_compute_waits_for_latencies():
+    def model():
+        return GPT(GPTConfig(n_layer=4, n_embd=32, n_head=4, block_size=16, vocab_size=48))
+
+    inputs, fixed = (tokens(), tokens()), {"sharding_strategy": "zero2", "activation_checkpointing": None}
+    cost = CostModel(Link(1e10, 5e-3), Device(1e10, 1e10, 1e10, 1e-6))
+    plan = shardtrace.plan(model(), inputs, world_size=RANKS, device="cpu", memory=1e9, cost_model=cost, fixed=fixed)
+    assert plan.chosen.strategy == "zero2 by two blocks"
+    with fake_ranks(RANKS):
+        cmodel = thunder.jit(shardtrace.fsdp(model(), plan=plan))
+        cmodel(*inputs).backward()
+        sent = [row for row in shardtrace.inspect(cmodel).collectives if row.phase == "forward"]
+        assert len(sent) <= 2 + 2  # for four blocks, and what is outside
+        assert shardtrace.memory(cmodel, persistent=plan.memory["optimizer"]).peak == plan.peak
+
+
 def test_what_fsdp_refuses(planned, tmp_path):
     with fake_ranks(RANKS):
         with pytest.raises(shardtrace.PlanError, match="for a GPT with other parameters than this Linear"):
