@@ -307,6 +307,42 @@ def _builtin(name: str, module_globals: dict[str, Any]) -> Any:
     return value if isinstance(value, type | types.BuiltinFunctionType) else None
 
 
+@contextmanager
+def comparable_dtypes() -> Iterator[None]:
+    """Lets the running interpreter compare a tensor's dtype with torch's, by ``==``, ``!=``, ``is`` and ``in``.
+
+    While a model is traced, ``tensor.dtype`` is one of Thunder's, which equals none of torch's. Thunder then takes
+    ``tensor.dtype == torch.float32`` for False without an error. The prologue checks the dtypes of tensors anyway.
+    """
+    import torch
+    from thunder.core.dtypes import dtype, to_torch_dtype
+    from thunder.core.interpreter import get_interpretercompilectx, wrap_const
+
+    context = get_interpretercompilectx()
+    interpret_instruction = context._opcode_interpreter
+
+    def is_torch(value: Any) -> bool:
+        if isinstance(value, list | tuple | set | frozenset | dict):
+            return any(isinstance(v, torch.dtype) for v in value)
+        return isinstance(value, torch.dtype)
+
+    def instruction(inst: Any, /, **state: Any) -> Any:
+        if inst.opname in ("COMPARE_OP", "IS_OP", "CONTAINS_OP"):
+            stack = state["stack"]
+            pair = stack.getitem_wrapped(-2), stack.getitem_wrapped(-1)
+            if any(isinstance(v.value, dtype) for v in pair) and any(is_torch(v.value) for v in pair):
+                new = [wrap_const(to_torch_dtype(v.value)) if isinstance(v.value, dtype) else v for v in pair]
+                with stack.set_cur_instruction(inst):
+                    stack[-2], stack[-1] = new
+        return interpret_instruction(inst, **state)
+
+    context._opcode_interpreter = instruction
+    try:
+        yield
+    finally:
+        context._opcode_interpreter = interpret_instruction
+
+
 def proxied_values() -> set[Any]:
     """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
     from thunder.core.interpreter import get_interpreterruntimectx

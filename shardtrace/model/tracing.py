@@ -19,6 +19,7 @@ from typing import Any
 
 from passes.checkpoint_activations import mark_block
 from passes.compat import (
+    comparable_dtypes,
     forget_item,
     interpret,
     proxied_values,
@@ -79,7 +80,13 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.models[state.model_name] = None
     compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
-    with quick_tracing(), quick_builtins(), state.stand_ins(), _hidden_afterwards(state, compilation.hidden):
+    with (
+        quick_tracing(),
+        quick_builtins(),
+        comparable_dtypes(),
+        state.stand_ins(),
+        _hidden_afterwards(state, compilation.hidden),
+    ):
         trace = functools.partial(_interpret_root, original, state, proxied, module, *args, **kwargs)
         result = with_place(trace, unwrap(module), state.model_name)
         for value in proxied:

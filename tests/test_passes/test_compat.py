@@ -177,3 +177,34 @@ def test_quick_builtins_change_no_trace(hooked):
     plain, quick = lines_and_calls(False), lines_and_calls(True)
     assert quick[:2] == plain[:2]
     assert quick[2] < plain[2] / 2
+
+
+COMPARISONS = {
+    "equal": lambda x, w: x.dtype == torch.float32,
+    "reversed": lambda x, w: torch.bfloat16 == w.dtype,
+    "not equal": lambda x, w: w.dtype != torch.float32,
+    "is": lambda x, w: x.dtype is torch.float32,
+    "in a tuple": lambda x, w: w.dtype in (torch.float16, torch.bfloat16),
+    "not in a list": lambda x, w: x.dtype not in [torch.float16, torch.bfloat16],
+    "in a dict": lambda x, w: x.dtype in {torch.float32: 1},
+    "of a comparison": lambda x, w: (x > 0).dtype == torch.bool,
+    "of two tensors": lambda x, w: x.dtype != w.dtype and x.dtype == (x + 1).dtype,
+    "false": lambda x, w: not (x.dtype == torch.float64 or x.dtype in (torch.int64,) or w.dtype is torch.float32),
+}
+
+
+@pytest.mark.parametrize("compare", COMPARISONS.values(), ids=COMPARISONS)
+def test_dtypes_compare_as_in_torch(compare):
+    x, w = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    assert compare(x, w)
+
+    def entry(x, w):
+        return x + 1 if compare(x, w) else x
+
+    def lookaside(*args):
+        with compat.comparable_dtypes():
+            return compat.interpret(lambda x, w: x + 1 if compare(x, w) else x, *args)
+
+    register_general_jit_lookaside(entry)(lookaside)
+    jitted = thunder.jit(lambda x, w: entry(x, w))
+    assert torch.equal(jitted(x, w), x + 1)
