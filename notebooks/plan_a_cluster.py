@@ -99,7 +99,7 @@ pd.DataFrame({ranks: summary(found) for ranks, found in plans.items()})
 # free. Communication stays hidden behind compute: a block has tens of milliseconds of work, and the parameters of the
 # next one arrive in a few.
 #
-# ## What does not fit
+# ## Too little memory
 #
 # Two GPUs hold 64 GB of weights, gradients and AdamW's state each. With 40 GB there is no step on the device, even if
 # all blocks recompute everything. The planner then moves shards and the optimizer to the memory of the host. If that

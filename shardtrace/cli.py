@@ -8,8 +8,8 @@ sharded model that has a backward. This call is compiled and not run:
     shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
 
 The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
-precision and offload. Exit codes: 0; 1 if the target cannot be loaded or
-compiled, or if no plan fits; 2 for a usage error.
+precision and offload. Exit codes: 0; 1 if the target cannot be loaded or compiled, or if no plan fits; 2 for a usage
+error.
 """
 
 from __future__ import annotations

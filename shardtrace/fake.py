@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 from passes.compat import fake_calls_on_cpu
 from shardtrace.api import fsdp
 from shardtrace.model.absent import claim, is_absent
+from shardtrace.model.whole import hollow_copy
 from shardtrace.ranks.mesh import resolve_device
 
 import thunder
@@ -73,7 +73,7 @@ def compile_sharded(
     """
     device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
     options = {**fsdp_options, "device": device, "param_init_fn": _leave}
-    ours = thunder.jit(fsdp(_hollow(model), **options), **jit_options)
+    ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
     with fake_calls_on_cpu(device) if is_absent(device) else nullcontext():
         compile_only(ours, _on(device, arguments))
     return ours
@@ -98,15 +98,6 @@ def parse_arguments(example_inputs: Any) -> Arguments:
     if isinstance(example_inputs, tuple | list):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
-
-
-def _hollow(model: nn.Module) -> nn.Module:
-    """A copy with parameters on the meta device. Tied parameters stay tied, buffers are copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
 
 
 def _leave(module: nn.Module) -> None:

@@ -40,7 +40,7 @@ def link_seconds(issue: BoundSymbol) -> float:
 
 
 def latency_seconds(issue: BoundSymbol) -> float:
-    """What of :func:`link_seconds` does not depend on the bytes."""
+    """The part of :func:`link_seconds` that does not depend on the bytes."""
     bucket = bucket_of(issue)
     return 0.0 if is_offload(issue) else bucket.plan.cost.collective_seconds(**_message(bucket) | {"nbytes": 0})
 

@@ -20,14 +20,14 @@ MEMORY, COLLECTIVES = 0.85, 0.8
 # (SemiAnalysis, 2024, "MI300X vs H100 vs H200 benchmark, part 1: training"). The best products are those of Bekman,
 # "Machine Learning Engineering", table of maximum achievable matmul FLOPS; 0.72 where there is no figure.
 TRAINING = 0.9
-# What torch's caching allocator reserves beyond the bytes of tensors, for rounding and gaps, in training of large
-# language models (Guo et al., 2024, GMLake, https://arxiv.org/abs/2401.08156: 15 % on average). A part of it with
+# The part of tensors' bytes that torch's caching allocator reserves in addition, for rounding and gaps, in training of
+# large language models (Guo et al., 2024, GMLake, https://arxiv.org/abs/2401.08156: 15 % on average). It is less with
 # PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 ALLOCATOR = 0.15
 # Flash attention 2 with a causal mask, all scores counted, to products: it computes half of the scores, at half the
 # rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100).
 CAUSAL_ATTENTION = 0.9
-# Bytes/s that an optimizer reads and writes in the memory of the host: what one core of a server streams, because
+# Bytes/s that an optimizer reads and writes in the memory of the host: one core of a server streams as much, and
 # torchrun gives each rank one.
 HOST_MEMORY = 12e9
 LAUNCH = 5e-6  # seconds between two kernels of eager PyTorch, if its host keeps up

@@ -26,7 +26,7 @@ class CannotShare(Exception):
 
 
 def recomputed(module: nn.Module) -> str | None:
-    """What backward recomputes of a module by its own mark: "full", "cheap", or None."""
+    """A module's own mark: "full", "cheap", or None."""
     return next((what for what, mark in CHECKPOINTED.items() if mark in module.__dict__), None)
 
 

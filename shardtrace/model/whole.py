@@ -1,8 +1,9 @@
-"""A sharded model as it was before: for the planner, which shards it in other ways."""
+"""Copies of models on the meta device: as they are, or of a sharded one as it was before."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from shardtrace.blocks.structure import CHECKPOINTED
@@ -15,14 +16,22 @@ from torch import nn
 MARKS = {ATTRIBUTE, PART_ATTRIBUTE, REPEATED, *CHECKPOINTED.values()}
 
 
+def hollow_copy(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """A copy with parameters on the meta device. Tied parameters stay tied, buffers are copied. ``memo`` has what else
+    stands for an object, by its id, as in :func:`copy.deepcopy`."""
+    empty = {id(p): _on_meta(torch.empty_like(p, device="meta"), p) for p in model.parameters()}
+    return copy.deepcopy(model, {**empty, **(memo or {})})
+
+
 def whole_copy(model: nn.Module) -> nn.Module:
     """A copy of a model as it was before ``fsdp``, with whole parameters on the meta device. Buffers are copied, tied
     parameters stay tied. The model is not changed."""
     states = states_in(model)
     memo: dict[int, Any] = {id(state): None for state in states}  # the copy has none
-    memo |= {id(p): _empty(p, tuple(p.shape)) for p in model.parameters()}
-    memo |= {id(e.shard): _empty(e.shard, e.full_shape) for state in states for e in state.entries}
-    whole = copy.deepcopy(model, memo)
+    for entry in (e for state in states for e in state.entries):
+        full = torch.empty(entry.full_shape, dtype=entry.dtype, device="meta")
+        memo[id(entry.shard)] = _on_meta(full, entry.shard)
+    whole = hollow_copy(model, memo)
     for module in whole.modules():
         if module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__class__ = type(module).__base__  # type: ignore[assignment]
@@ -31,5 +40,5 @@ def whole_copy(model: nn.Module) -> nn.Module:
     return whole
 
 
-def _empty(p: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+def _on_meta(values: torch.Tensor, p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=p.requires_grad)

@@ -11,7 +11,7 @@ from shardtrace.options.front import COLUMNS, Row, draw_front, gib
 
 
 class Shown(NamedTuple):
-    """What a page shows of a plan. ``cards``: figures by name, each with a remark; ``code``: how to use the plan."""
+    """The contents of a plan's page. ``cards``: figures by name, each with a remark; ``code``: how to use the plan."""
 
     title: str
     setting: str

@@ -83,11 +83,12 @@ class TrainingPlan:
         return sum(self.memory.values())
 
     def __str__(self) -> str:
-        speed = f", {self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""
+        speed = f", {self._speed}" if self.tokens else ""
+        chosen, runner_up = self.chosen, self._next
         parts = [
             f"{self.model} on {self._ranks}",
             "",
-            *(f"  {name} = {value!r}" for name, value in _shortened(self.choices).items() if value is not None),
+            *(f"  {line}" for line in self._options),
             *([f"  mesh_shape = {self.mesh_shape}"] if self.mesh_shape else []),
             "",
             f"step     {ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
@@ -96,10 +97,10 @@ class TrainingPlan:
             f"memory   {gib(self.peak)} of {gib(self.budget)}",
             *(f"         {gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
             f"limit    {self.binding}",
-            *([f"next     {self._next}"] if self._next else []),
+            *([f"next     {runner_up}"] if runner_up else []),
             "",
             f"  {HEADINGS}",
-            *(f"{'> ' if row is self.chosen else '  '}{row}" for row in self.pareto),
+            *(f"{'> ' if row is chosen else '  '}{row}" for row in self.pareto),
             *self.notes,
         ]
         return "\n".join(parts)
@@ -132,6 +133,14 @@ class TrainingPlan:
         return f"{self.world_size} ranks of {self.device}, {self.links} ({self.rates} rates)"
 
     @property
+    def _speed(self) -> str:
+        return f"{self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""
+
+    @property
+    def _options(self) -> list[str]:
+        return [f"{name} = {value!r}" for name, value in _shortened(self.choices).items() if value is not None]
+
+    @property
     def _next(self) -> str:
         """The runner-up: the next best step, with less memory."""
         less = [row for row in self.pareto if row.memory < self.peak]
@@ -156,16 +165,22 @@ class TrainingPlan:
     @property
     def _shown(self) -> Shown:
         cards = {
-            "step": (ms(self.seconds), f"{self.tokens / self.seconds:,.0f} tokens/s a rank" if self.tokens else ""),
+            "step": (ms(self.seconds), self._speed),
             "model FLOPs utilization": (f"{self.mfu:.1%}" if self.mfu else "unknown", "of the data sheet's peak"),
             "exposed communication": (ms(self.exposed), f"{self.exposed / self.seconds:.1%} of the step"),
             "memory": (gib(self.peak), f"of {gib(self.budget)}"),
         }
-        chosen = {name: value for name, value in _shortened(self.choices).items() if value is not None}
-        code = "\n".join(f"{name} = {value!r}" for name, value in chosen.items())
-        notes = [f"Limit: {self.binding}.", *([f"Next: {self._next}."] if self._next else []), *self.notes]
+        runner_up = self._next
         return Shown(
-            f"{self.model}: a plan", self._ranks, cards, self.memory, self.budget, self.pareto, self.chosen, code, notes
+            title=f"{self.model}: a plan",
+            setting=self._ranks,
+            cards=cards,
+            memory=self.memory,
+            budget=self.budget,
+            rows=self.pareto,
+            chosen=self.chosen,
+            code="\n".join(self._options),
+            notes=[f"Limit: {self.binding}.", *([f"Next: {runner_up}."] if runner_up else []), *self.notes],
         )
 
     # ---- files ----

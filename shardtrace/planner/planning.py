@@ -39,8 +39,6 @@ STRATEGIES = {  # of each family: what is kept gathered, and what is gathered ag
     "hybrid": ("hybrid_zero2", "hybrid_zero3"),
     "ddp": ("ddp", "ddp"),
 }
-ON_HOST = " on the host"  # ends the name of a family whose shards and optimizer are in the memory of the host
-BY_LAYER, BY_TWO = " by layer", " by two blocks"  # end the name of a family with these buckets, not one for each block
 WAITS = 0.05  # of a step's seconds: if compute waits longer for what other buckets would save, they are tried
 FEW = 8  # blocks that may have several buckets each
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -179,17 +177,16 @@ class _Task(NamedTuple):
         if "offload_policy" in self.fixed or self.setting.hardware.name == "cpu":
             return []
         optimizer, best = self.setting.optimizer, fastest(points, budget)
-        words = sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / self.world_size / 4
+        words = self._trained() / self.world_size / 4
         freed = (1 + self.setting.hardware.allocator) * (8 + optimizer.state) * words
         steps = front(points)
         bound = next((p for p in steps if p.estimate.peak > budget + freed), steps[-1]).estimate
         least = bound.seconds - bound.optimizer + optimizer.moved * words / HOST_MEMORY
         if best is not None and best.estimate.seconds <= least:
             return []
-        found = self.strategies()
-        there = self._replace(fixed=self.fixed | {"offload_policy": CPUOffloadPolicy()})
-        shard = [family for family in families if family.name in ("zero", "hybrid")]
-        return [there.family(family.name + ON_HOST, found[family.name], family) for family in shard]
+        found, there = self.strategies(), {"offload_policy": CPUOffloadPolicy()}
+        shard = [family for family in families if family.kind in ("zero", "hybrid")]
+        return [self.family(f.kind, found[f.kind], f, options=there, note=" on the host") for f in shard]
 
     def other_buckets(self, family: Family, points: Sequence[Point]) -> list[Family]:
         """The same strategies with other buckets, if their size is not given and communication is what some steps wait
@@ -197,34 +194,41 @@ class _Task(NamedTuple):
 
         Only for few blocks, which are then compiled one by one. With many, smaller buckets save little."""
         few = len(repeated_blocks(self.model)) <= FEW
-        if "bucketing_strategy" in self.fixed or family.name not in STRATEGIES or not few:
+        if "bucketing_strategy" in self.fixed or family.kind not in STRATEGIES or not few:
             return []
         found: list[Family] = []
         messages = family.messages
         steps = [point.estimate for point in front(points)]
         first_and_last = 2 * messages.longest  # the others travel behind compute, or not at all
         if any(min(step.exposed, first_and_last) > WAITS * step.seconds for step in steps):
-            found.append(self._with_buckets(family, BY_LAYER, "layer"))
+            found.append(self._with_buckets(family, " by layer", "layer"))
         if messages.bytes and any(min(step.exposed, messages.latencies / 2) > WAITS * step.seconds for step in steps):
-            found.append(self._with_buckets(family, BY_TWO, math.ceil(200 * messages.bytes / MB) / 100))
+            megabytes = math.ceil(200 * messages.bytes / MB) / 100
+            found.append(self._with_buckets(family, " by two blocks", megabytes))
         return found
 
-    def _with_buckets(self, family: Family, name: str, bucketing: str | float) -> Family:
-        base = self.compile(sharding_strategy=STRATEGIES[family.name][1], bucketing_strategy=bucketing)
+    def _with_buckets(self, family: Family, note: str, bucketing: str | float) -> Family:
+        options = {"bucketing_strategy": bucketing}
+        base = self.compile(sharding_strategy=STRATEGIES[family.kind][1], **options)
         return Family(
-            family.name + name,
+            family.kind,
             base,
             {NOTHING: base.calls},
             self.setting,
             keeps=family.keeps,
             prefetches=family.prefetches,
-            bucketing=bucketing,
+            options=options,
+            note=note,
         )
 
     def _at_rest(self) -> float:
         """The bytes of whole parameters, their gradients and their optimizer's state."""
-        trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        return sum(p.nbytes for p in self.model.parameters()) + trained * (1 + self.setting.optimizer.state / 4)
+        whole = sum(p.nbytes for p in self.model.parameters())
+        return whole + self._trained() * (1 + self.setting.optimizer.state / 4)
+
+    def _trained(self) -> int:
+        """The bytes of whole parameters that are trained."""
+        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
 
     def strategies(self) -> dict[str, Any]:
         """The families to try, with the strategy that each is compiled with."""
@@ -259,42 +263,55 @@ class _Task(NamedTuple):
         several = 1 < inside < self.world_size and self.world_size % inside == 0
         return (self.world_size // inside, inside) if several else None
 
-    def family(self, name: str, strategy: Any, first: Family | None) -> Family:
-        """The family ``name``. Its blocks call the functions that were compiled for ``first``, if there is one."""
+    def family(
+        self,
+        kind: str,
+        strategy: Any,
+        first: Family | None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        note: str = "",
+    ) -> Family:
+        """A family of a ``kind``. Its blocks call the functions that were compiled for ``first``, if there is one.
+        ``options`` and ``note`` are its own."""
+        options = options or {}
         keeps: bool | None = None
-        kind = kind_of(name)
         if "sharding_strategy" in self.fixed:
             keeps = kind in STRATEGIES and strategy == STRATEGIES[kind][0]
             strategy = STRATEGIES[kind][1] if kind in STRATEGIES else strategy
         base: Compiled | None = None
         variants: Mapping[str, Mapping[Call, Pair]] = {}
         if first is not None:
-            base = self.compile(sharding_strategy=strategy)
+            base = self.compile(sharding_strategy=strategy, **options)
             if base.calls.keys() <= first.variants[NOTHING].keys():
                 variants = {v: {c: pairs[c] for c in base.calls} for v, pairs in first.variants.items()}
         if base is None or not variants:
-            base, variants = self._variants(strategy)
+            base, variants = self._variants(strategy, options)
         pinned = self.fixed.get("prefetch")
         prefetches = PREFETCHES if pinned is None else (pinned,)
-        return Family(name, base, variants, self.setting, keeps=keeps, prefetches=prefetches)
+        return Family(
+            kind, base, variants, self.setting, keeps=keeps, prefetches=prefetches, options=options, note=note
+        )
 
-    def _variants(self, strategy: Any) -> tuple[Compiled, Mapping[str, Mapping[Call, Pair]]]:
+    def _variants(
+        self, strategy: Any, options: Mapping[str, Any]
+    ) -> tuple[Compiled, Mapping[str, Mapping[Call, Pair]]]:
         """A compiled step, and the functions of its blocks by what they recompute."""
         blocks = repeated_blocks(self.model)
         if "activation_checkpointing" in self.fixed or not blocks:
-            base = self.compile(sharding_strategy=strategy)
+            base = self.compile(sharding_strategy=strategy, **options)
             return base, {NOTHING: base.calls}
         whats = (NOTHING, *reversed(RECOMPUTED))
         if len(blocks) >= 2 * len(whats):  # each kind needs two to be called
             chosen = {name: whats[i % len(whats)] for i, name in enumerate(blocks)}
             mixed = {name: what for name, what in chosen.items() if what != NOTHING}
-            base = self.compile(sharding_strategy=strategy, activation_checkpointing=mixed)
+            base = self.compile(sharding_strategy=strategy, activation_checkpointing=mixed, **options)
             if (by_variant := _by_variant(base, chosen, whats)) is not None:
                 return base, by_variant
-        base = self.compile(sharding_strategy=strategy)
+        base = self.compile(sharding_strategy=strategy, **options)
         separate: dict[str, Mapping[Call, Pair]] = {NOTHING: base.calls}
         for what in whats[1:] if base.calls else ():
-            calls = self.compile(sharding_strategy=strategy, activation_checkpointing=what).calls
+            calls = self.compile(sharding_strategy=strategy, activation_checkpointing=what, **options).calls
             separate[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
         return base, separate
 
@@ -339,11 +356,6 @@ def _signature(pair: Pair) -> Any:
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors if isinstance(t, TensorProxy))
     lines = (b for b in traced.bound_symbols if not is_unpack(b))
     return shapes, tuple((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in lines)
-
-
-def kind_of(family: str) -> str:
-    """The name of a family without what it adds to its strategies."""
-    return family.removesuffix(BY_LAYER).removesuffix(BY_TWO).removesuffix(ON_HOST)
 
 
 def _is_hybrid(strategy: Any) -> bool:
@@ -422,9 +434,7 @@ class _Search:
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The options of ``fsdp`` that the planner decides."""
         fixed, family = self.task.fixed, self.families[candidate.family]
-        found: dict[str, Any] = {"bucketing_strategy": family.bucketing} if family.bucketing is not None else {}
-        if family.name.endswith(ON_HOST):
-            found["offload_policy"] = CPUOffloadPolicy()
+        found = dict(family.options)
         if "sharding_strategy" not in fixed:
             found["sharding_strategy"] = _strategy(family, candidate)
         if "activation_checkpointing" not in fixed:
@@ -503,7 +513,7 @@ def useful_flops(family: Family) -> float:
 
 
 def _strategy(family: Family, candidate: Candidate) -> Any:
-    keeping, again = STRATEGIES[kind_of(family.name)]
+    keeping, again = STRATEGIES[family.kind]
     if not candidate.kept:
         return again
     if candidate.kept == family.buckets.keys():
@@ -528,13 +538,12 @@ def _checkpointing(family: Family, candidate: Candidate) -> Any:
 
 
 def _name(family: Family, candidate: Candidate) -> str:
-    kind = kind_of(family.name)
-    if kind not in STRATEGIES:
+    if family.kind not in STRATEGIES:
         return "given"
-    keeping, again = STRATEGIES[kind]
+    keeping, again = STRATEGIES[family.kind]
     mixed = f"{again} and {keeping}"
     name = again if not candidate.kept else keeping if candidate.kept == family.buckets.keys() else mixed
-    return name + family.name.removeprefix(kind)
+    return name + family.note
 
 
 def _spelled(choices: Mapping[str, Any]) -> str:

@@ -70,27 +70,30 @@ class Family:
     """The steps of one family of strategies.
 
     Args:
-        name: "zero", "hybrid", "ddp", or "given" for a strategy that is not to be changed.
+        kind: "zero", "hybrid", "ddp", or "given" for a strategy that is not to be changed.
         base: a compiled step that gathers all buckets again, if the family does so.
         variants: the functions of each call of a block, by what they recompute; those that recompute nothing first.
         keeps: whether buckets are kept until backward: True, False, or None if that is to be decided.
         prefetches: the numbers to choose from.
-        bucketing: the option of ``fsdp`` if it is not the usual one.
+        options: those of ``fsdp`` that all its steps have beside what other families of its kind have; ``note`` says
+            them in words.
     """
 
     def __init__(
         self,
-        name: str,
+        kind: str,
         base: Compiled,
         variants: Mapping[str, Mapping[Call, Pair]],
         setting: Setting,
         *,
         keeps: bool | None = None,
         prefetches: Sequence[int] = PREFETCHES,
-        bucketing: str | float | None = None,
+        options: Mapping[str, Any] | None = None,
+        note: str = "",
     ) -> None:
-        self.name, self.base, self.variants, self.setting = name, base, variants, setting
-        self.keeps, self.prefetches, self.bucketing = keeps, prefetches, bucketing
+        self.kind, self.name, self.options = kind, kind + note, dict(options or {})
+        self.base, self.variants, self.setting = base, variants, setting
+        self.keeps, self.prefetches, self.note = keeps, prefetches, note
         self._points: dict[Candidate, Point] = {}
 
     # ---- what is known of it ----

@@ -378,6 +378,12 @@ def test_blocks_whose_parts_are_recomputed_are_traced(fake_ranks, traced):
     assert traced == 2 * ["blocks.0", "blocks.1", "blocks.3"]
 
 
+def test_a_checkpointed_block_is_another_kind(fake_ranks):
+    fake_ranks(2)
+    net = Net(*(Plain() for _ in range(4)))
+    assert compare(net, real=False, activation_checkpointing=2)[0] == {"blocks.0": 1, "blocks.1": 1}
+
+
 def test_by_class(fake_ranks):
     fake_ranks(2)
     net = Net(nn.Sequential(Plain(), Dropped()), nn.Sequential(Plain(), Dropped()))

@@ -260,7 +260,7 @@ sys.exit("the step has run")
 
 
 def test_a_script_as_target(tmp_path, capsys):
-    """Its model, as it was before it was sharded, the inputs of its first call with gradients, and its precision."""
+    """The plan is for the model before it was sharded, with the precision and the inputs of its first training step."""
     script, out, page = tmp_path / "train.py", tmp_path / "plan.json", tmp_path / "plan.html"
     script.write_text(SCRIPT)
     arguments = ["plan", str(script), "--world-size", "2", "--device", "cpu", "--out", str(out)]
