@@ -11,7 +11,7 @@ from passes.analysis.symbols import properties
 from passes.compat import names_of_users
 from passes.outline import enlist
 from passes.plan import ShardedParameter
-from shardtrace.blocks.template import Template, captured, guard_reads, values_of, wrapped_tensors
+from shardtrace.blocks.template import Template, captured, values_of, wrapped_tensors
 
 from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import OpTags
@@ -128,8 +128,7 @@ def call(
 ) -> list[Any]:
     """Adds a line to ``trace`` that calls the block for another instance, of this name. Returns its outputs, flat."""
     values: dict[str, Proxy] = {old.name: new for old, new in zip(template.inputs, inputs, strict=True)}
-    values |= captured(template, module, root)
-    guard_reads(template, trace, root)
+    values |= captured(template, trace, module, root)
     with tracectx(trace):
         results = outlined.block.symbol(*(values.get(p.name, p) for p in outlined.inputs))
     lines = trace.scopes[-1]

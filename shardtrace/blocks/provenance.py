@@ -1,16 +1,20 @@
-"""Thunder's provenance records, which tell where a value comes from: rewriting them for another module, and evaluating
-them."""
+"""Thunder's provenance records, which tell where a value comes from: rewriting them for another module, and reading
+what they lead to."""
 
 from __future__ import annotations
 
 import copy
+from operator import attrgetter, itemgetter
 from typing import Any
+
+from passes.merge_checks import Steps, follow
+from shardtrace.blocks.structure import PLAIN
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
 
 class Unknown(Exception):
-    """A record that cannot be evaluated."""
+    """A record that cannot be followed."""
 
 
 def step_of(record: ProvenanceRecord) -> str:
@@ -22,14 +26,14 @@ class Reach:
     """Which records lead to ``root``. Records share inputs, of which each is followed once."""
 
     def __init__(self, root: ProvenanceRecord) -> None:
-        self._root = root
+        self.root = root
         self._known: dict[int, tuple[ProvenanceRecord, bool]] = {}  # the record keeps its id from being used again
 
     def has(self, record: ProvenanceRecord) -> bool:
         """True if ``record`` is that of the root's value or of something that is reached from it."""
         known = self._known.get(id(record))
         if known is None:
-            leads = record == self._root or any(map(self.has, record.inputs))
+            leads = record == self.root or any(map(self.has, record.inputs))
             known = self._known[id(record)] = (record, leads)
         return known[1]
 
@@ -47,28 +51,27 @@ def moved(record: ProvenanceRecord, old: ProvenanceRecord, new: ProvenanceRecord
     return result
 
 
-def attribute(owner: ProvenanceRecord, name: str) -> ProvenanceRecord:
-    """The record of an attribute that is read."""
-    constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=name)
-    return ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[owner, constant])
+def steps_to(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> Steps:
+    """The steps from ``root``, whose value is given, to the value of ``record``.
 
-
-def value_of(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> Any:
-    """The value at the end of a record that starts from ``root``, whose own value is ``value``.
+    A key that comes from ``root``, too, is that of this ``value``: tracing has read it, so that another block of the
+    kind has the same.
 
     Raises:
-        Unknown: if it leads elsewhere, or through a call.
-        AttributeError, KeyError, IndexError, TypeError: if there is nothing.
+        Unknown: if the record leads elsewhere, or through a call.
+        AttributeError, KeyError, IndexError, TypeError (:data:`MISSING`): if a key is not there.
     """
     if record is root or record == root:
-        return value
+        return ()
     step = step_of(record)
-    if step == "CONSTANT":
-        return record.value
     if step == "OPAQUE" and getattr(record.inputs[0].value, "__name__", "") == "__getitem__":
-        key, owner = record.inputs[1].inputs
-        return value_of(owner, root, value)[value_of(key, root, value)]
-    if step not in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        step, (key, owner) = "BINARY_SUBSCR", record.inputs[1].inputs
+    elif step in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        owner, key = record.inputs
+    else:
         raise Unknown(f"a value that is reached by {step}")
-    owner, key = (value_of(i, root, value) for i in record.inputs)
-    return getattr(owner, key) if step == "LOAD_ATTR" else owner[key]
+    k = key.value if step_of(key) == "CONSTANT" else follow(steps_to(key, root, value), value)
+    if not isinstance(k, PLAIN):
+        raise Unknown(f"a value whose key is a {type(k).__name__}")
+    last = attrgetter(str(k)) if step == "LOAD_ATTR" else itemgetter(k)
+    return (*steps_to(owner, root, value), last)

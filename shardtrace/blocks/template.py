@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import partial
+from operator import attrgetter
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 from passes.checkpoint_activations import Call
 from passes.compat import constraints, name_of_input, proxied_values, side_effects, without_constraints
+from passes.merge_checks import MISSING, Fact, Steps, check_values, follow, unlike
 from shardtrace.blocks.observe import Observer, Seen
-from shardtrace.blocks.provenance import Reach, Unknown, attribute, moved, step_of, value_of
+from shardtrace.blocks.provenance import Reach, Unknown, moved, step_of, steps_to
 from shardtrace.blocks.structure import PLAIN, CannotShare
 
 from thunder import clang
+from thunder.core.codeutils import ContextObject
 from thunder.core.interpreter import ProvenanceRecord, wrap
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, proxy
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
@@ -27,16 +32,7 @@ class Capture(NamedTuple):
 
     proxy: TensorProxy
     record: ProvenanceRecord
-
-
-class ReadValue(NamedTuple):
-    """A plain attribute that tracing has read: the record of its object, its name and its value. ``stored``: whether
-    the object has it as such, not as a property."""
-
-    owner: ProvenanceRecord
-    name: str
-    value: Any
-    stored: bool
+    steps: Steps
 
 
 class Outside(NamedTuple):
@@ -45,14 +41,6 @@ class Outside(NamedTuple):
     owner: Any
     name: str
     value: Any
-
-
-class Guard(NamedTuple):
-    """A check of the prologue on another plain value that tracing has read."""
-
-    check: Any
-    record: ProvenanceRecord
-    expected: tuple[Any, ...]
 
 
 class Made(NamedTuple):
@@ -69,11 +57,10 @@ class Template(NamedTuple):
     root: ProvenanceRecord
     inputs: tuple[TensorProxy, ...]
     captures: tuple[Capture, ...]
-    reads: tuple[ReadValue, ...]
+    facts: tuple[Fact, ...]
     outside: tuple[Outside, ...]
     seen: tuple[Seen, ...]
     side_effects: int
-    guards: tuple[Guard, ...]
     lines: tuple[BoundSymbol, ...]
     traced: tuple[BoundSymbol, ...]
     made: tuple[Made, ...]
@@ -120,27 +107,17 @@ def make_template(
     for o in outputs:
         if (isinstance(o, Proxy) and o.name not in known) or not isinstance(o, (Proxy, *PLAIN, type(None))):
             raise CannotShare(f"returns a {type(o).__name__} that it does not make")
-    reads = tuple(_reads(observer, module, root, reach))
-    guards = tuple(
-        Guard(c[0], c[1].history, c[2:])
-        for c in added
-        if len(c) > 2
-        and isinstance(c[1], Proxy)
-        and not isinstance(c[1], TensorProxy)
-        and step_of(c[1].history) == "BINARY_SUBSCR"
-        and reach.has(c[1].history)
-    )
+    facts = (*_attributes(observer, module, root, reach), *_items(added, module, root, reach))
     snapshot = tuple(b.from_bsym() for b in lines)
     return Template(
         name=name,
         root=root,
         inputs=tuple(inputs),
         captures=captures,
-        reads=reads,
+        facts=facts,
         outside=tuple(_outside(observer, reach)),
         seen=tuple(observer.seen.values()),
         side_effects=side_effects(),
-        guards=guards,
         lines=snapshot,
         traced=tuple(lines),
         made=tuple(made.values()),
@@ -184,23 +161,39 @@ def _captures(read: Mapping[str, Proxy], module: nn.Module, reach: Reach) -> Ite
         if value is None or isinstance(p, NumberProxy):
             raise CannotShare(f"reads {name}, which is neither an argument nor its own")
         if reach.has(value.provenance):
-            yield Capture(value.value, value.provenance)
+            try:
+                steps = steps_to(value.provenance, reach.root, module)
+            except (Unknown, *MISSING) as why:
+                raise CannotShare(f"reads {name}, {why}") from None
+            yield Capture(value.value, value.provenance, steps)
         elif id(value.original_value) in own:
             raise CannotShare(f"reads its {name} by another way than itself")
 
 
-def _reads(observer: Observer, module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[ReadValue]:
-    for read in observer.reads.values():
-        if not reach.has(read.record):
+def _attributes(observer: Observer, module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[Fact]:
+    for seen in observer.reads.values():
+        if not reach.has(seen.record):
             continue
         try:
-            owner = value_of(read.record, root, module)
-            value = getattr(owner, read.name)
-        except (Unknown, AttributeError, KeyError, IndexError, TypeError, RuntimeError):
+            steps = steps_to(seen.record, root, module)
+            owner = follow(steps, module)
+            value = getattr(owner, seen.name)
+        except (Unknown, RuntimeError, *MISSING):
             continue  # an attribute of a tensor or of a value that was computed, or one that is not there
         if isinstance(value, PLAIN):
-            stored = isinstance(_stored(owner, read.name), PLAIN)
-            yield ReadValue(read.record, read.name, value, stored)
+            guarded = isinstance(_stored(owner, seen.name), PLAIN)
+            yield Fact(seen.name, (*steps, attrgetter(seen.name)), value, guarded)
+
+
+def _items(added: Iterable[tuple[Any, ...]], module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[Fact]:
+    """The items of lists and mappings that Thunder checks."""
+    for _, *checked in added:
+        if len(checked) < 2 or not isinstance(checked[0], Proxy) or isinstance(checked[0], TensorProxy):
+            continue
+        record = checked[0].history
+        if step_of(record) == "BINARY_SUBSCR" and reach.has(record):
+            steps = steps_to(record, root, module)
+            yield Fact(f"item {checked[1]!r}", steps, checked[1], guarded=True)
 
 
 def _outside(observer: Observer, reach: Reach) -> Iterator[Outside]:
@@ -231,21 +224,7 @@ def fits(template: Template, module: nn.Module) -> str:
     for seen in template.seen:
         if not seen.is_unchanged():
             return f"view of a {type(seen.container).__name__}"
-    for read in template.reads:
-        try:
-            value = getattr(value_of(read.owner, template.root, module), read.name)
-        except (Unknown, AttributeError, KeyError, IndexError, TypeError):
-            return read.name
-        if type(value) is not type(read.value) or value != read.value:
-            return read.name
-    for guard in template.guards:
-        try:
-            value = value_of(guard.record, template.root, module)
-        except (Unknown, AttributeError, KeyError, IndexError, TypeError):
-            return str(guard.record)
-        if (type(value), value) != (type(guard.expected[0]), guard.expected[0]):
-            return str(guard.record)
-    return ""
+    return unlike(template.facts, module)
 
 
 def write_again(
@@ -253,8 +232,7 @@ def write_again(
 ) -> list[Any]:
     """Adds the template's lines to ``trace`` for another instance. Returns its outputs, flat."""
     names: dict[str, Proxy] = {old.name: new for old, new in zip(template.inputs, inputs, strict=True)}
-    names |= captured(template, module, root)
-    guard_reads(template, trace, root)
+    names |= captured(template, trace, module, root)
     with tracectx(trace):
         names |= {p.name: p.replace(name=None, tags=set(tags)) for p, tags in template.made}
     calls: dict[Hashable, Call] = {}
@@ -262,36 +240,40 @@ def write_again(
     return [names.get(o.name, o) if isinstance(o, Proxy) else o for o in template.outputs]
 
 
-def captured(template: Template, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
-    """The proxies of the instance's own parameters and buffers, which the prologue will unpack and check."""
+def captured(template: Template, trace: TraceCtx, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
+    """The proxies of the instance's own parameters and buffers. The prologue will unpack them, and check them and the
+    values that tracing has read."""
     known = wrapped_tensors()
     found: dict[str, Proxy] = {}
-    for p, record in template.captures:
+    added: list[TensorProxy] = []
+    for p, record, steps in template.captures:
         there = moved(record, template.root, root)
-        value = value_of(there, root, module)
+        value = follow(steps, module)
         before = known.get(name_of_input(there))
         # wrapping a tensor twice would give its .grad a name twice, which Thunder refuses
         if before is not None and before.original_value is value:
             found[p.name] = before.value
             continue
         with without_constraints():
-            new = wrap(value, provenance=there).value
-        constraints().append((clang.check_tensor_shape_and_metadata, new))
-        found[p.name] = new
+            found[p.name] = wrap(value, provenance=there).value
+        added.append(found[p.name])
+    # one constraint for all tensors, which hides them: Thunder compares each that it finds in one with all inputs
+    constraints().append((partial(_check_tensors, tuple(added)),))
+    facts = tuple(fact for fact in template.facts if fact.guarded)
+    if facts and root != template.root:
+        with tracectx(trace):
+            block = Proxy(prefix="block", history=copy(root))
+        constraints().append((partial(_check_values, facts), block))
     return found
 
 
-def guard_reads(template: Template, trace: TraceCtx, root: ProvenanceRecord) -> None:
-    if root == template.root:
-        return
-    with tracectx(trace):
-        for read in (read for read in template.reads if read.stored):
-            record = attribute(moved(read.owner, template.root, root), read.name)
-            check = clang.check_string_value if isinstance(read.value, str) else clang.check_number_type_and_value
-            constraints().append((check, proxy(read.value, history=record), read.value))
-        for guard in template.guards:
-            record = moved(guard.record, template.root, root)
-            constraints().append((guard.check, proxy(guard.expected[0], history=record), *guard.expected))
+def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
+    for tensor in tensors:
+        clang.check_tensor_shape_and_metadata(tensor)
+
+
+def _check_values(facts: tuple[Fact, ...], block: Proxy) -> None:
+    check_values((block,), ContextObject(f"facts_of_{block.name}", (facts,)))
 
 
 def _renamed(bsym: BoundSymbol, names: Mapping[str, Proxy], calls: dict[Hashable, Call]) -> BoundSymbol:

@@ -1,5 +1,10 @@
 """The prologue in few lines checks what it checked before."""
 
+from operator import attrgetter, itemgetter
+from types import SimpleNamespace
+
+from passes.merge_checks import Fact, unlike
+
 import pytest
 import thunder
 import torch
@@ -94,3 +99,36 @@ def test_what_compiles_another_step(fake_ranks, transforms):
     assert misses(torch.zeros(2, 6)) == 1
     weight.requires_grad_(True)
     assert misses(torch.zeros(2, 6)) == 0
+
+
+def test_what_blocks_share_is_checked_in_one_line(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(lambda: nn.Sequential(*(nn.LayerNorm(6) for _ in range(4))), torch.ones(3, 6))
+    checks = [b for b in thunder.last_prologue_traces(cmodel)[-1].bound_symbols if b.sym.name == "check_values"]
+    (check,) = checks
+    blocks, facts = check.args[0], check.args[1].obj
+    assert len(blocks) == len(facts) == 3  # the first has Thunder's own lines
+    assert {fact.name for fact in facts[0]} == {"eps", "item 6"}
+
+    before = thunder.cache_misses(cmodel)
+    cmodel(torch.ones(3, 6))
+    assert thunder.cache_misses(cmodel) == before
+    cmodel._model[2].eps = 0.1
+    cmodel(torch.ones(3, 6))
+    assert thunder.cache_misses(cmodel) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        (SimpleNamespace(number=1, parts=["a"]), ""),
+        (SimpleNamespace(number=2, parts=["a"]), "number"),
+        (SimpleNamespace(number=True, parts=["a"]), "number"),
+        (SimpleNamespace(number=1, parts=[]), "parts[0]"),
+        (SimpleNamespace(parts=["a"]), "number"),
+        (SimpleNamespace(number=1, parts={}), "parts[0]"),
+    ],
+)
+def test_unlike(block, name):
+    steps = (attrgetter("parts"), itemgetter(0))
+    assert unlike((Fact("number", (attrgetter("number"),), 1), Fact("parts[0]", steps, "a")), block) == name
