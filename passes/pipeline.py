@@ -22,6 +22,7 @@ from passes.compare_ranks import compare_ranks
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
+from passes.merge_arguments import merge_arguments, split_arguments
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
@@ -210,6 +211,11 @@ def _inner(users: Sequence[Pass]) -> Inner:
     return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
+def _outline(computation: TraceCtx, users: Sequence[Pass]) -> TraceCtx:
+    outlined = outline(computation, inner=_inner(users))
+    return computation if outlined is computation else merge_arguments(outlined)
+
+
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
     users = [t for t in transforms if isinstance(t, Pass)]
@@ -228,7 +234,7 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
         # after lowering, because it repairs the changes that fusions make to the saved values
-        PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
+        PassAfterLowering(lambda t: save_shards(split_arguments(t), swapped=compilation.swapped), "save_shards"),
         # after lowering, which splits the joint trace; after save_shards, which may save more shards
         PassAfterLowering(lambda t: keep_secondary(t, kept=compilation.kept), "keep_secondary"),
         # after lowering, when fusions exist; after save_shards, which makes unequal what it repairs
@@ -240,8 +246,9 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *users,
-        # the last one before autodiff, which differentiates what it makes of the calls of blocks
-        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
+        # the last one before autodiff, which differentiates what it makes of the calls of blocks; for Thunder's passes
+        # over these, until the next pass of ours, all inputs have one line
+        PassBeforeAutodiff(lambda c: _outline(c, users), "outline"),
         # last, because executors and fusions change the order of lines; then a stop after all copies from the host
         PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
         CompareRanks(compilation),
