@@ -26,12 +26,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+ISSUES = frozenset((*GATHERS, *REDUCTIONS, *OVERFLOWS))
+WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values(), *OVERFLOWS.values()))
+
+
 def is_issue(bsym: BoundSymbol) -> bool:
-    return any(bsym.sym.id in pairs for pairs in (GATHERS, REDUCTIONS, OVERFLOWS))
+    return bsym.sym.id in ISSUES
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
-    return any(bsym.sym.id in pairs.values() for pairs in (GATHERS, REDUCTIONS, OVERFLOWS))
+    return bsym.sym.id in WAITS
 
 
 def is_collective(bsym: BoundSymbol) -> bool:

@@ -283,14 +283,18 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
 
 def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
     """What called blocks save: no unsharded parameter that backward gathers again, nothing that it computes again."""
+    verified: set[tuple[int, frozenset[str]]] = set()  # calls of a function differ in its inputs alone
     for i, bsym in enumerate(lines):
         part = part_of(bsym)
         inside = part.trace.bound_symbols if part is not None else []
         if part is None or not is_return(inside[-1]) or not isinstance(inside[-1].args[0][-1], list):
             continue
         pairs = zip(part.trace.args, bsym.args, strict=True)
-        aliases = {p.name for p, a in pairs if any(b.plan.regather for b in values.get(a.name, ()))}
-        kept = names(inside[-1].args[0][-1])
+        unsharded = frozenset(p.name for p, a in pairs if any(b.plan.regather for b in values.get(a.name, ())))
+        if (id(part), unsharded) in verified:
+            continue
+        verified.add((id(part), unsharded))
+        aliases, kept = set(unsharded), names(inside[-1].args[0][-1])
         for line in inside:
             outs = names(line.flat_proxy_outs)
             if kept & outs and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in line.tags:
