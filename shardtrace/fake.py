@@ -9,7 +9,7 @@ from typing import Any
 
 from passes.compat import fake_calls_on_cpu
 from shardtrace.api import fsdp
-from shardtrace.model.absent import claim, is_absent
+from shardtrace.model.absent import claim, is_absent, never_runs
 from shardtrace.model.whole import hollow_copy
 from shardtrace.ranks.mesh import resolve_device
 
@@ -69,10 +69,10 @@ def compile_sharded(
 ) -> Any:
     """A jitted and sharded copy of ``model``, compiled for one call in the current process group.
 
-    The model is not changed. Only the shards of its copy have memory, which is not initialised.
+    The model is not changed. Its copy has no memory.
     """
     device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
-    options = {**fsdp_options, "device": device, "param_init_fn": _leave}
+    options = {**fsdp_options, "device": device, "param_init_fn": never_runs}
     ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
     with fake_calls_on_cpu(device) if is_absent(device) else nullcontext():
         compile_only(ours, _on(device, arguments))
@@ -85,7 +85,7 @@ def _on(device: torch.device, arguments: Arguments) -> Arguments:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.device == device:
             return value
-        return claim(value, device) if is_absent(device) else value.to(device)
+        return claim(value, device) if is_absent(device) or value.is_meta else value.to(device)
 
     moved: Arguments = tree_map(move, arguments)
     return moved
@@ -98,10 +98,6 @@ def parse_arguments(example_inputs: Any) -> Arguments:
     if isinstance(example_inputs, tuple | list):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
-
-
-def _leave(module: nn.Module) -> None:
-    """Initialises nothing, because no value is ever read."""
 
 
 def _device(model: nn.Module, arguments: Arguments) -> torch.device:

@@ -69,14 +69,22 @@ def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
     return torch.empty(shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device="meta")
 
 
+HOLDERS = (torch.Tensor, tuple, list)
+
+
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """The memory of a tensor, or of all tensors in a future."""
     if isinstance(value, torch.Tensor):
         yield value.untyped_storage()
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, HOLDERS) and not _is_of_works(value):
         for part in value:
-            if isinstance(part, torch.Tensor | tuple | list):  # most are the messages of a collective
+            if isinstance(part, HOLDERS):
                 yield from storages(part)
+
+
+def _is_of_works(value: Any) -> bool:
+    """True for the works of a collective: with many ranks they are ten thousands, and hold no memory."""
+    return isinstance(value, list) and bool(value) and not any(isinstance(v, HOLDERS) for v in (value[0], value[-1]))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

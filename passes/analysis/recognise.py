@@ -25,7 +25,6 @@ from thunder.torch import scaled_dot_product_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 ISSUES = frozenset((*GATHERS, *REDUCTIONS, *OVERFLOWS))
 WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values(), *OVERFLOWS.values()))
 

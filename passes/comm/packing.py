@@ -33,7 +33,7 @@ class Packing:
         self.rounded = tuple(i for i, numel in enumerate(self.numels) if large and numel >= SMALLEST)
         self.exact = tuple(i for i in range(len(self.numels)) if i not in self.rounded)
         self.format, self.rank = format, plan.rank
-        self.chunk = CPU_CHUNK if bucket.members[0].parameter.rest_device in ("", "cpu") else GPU_CHUNK
+        self.chunk = CPU_CHUNK if plan.direct else GPU_CHUNK  # direct: between CPUs
         self.exact_layout = self._layout(bucket, self.exact)
         self.rounded_layout = self._layout(bucket, self.rounded)
         self.rows: list[dict[int, slice]] = []  # for each rank, the messages of its rounded members

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from passes.compat import set_traced_device
 from passes.plan import HostMemory, Placement
-from shardtrace.model.absent import claim, is_absent
+from shardtrace.model.absent import claim, is_absent, never_runs
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
@@ -76,9 +76,9 @@ def distribute(
     given: Collection[int] = (),
 ) -> None:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
-    time: a whole parameter is freed as soon as its shard is made. On a device that is absent nothing has memory.
-    Tensors whose id is ``given`` get memory for the caller to fill."""
-    absent, used_on = is_absent(device), device
+    time: a whole parameter is freed as soon as its shard is made. Nothing has memory on a device that is absent, or if
+    the model :func:`never_runs`. Tensors whose id is ``given`` get memory for the caller to fill."""
+    absent, used_on = is_absent(device) or param_init_fn is never_runs, device
     device = torch.device("meta") if absent else device
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}

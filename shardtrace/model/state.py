@@ -39,7 +39,7 @@ class Entry:
 
     ``owners`` are all pairs (module, attribute) that hold it: more than one if it is tied. ``stand_in`` is a meta
     tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter. ``rest_device``
-    is the device of the shard: that of its use, the host's, or meta if a fake rank compiles for an absent device.
+    is the device of the shard: that of its use, the host's, or meta if the model never runs.
     """
 
     name: str

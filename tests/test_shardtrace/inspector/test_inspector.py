@@ -156,6 +156,14 @@ def test_nothing_is_run_and_the_model_stays_as_it_is():
     assert not dist.is_initialized()
 
 
+def test_a_step_that_never_runs_has_no_memory():
+    size = 2**17  # a shard of 34 GB
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(size, size, bias=False), nn.BatchNorm1d(size))
+    shown = shardtrace.inspect(model, torch.ones(2, size, device="meta"), world_size=2)
+    assert max(row.total for row in shown.memory) > size * size * 4
+
+
 def test_meta_model_of_any_number_of_ranks():
     with torch.device("meta"):
         model = two_linear()
