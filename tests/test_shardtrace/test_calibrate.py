@@ -50,11 +50,11 @@ def test_one_process(folder, single_rank):
 
 
 def test_a_file_from_before_rounding_was_measured(folder, single_rank):
-    path = write(folder, world_size=1)
+    path = write(folder, world_size=1, backend="none")
     data = json.loads(path.read_text())
     del data["model"]["device"]["rounding"]
     path.write_text(json.dumps(data))
-    assert load_cost_model(CPU, dist.group.WORLD) == MODEL
+    assert load_cost_model(CPU, dist.group.WORLD).device == MODEL.device
 
 
 def test_not_saved(folder):
