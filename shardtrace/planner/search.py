@@ -116,6 +116,7 @@ class Family:
         self.base, self.variants, self.setting = base, variants, setting
         self.keeps, self.prefetches, self.note = keeps, prefetches, note
         self._points: dict[Candidate, Point] = {}
+        self._facts: dict[Any, Any] = {}
 
     # ---- what is known of it ----
 
@@ -157,7 +158,8 @@ class Family:
 
     def point(self, candidate: Candidate, name: str = "") -> Point:
         if candidate not in self._points:
-            self._points[candidate] = Point(candidate, estimate(self.step(candidate), self.setting), name)
+            found = estimate(self.step(candidate), self.setting, self._facts)
+            self._points[candidate] = Point(candidate, found, name)
         return self._points[candidate]
 
     def step(self, candidate: Candidate) -> Step:
@@ -211,15 +213,19 @@ class Family:
                         break
 
     def rounded_points(self) -> list[Point]:
-        """Adds the same with messages rounded in each way that is allowed, if compute waits for communication. If it
-        does not, only the step with the least memory, which may be the only one that fits."""
+        """Adds steps whose messages are rounded as is allowed, if compute waits for communication: the recipes, and a
+        search with each way to round that is worth it in a recipe. If compute does not wait, only the step with the
+        least memory, which may be the only one that fits."""
         exact = front(self.found)
-        waiting = any(p.estimate.exposed >= NOT_WORTH_IT * p.estimate.seconds for p in exact)
-        for rounding in self.roundings:
-            if waiting:
-                self._search(rounding)
-            else:
+        if not any(p.estimate.exposed >= NOT_WORTH_IT * p.estimate.seconds for p in exact):
+            for rounding in self.roundings:
                 self.point(exact[0].candidate._replace(rounding=rounding))
+            return self.found
+        for rounding in self.roundings:
+            self.recipes(rounding)
+        worth_it = {p.candidate.rounding for p in front(p for p in self.found if p.name)}
+        for rounding in sorted(worth_it - {EXACT}):
+            self._search(rounding)
         return self.found
 
     @cached_property
