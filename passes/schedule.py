@@ -43,7 +43,7 @@ from passes.analysis.recognise import (
     issues_future,
     waits_for_future,
 )
-from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
 from passes.plan import Bucket, Plan, inflight_limits
 
 from thunder.core.symbol import BoundSymbol
@@ -142,7 +142,9 @@ def _latest_starts(
     for k in range(len(order) - 1, -1, -1):
         future, use = order[k]
         before = order[k - 1][1] if k else 0
-        work = link_seconds(gathers[future]) + total[use] - total[before]
+        gather = gathers[future]
+        rounding = wire_seconds(bucket_of(gather).plan.cost, gather)
+        work = rounding + link_seconds(gather) + total[use] - total[before]
         following = latest[future] = min(clock[use], following) - MARGIN * work
     return latest
 
@@ -287,6 +289,7 @@ class _Walk:
             return
         flight = self._land_gather(future) if is_gather(wait) else self._land_reduce(future)
         idle = self.clock.wait(flight)
+        self.clock.compute(wire_seconds(bucket_of(wait).plan.cost, wait))
         self.window.leave(wait)
         self._emit(wait, f"waited for here: {why}" + (f"; compute is idle for {idle * 1e3:.3g} ms" if idle else ""))
 

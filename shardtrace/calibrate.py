@@ -25,6 +25,8 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
+from passes.comm.packing import chunk_of
+from passes.comm.quantize import INT8
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
 from passes.compat import function_of
 from passes.plan import (
@@ -189,10 +191,27 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
         there = torch.empty_like(on_host, device=device)
         return on_host.nbytes / measured("host memory", lambda: there.copy_(on_host, non_blocking=True))
 
+    def rounding() -> float:
+        """Bytes/s of functions that write and read messages in int8, over the bytes/s of memory. As in a step,
+        parameters were used a while ago, and results are kept for a while."""
+        numel, chunk = effort.elements // 4, chunk_of(on_cpu=device.type == "cpu")
+        values = torch.randn(max(2, min(LINES, MOST // (4 * numel))), numel, device=device)
+        several, results = itertools.cycle(values), deque[torch.Tensor](maxlen=len(values))
+
+        def both() -> None:
+            message = values.new_empty(INT8.nbytes(numel), dtype=torch.uint8)
+            INT8.pack(next(several), message, chunk=chunk)
+            results.append(torch.empty_like(values[0]))
+            INT8.unpack(message, results[-1], chunk=chunk)
+
+        work = INT8.pack_work(numel, 4, chunk=chunk) + INT8.unpack_work(numel, 4, chunk=chunk)
+        seconds = measured("rounding", both)
+        return work.bytes / max(seconds - work.number * rest, seconds / 2) / bandwidth
+
     full, half = product(torch.float32), product(torch.bfloat16)
     # as it is usually computed there
     of_products = attention(torch.float32) / full if device.type == "cpu" else attention(torch.bfloat16) / half
-    return Device(full, half, bandwidth, rest, host(), of_products, special(), allocation())
+    return Device(full, half, bandwidth, rest, host(), of_products, special(), allocation(), rounding())
 
 
 def _products(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
@@ -336,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = resolve_group(None, device) if launched or dist.is_initialized() else None
     is_first = group is None or dist.get_rank(group) == 0
     effort = EFFORTS.get(device.type, EFFORTS["cuda"])
-    steps = 8 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
+    steps = 9 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
     model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
     status = 0
     if is_first:
@@ -389,6 +408,7 @@ DEVICE_UNITS = (
     ("attention", 100.0, "% of products"),
     ("exp, tanh, ...", 1e-9, "G elements/s"),
     ("new memory", 1e-9, "GB/s"),
+    ("rounding", 100.0, "% of memory"),
 )
 LINK_UNITS = (
     ("bandwidth", 1e-9, "GB/s"),

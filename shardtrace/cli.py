@@ -124,6 +124,8 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
     command.add_argument("--mp-policy", metavar="P", help="bf16, fp16 or fp32, as in shardtrace.fsdp")
     command.add_argument("--sharding-strategy", metavar="S", help="to keep instead of choosing one")
+    rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
+    command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
     command.add_argument("--page", type=Path, metavar="FILE", help="write a page with memory against time (HTML)")
     command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -138,6 +140,13 @@ def _number_or_name(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
+
+
+def _option_and_values(text: str) -> tuple[str, list[str]]:
+    option, _, values = text.partition("=")
+    if not option or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an option and its values, as in gather-dtype=int8,fp8")
+    return option.replace("-", "_"), values.split(",")
 
 
 def _mesh_shape(text: str) -> tuple[int, int]:
@@ -175,6 +184,7 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "device", "link", "node_link")},
         **{name: getattr(options, name) for name in ("node_ranks", "optimizer", "accumulation")},
         fixed=fixed | {name: getattr(options, name) for name in pins if getattr(options, name) is not None},
+        allowed=dict(options.allow),
     )
     print(found)
     if options.out is not None:

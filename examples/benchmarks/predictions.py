@@ -50,6 +50,7 @@ SIZES = {
     "wide": Sizes(layers=2, width=512, heads=8, batch=4, seq=128, optimizer="adamw"),
     "long": Sizes(layers=3, width=256, heads=4, batch=2, seq=384, optimizer="adamw"),
 }
+ROUNDED = {"gather_dtype": "int8", "reduce_wire": "int8"}
 WARM_UP = 3
 PLANNED = "planned"
 
@@ -73,6 +74,21 @@ def plans(layers: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def rounded_plans() -> dict[str, dict[str, Any]]:
+    """Options of ``fsdp`` by name: strategies that round what they send, beside exact ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for strategy in ("zero2", "zero3"):
+        exact = found[strategy] = {"sharding_strategy": strategy}
+        found[f"{strategy}, int8 gathers"] = {**exact, "gather_dtype": "int8"}
+        found[f"{strategy}, fp8 gathers"] = {**exact, "gather_dtype": "fp8"}
+        found[f"{strategy}, int8 reductions"] = {**exact, "reduce_wire": "int8"}
+        found[f"{strategy}, int4 reductions"] = {**exact, "reduce_wire": "int4"}
+        found[f"{strategy}, int8 both"] = {**exact, **ROUNDED}
+    found["ddp"] = {"sharding_strategy": "ddp"}
+    found["ddp, int8 reductions"] = {"sharding_strategy": "ddp", "reduce_wire": "int8"}
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,13 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="of the slow link, in Gbit/s")
+    parser.add_argument("--wires", action="store_true", help="plans that round what they send, in place of the others")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results/predictions.json"))
     options = parser.parse_args(arguments)
     rows = []
     for model in options.models:
         for rate in options.rates if options.setting == "slow-link" else [None]:
             name = f"{model}, {options.ranks} ranks, {f'{rate:g} Gbit/s' if rate else 'loopback'}"
-            found = measure(name, SIZES[model], options.ranks, options.rounds, rate)
+            found = measure(name, SIZES[model], options.ranks, options.rounds, rate, wires=options.wires)
             print(report(name, found), flush=True)
             rows += [{"setting": name, **row} for row in found]
     print(summary(rows))
@@ -96,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None) -> list[dict[str, Any]]:
+def measure(
+    name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None, *, wires: bool
+) -> list[dict[str, Any]]:
     """A row for each plan, by name: seconds and bytes, measured and predicted."""
     job = Job(name, "gloo", ranks, "cpu", sizes, rounds, 2, "", rates=(rate,) if rate else ())
     with slow_link.two_namespaces() if rate else nullcontext(()) as ends:
@@ -109,7 +128,7 @@ def measure(name: str, sizes: Sizes, ranks: int, rounds: int, rate: float | None
             device="cpu",
             cost_model=cost,
         )
-        given = {"cost": rates, "planned": chosen.to_json()}
+        given = {"cost": rates, "planned": chosen.to_json(), "wires": wires}
         return run_ranks(replace(job, given=given), ends, Path(__file__))
 
 
@@ -135,12 +154,13 @@ def rank(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def run(job: Job, world: World, cost: Mapping[str, Any], planned: str) -> list[dict[str, Any]]:
+def run(job: Job, world: World, cost: Mapping[str, Any], planned: str, wires: bool) -> list[dict[str, Any]]:
     setting = Setting(CostModel.from_dict(cost), hardware("cpu"), optimizer_cost("AdamW"))
     steps: dict[str, Training] = {}
     predicted: dict[str, Estimate] = {}
     peaks: dict[str, int] = {}
-    for name, options in {**plans(job.sizes.layers), PLANNED: {"plan": TrainingPlan.from_json(planned)}}.items():
+    named = rounded_plans() if wires else plans(job.sizes.layers)
+    for name, options in {**named, PLANNED: {"plan": TrainingPlan.from_json(planned)}}.items():
 
         def build(options: Mapping[str, Any] = options) -> Training:
             contender = Contender("shardtrace", lambda model, world: sharded(model, world, setting.cost, options))

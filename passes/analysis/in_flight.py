@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_gather
-from passes.analysis.seconds import link_seconds
+from passes.analysis.seconds import link_seconds, wire_seconds
 from passes.plan import Bucket, Plan
 
 from thunder.core.symbol import BoundSymbol
@@ -32,7 +32,9 @@ class Clock:
         self.now += seconds
 
     def issue(self, bsym: BoundSymbol) -> Flight:
-        group = bucket_of(bsym).plan.group
+        plan = bucket_of(bsym).plan
+        group = plan.group
+        self.now += wire_seconds(plan.cost, bsym)
         start = max(self.now, self._link_is_free.get(group, 0.0))
         self._link_is_free[group] = done = start + link_seconds(bsym)
         return Flight(start, done)

@@ -113,13 +113,19 @@ def liveness(trace: TraceCtx, *, persistent: int = 0) -> Liveness:
     return _Memory(persistent).run(trace)
 
 
-def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: int = 0) -> StepLiveness:
+def step_liveness(
+    forward: TraceCtx, backward: TraceCtx | None, *, persistent: int = 0, facts: dict[Any, Any] | None = None
+) -> StepLiveness:
     """The memory of a training step: :func:`liveness` of both traces. The backward starts with what the forward leaves.
 
     The forward's arguments and results are alive during backward, because its caller holds them. Saved tensors are
     alive until backward deletes them. Gradients that are kept for a later step are assumed to be there from the start.
+
+    ``facts``: filled with what collectives do with memory, and read for steps with the same buckets. Default: only for
+    this step.
     """
-    memory = _Memory(persistent + (sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0))
+    sums = sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0
+    memory = _Memory(persistent + sums, facts)
     before = memory.run(forward)
     if backward is None:
         return StepLiveness(before, None)
@@ -129,7 +135,7 @@ def step_liveness(forward: TraceCtx, backward: TraceCtx | None, *, persistent: i
 class _Memory:
     """Memory while a trace runs: which names hold which storage, and in which role."""
 
-    def __init__(self, persistent: int = 0) -> None:
+    def __init__(self, persistent: int = 0, facts: dict[Any, Any] | None = None) -> None:
         self.persistent = persistent
         self.values: Values = {}  # what each name is, on the meta device
         self.keys_of: dict[str, set[int]] = {}  # the storages that each name holds
@@ -138,7 +144,7 @@ class _Memory:
         self.buffers: list[Buffer] = []
         self.on_host: set[str] = set()  # values that take no memory of the device
         self.line = 0
-        self.facts: dict[Any, Any] = {}  # what collectives do with memory
+        self.facts: dict[Any, Any] = {} if facts is None else facts  # what collectives do with memory
 
     def run(self, trace: TraceCtx) -> Liveness:
         shards = _shards(trace)
@@ -167,8 +173,8 @@ class _Memory:
 
     def left_by(self, forward: TraceCtx, persistent: int) -> _Memory:
         """The memory that is alive when ``forward`` has returned, with which its backward starts."""
-        then = _Memory(persistent)
-        then.on_host, then.facts = self.on_host, self.facts
+        then = _Memory(persistent, self.facts)
+        then.on_host = self.on_host
         kinds = {key: buffer.kind for key, buffer in self.buffer_of.items()}
         by_caller = [(name, name) for name in self.values if name.startswith(CALLER)]
         by_caller += [(CALLER + name, name) for name in sorted(_results(forward))]
@@ -305,9 +311,9 @@ def _returned(part: Part) -> list[str]:
 
 
 def _work_of(bucket: Bucket) -> Hashable:
-    """A key for the memory of a bucket's collectives, equal for the buckets of equal blocks."""
+    """A key for the memory of a bucket's collectives, equal for the buckets of equal blocks, whenever they travel."""
     members = ((p.full_shape, p.dtype, p.owner, p.plan, m.trainable) for m in bucket.members for p in [m.parameter])
-    return type(bucket), bucket.plan, bucket.dtype, bucket.wire, tuple(members)
+    return type(bucket), bucket.dtype, bucket.wire, tuple(members) or bucket.plan
 
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:

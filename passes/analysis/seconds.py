@@ -6,7 +6,7 @@ from typing import Any
 
 from passes.analysis.calls import part_of
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
-from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_offload
+from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_offload, is_wait
 from passes.plan import Axis, Bucket, CostModel
 
 from thunder.core.symbol import BoundSymbol
@@ -14,9 +14,12 @@ from thunder.core.symbol import BoundSymbol
 
 def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking). A collective takes
-    :func:`link_seconds`; its share of the device is counted where it is issued."""
+    :func:`link_seconds`; its share of the device is counted where it is issued, and :func:`wire_seconds` where they are
+    spent."""
     if is_issue(bsym):
-        return cost.busy_seconds(**_message(bucket_of(bsym)))
+        return cost.busy_seconds(**_message(bucket_of(bsym))) + wire_seconds(cost, bsym)
+    if is_wait(bsym):
+        return wire_seconds(cost, bsym)
     if is_free(bsym):
         return 0.0
     if (part := part_of(bsym)) is not None:
@@ -24,6 +27,14 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
             part.facts[cost] = sum(compute_seconds(cost, b) for b in part.trace.bound_symbols)
         return float(part.facts[cost])
     return cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
+
+
+def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
+    """Seconds in which the device works for the wire of a collective: in the line that issues it, before it is sent, or
+    in the line that waits for it, after it has arrived. 0 without a wire, and for any other line."""
+    if is_issue(bsym):
+        return cost.kernel_seconds(bucket_of(bsym).work.issue)
+    return cost.kernel_seconds(bucket_of(bsym).work.finish) if is_wait(bsym) else 0.0
 
 
 def link_seconds(issue: BoundSymbol) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from passes.comm.quantize import Format
-from passes.plan import Bucket, Placement
+from passes.plan import Bucket, Kernels, Placement
 from passes.plan.layout import Layout
 
 import torch
@@ -27,13 +27,13 @@ class Packing:
 
     def __init__(self, bucket: Bucket, format: Format) -> None:
         plan = bucket.plan
-        whole = plan.placement is Placement.OWNER  # on the rank that owns it
+        whole = self.whole = plan.placement is Placement.OWNER  # members are on the rank that owns them
         self.numels = [m.parameter.full_numel // (1 if whole else plan.world_size) for m in bucket.members]
         large = bucket.rest_dtype in ROUNDED and plan.world_size > 1
         self.rounded = tuple(i for i, numel in enumerate(self.numels) if large and numel >= SMALLEST)
         self.exact = tuple(i for i in range(len(self.numels)) if i not in self.rounded)
         self.format, self.rank = format, plan.rank
-        self.chunk = CPU_CHUNK if plan.direct else GPU_CHUNK  # direct: between CPUs
+        self.chunk = chunk_of(on_cpu=plan.direct)  # ranks send messages to each other only between CPUs
         self.exact_layout = self._layout(bucket, self.exact)
         self.rounded_layout = self._layout(bucket, self.rounded)
         self.rows: list[dict[int, slice]] = []  # for each rank, the messages of its rounded members
@@ -53,6 +53,15 @@ class Packing:
     def _layout(bucket: Bucket, members: Sequence[int]) -> Layout | None:
         return bucket.layout_of([bucket.members[i] for i in members]) if members else None
 
+    def work(self, one: Callable[[int], Kernels]) -> Kernels:
+        """The work on the rounded members of all rows. That on ``one`` of them is a function of its elements there."""
+        return sum((one(self.numels[i]) for i in self.rounded), Kernels()) * (1 if self.whole else len(self.rows))
+
+    @property
+    def exact_bytes(self) -> int:
+        """The bytes of the exact members of all rows."""
+        return sum(place.stop - place.start for place in self.exact_rows)
+
     def write(self, row: torch.Tensor, rank: int, values: Mapping[int, torch.Tensor]) -> None:
         """Rounds flat values, by member, into the row of a rank. Missing ones at the end are zeros: padding."""
         for i, place in self.rows[rank].items():
@@ -61,6 +70,11 @@ class Packing:
     def read(self, row: torch.Tensor, rank: int, i: int, values: torch.Tensor, *, add: float | None = None) -> None:
         """Writes the values of a member into a flat tensor, or adds them to it, multiplied by ``add``."""
         self.format.unpack(row[self.rows[rank][i]], values, chunk=self.chunk, add=add)
+
+
+def chunk_of(*, on_cpu: bool) -> int:
+    """The elements that are rounded at once."""
+    return CPU_CHUNK if on_cpu else GPU_CHUNK
 
 
 def padded(flat: torch.Tensor, numel: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Values in blocks of eight or four bits with a scale for each block. Only torch: knows no parameter and no rank.
+"""Values in blocks of eight or four bits with a scale for each block. Knows no parameter and no rank.
 
 A block's scale maps its largest magnitude to the largest code, so that zero stays zero and no value saturates. A block
 with an inf or NaN has a scale that is not finite, and none of its values is finite when it is unpacked.
@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from passes.plan.cost import Kernels
+
 import torch
 
 LEAST = 1e-30  # a block of smaller magnitudes becomes zeros; the reciprocal of a scale stays finite
-SCALE_BYTES = 4  # fp32
+FP32 = 4  # bytes, as of a scale
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Format:
 
     def nbytes(self, numel: int) -> int:
         """The bytes of the message of ``numel`` values, a multiple of 4."""
-        return self._blocks(numel) * (SCALE_BYTES + self._block_bytes)
+        return self._blocks(numel) * (FP32 + self._block_bytes)
 
     def pack(
         self, values: torch.Tensor, message: torch.Tensor, *, chunk: int, error: torch.Tensor | None = None
@@ -81,6 +83,48 @@ class Format:
                 decoded = self._decode(codes[blocks]).mul_(scale).view(-1)[: stop - start]
                 place.copy_(decoded) if add is None else place.add_(decoded, alpha=add)
 
+    # ---- what it costs ----
+
+    def pack_work(self, numel: int, width: int, *, chunk: int, error: bool = False) -> Kernels:
+        """What :meth:`pack` does for ``numel`` values of ``width`` bytes each. The bytes of scales are not counted."""
+        copied = width < FP32 or error
+        work = Kernels(6, 5 * FP32) + self._encoding  # abs, amax, clamp, divide, reciprocal, multiply
+        work += Kernels(2, width + FP32) if copied else Kernels()
+        if error:  # add, subtract what was written, replace what is not finite, copy
+            work += Kernels(4, (2 * FP32 + 2) + 3 * FP32 + 2 * FP32 + (FP32 + 2)) + self._decoding
+        return self._in_chunks(work, numel, chunk)
+
+    def unpack_work(self, numel: int, width: int, *, chunk: int, add: bool = False) -> Kernels:
+        """What :meth:`unpack` does."""
+        if width == FP32:
+            work = self._decoding + Kernels(1, (3 if add else 2) * FP32)
+        else:
+            work = self._decoding + Kernels(2, 3 * FP32 + (2 if add else 1) * width)
+        return self._in_chunks(work, numel, chunk)
+
+    def _in_chunks(self, work: Kernels, numel: int, chunk: int) -> Kernels:
+        """``work`` is that of a chunk, with the bytes of one value."""
+        return Kernels(work.number * sum(1 for _ in self._chunks(numel, chunk)), work.bytes * numel)
+
+    @property
+    def _encoding(self) -> Kernels:
+        """The work of :meth:`_encode` for a chunk, with the bytes of one value."""
+        if self.is_float:
+            return Kernels(1, FP32 + 1)
+        round_, halves = Kernels(1, 2 * FP32), Kernels(1, 1.5 * FP32)  # the latter reads both halves, writes one
+        return round_ + (halves + Kernels(1, (FP32 + 1) / 2) if self.bits == 4 else Kernels(1, FP32 + 1))
+
+    @property
+    def _decoding(self) -> Kernels:
+        """The work of :meth:`_decode` for a chunk, with the bytes of one value."""
+        if self.is_float:  # widen, shift, mask, copy, multiply
+            return Kernels(5, 3 + 4 + 4 + (2 + FP32) + 2 * FP32)
+        if self.bits == 4:  # for each half: shift or add, shift, copy
+            return Kernels(6, 2 * (1 + 1 + (0.5 + FP32 / 2)))
+        return Kernels(1, 1 + FP32)
+
+    # ---- its parts ----
+
     @property
     def _block_bytes(self) -> int:
         return self.block * self.bits // 8
@@ -91,7 +135,7 @@ class Format:
     def _parts(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales ``(blocks,)`` and the codes ``(blocks, bytes)`` of a message."""
         blocks = self._blocks(numel)
-        cut = blocks * SCALE_BYTES
+        cut = blocks * FP32
         return message[:cut].view(torch.float32), message[cut:].view(blocks, self._block_bytes)
 
     def _chunks(self, numel: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from passes.comm import messages
 from passes.comm.packing import Packing, padded
-from passes.comm.quantize import INT8, Format
-from passes.plan import Bucket, Member, Placement, Wire
+from passes.comm.quantize import FP32, INT8, Format
+from passes.plan import Bucket, Ends, Kernels, Member, Placement, Wire
 from passes.plan.layout import summed_to
 
 import torch
@@ -41,6 +41,7 @@ def gather_wire(format: Format) -> Wire:
         name=format.name,
         takes=lambda bucket: bucket.plan.placement is not Placement.REPLICATE and bool(Packing(bucket, format).rounded),
         prepare=lambda bucket: Packing(bucket, format),
+        work=wire.work,
     )
 
 
@@ -65,6 +66,7 @@ def reduction_wire(format: Format, *, error_feedback: bool = False) -> Wire:
         prepare=lambda bucket: how(bucket).prepare(bucket),
         state=lambda bucket, device: how(bucket).state(bucket, device),
         reduces=True,
+        work=lambda bucket: how(bucket).work(bucket),
     )
 
 
@@ -96,6 +98,17 @@ class _Gather:
             shape = bucket.members[i].parameter.full_shape
             full[i] = flat[: math.prod(shape)].view(shape)
         return tuple(full[i] for i in range(len(bucket.members)))
+
+    def work(self, bucket: Bucket) -> Ends:
+        """The mean over ranks, which owners may differ from."""
+        packing: Packing = bucket.prepared
+        chunk, share = packing.chunk, 1 / bucket.plan.world_size
+        issue = packing.work(lambda n: self.format.pack_work(n, bucket.rest_dtype.bytes, chunk=chunk)) * share
+        finish = packing.work(lambda n: self.format.unpack_work(n, bucket.dtype.bytes, chunk=chunk))
+        if packing.exact:  # joined twice, by ranks and by members
+            issue += Kernels(2, 4 * share * packing.exact_bytes)
+            finish += Kernels(2, 4 * packing.exact_bytes)
+        return Ends(issue, finish)
 
 
 class _Reducing(NamedTuple):
@@ -181,6 +194,20 @@ class _Reduce:
             reduced |= zip(packing.exact, layout.unpack_row(exact.to(dtype)), strict=True)
         return tuple(reduced[i] for i in range(len(bucket.members)))
 
+    def work(self, bucket: Bucket) -> Ends:
+        """The mean over ranks, which owners may differ from."""
+        packing: Packing = bucket.prepared
+        width, chunk, ranks = bucket.dtype.bytes, packing.chunk, bucket.plan.world_size
+        own, others = 1 / ranks, (ranks - 1) / ranks  # the parts that stay here, and that go to or come from others
+        packed = packing.work(lambda n: self.format.pack_work(n, width, chunk=chunk, error=self.error_feedback))
+        added = packing.work(lambda n: self.format.unpack_work(n, FP32, chunk=chunk, add=True))
+        issue = packed * others + packing.work(lambda n: Kernels(2, n * (width + FP32))) * own
+        finish = added * others
+        if packing.exact:  # one message for each rank
+            exact = Kernels(ranks + 1, 4 * packing.exact_bytes)
+            issue, finish = issue + exact, finish + exact
+        return Ends(issue, finish)
+
 
 class _TwoTrips(NamedTuple):
     """The bucket of an all_reduce as one of shards, on the wire that reduces these and on the one that gathers them."""
@@ -211,6 +238,11 @@ class _AllReduce:
 
     def state(self, bucket: Bucket, device: torch.device) -> list[torch.Tensor]:
         return self.reduce.state(bucket.prepared.scattered, device)
+
+    def work(self, bucket: Bucket) -> Ends:
+        trips: _TwoTrips = bucket.prepared
+        there, back = self.reduce.work(trips.scattered), trips.gathered.work
+        return Ends(there.issue, there.finish + back.issue + back.finish)
 
     def issue(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> _Reducing:
         flat = (summed_to(g, m.parameter.full_shape) for g, m in zip(grads, bucket.members, strict=True))

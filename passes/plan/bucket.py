@@ -10,7 +10,7 @@ from typing import Any
 
 from passes.plan.layout import Layout, OwnerLayout, ShardLayout
 from passes.plan.plan import Member, Placement, Plan
-from passes.plan.wire import Wire
+from passes.plan.wire import Ends, Wire
 
 import torch
 from thunder.core import dtypes
@@ -71,6 +71,11 @@ class Bucket(ContextObject):
     def prepared(self) -> Any:
         """The result of the wire's ``prepare`` for this bucket; None without a wire."""
         return self.wire.prepare(self) if self.wire is not None else None
+
+    @cached_property
+    def work(self) -> Ends:
+        """What its wire does on the device; nothing without a wire."""
+        return self.wire.work(self) if self.wire is not None else Ends()
 
     @cached_property
     def trainable(self) -> Bucket | None:

@@ -53,7 +53,8 @@ class Device:
     copies between its memory and the host's, in either direction; ``attention``: the part of the FLOP/s of products
     that attention reaches, all scores counted; ``special``: elements/s of functions such as exp and tanh;
     ``allocation``: bytes/s of new tensors, beyond the traffic of writing them, because a CPU's operating system clears
-    pages when they are first used.
+    pages when they are first used; ``rounding``: the bytes/s that a wire's functions read and write, over those of
+    memory. It is more than 1 where they work on what the cache holds.
     """
 
     flops: float
@@ -64,6 +65,7 @@ class Device:
     attention: float = 1.0
     special: float = FREE  # as fast as memory
     allocation: float = FREE  # from memory that a caching allocator has
+    rounding: float = 1.0  # on a GPU, whose caches are smaller than the tensors on which it works
 
     def __post_init__(self) -> None:
         _check_rates(self)
@@ -118,6 +120,11 @@ class CostModel:
         """Seconds for a copy between host and device memory, in either direction."""
         return nbytes / self.device.host_bandwidth
 
+    def kernel_seconds(self, kernels: Kernels) -> float:
+        """Seconds for the functions of a wire."""
+        device = self.device
+        return kernels.number * device.overhead + kernels.bytes / (device.bandwidth * device.rounding)
+
     def compute_seconds(self, work: Work, nbytes: int, made: int = 0) -> float:
         """Seconds for one line of compute that reads and writes ``nbytes``, of which ``made`` are of new tensors."""
         device = self.device
@@ -143,6 +150,20 @@ class Work(NamedTuple):
     @property
     def flops(self) -> int:
         return self.full + self.half + self.attention + self.half_attention
+
+
+class Kernels(NamedTuple):
+    """Functions that run on the device one after another: their number, and the bytes of memory that they read and
+    write in total."""
+
+    number: float = 0
+    bytes: float = 0
+
+    def __add__(self, other: Any) -> Kernels:
+        return Kernels(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __mul__(self, times: Any) -> Kernels:
+        return Kernels(*(times * a for a in self))
 
 
 # may be too short to measure; no rate may be 0

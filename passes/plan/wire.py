@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from passes.plan.cost import Kernels
 
 import torch
 
@@ -21,6 +23,18 @@ def _nothing(bucket: Bucket) -> None:
 
 def _no_state(bucket: Bucket, device: torch.device) -> Sequence[torch.Tensor]:
     return ()
+
+
+class Ends(NamedTuple):
+    """The work of a wire on the device, besides sending: what ``issue`` does before the message leaves, and ``finish``
+    after it has arrived."""
+
+    issue: Kernels = Kernels()
+    finish: Kernels = Kernels()
+
+
+def _no_work(bucket: Bucket) -> Ends:
+    return Ends()
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,8 @@ class Wire:
         state: ``state(bucket, device)`` are the tensors that the wire keeps from step to step, in the runtime's
             ``errors``. Makes those that are missing.
         reduces: it carries gradients, not parameters.
+        work: ``work(bucket)`` is what the cost model counts for it beside the bytes. Default: nothing. Must be equal on
+            all ranks, because the order of collectives depends on it.
     """
 
     issue: Callable[[tuple[torch.Tensor, ...], Bucket], Any]
@@ -53,3 +69,4 @@ class Wire:
     prepare: Callable[[Bucket], Any] = _nothing
     state: Callable[[Bucket, torch.device], Sequence[torch.Tensor]] = _no_state
     reduces: bool = False
+    work: Callable[[Bucket], Ends] = _no_work

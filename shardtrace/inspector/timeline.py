@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from passes.analysis.recognise import bucket_of, is_gather, is_offload, issues_future, waits_for_future
-from passes.analysis.seconds import compute_seconds, link_seconds
+from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
 from passes.plan import CostModel, HostMemory
 
 from thunder.core.symbol import BoundSymbol
@@ -80,14 +80,14 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
         starts.append(now)
         if issues_future(bsym):
             link = _link(bsym)
-            start = max(now, is_free.get(link, 0.0))
+            start = max(now + wire_seconds(cost, bsym), is_free.get(link, 0.0))
             is_free[link] = stop = start + link_seconds(bsym)
             in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
             now += compute_seconds(cost, bsym)
         elif waits_for_future(bsym):
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
-            now = max(now, span.stop)
+            now = max(now, span.stop) + compute_seconds(cost, bsym)
         else:
             now += compute_seconds(cost, bsym)
     return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)

@@ -36,8 +36,13 @@ class Row:
         times = gib(self.memory), ms(self.seconds), ms(self.exposed)
         return (*times, self.strategy, self.recomputing, str(self.prefetch))
 
+    @property
+    def words(self) -> str:
+        """What it does, in a few words."""
+        return f"{self.strategy}, recomputing {self.recomputing}"
+
     def __str__(self) -> str:
-        return "".join(f"{cell:<{width}}" for cell, (_, width) in zip(self.cells, COLUMNS, strict=True)).rstrip()
+        return "".join(f"{cell + ' ':<{width}}" for cell, (_, width) in zip(self.cells, COLUMNS, strict=True)).rstrip()
 
 
 COLUMNS = (("memory", 14), ("step", 14), ("exposed", 14), ("strategy", 28), ("recomputing", 20), ("prefetch", 8))
@@ -101,7 +106,7 @@ def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
     shapes.append(f'<path class="front" d="M{corners[0][0]:.1f},{corners[0][1]:.1f}{path}"/>' if corners else "")
     for row, (a, b) in zip(rows, corners, strict=True):
         css = "chosen" if row is chosen else "fits" if row.memory <= budget else "beyond"
-        title = escape(f"{gib(row.memory)}, {ms(row.seconds)}: {row.strategy}, recomputing {row.recomputing}")
+        title = escape(f"{gib(row.memory)}, {ms(row.seconds)}: {row.words}")
         shapes.append(f'<circle class="{css}" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{title}</title></circle>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory against time">{"".join(shapes)}</svg>'
 

@@ -51,6 +51,7 @@ class TrainingPlan:
         pareto: the front of memory and time, from the least memory to the fastest step.
         cost: the rates of the cost model.
         notes: what a reader should know.
+        allowed: the values of ``gather_dtype`` and ``reduce_wire`` that might be chosen, beside exact ones.
     """
 
     model: str
@@ -74,6 +75,7 @@ class TrainingPlan:
     pareto: Rows
     cost: CostModel
     notes: tuple[str, ...] = ()
+    allowed: Mapping[str, list[str]] = field(default_factory=dict)
     version: int = VERSION
     again: Any = field(default=None, repr=False, compare=False)  # plans for another batch; None if read from a file
 
@@ -96,6 +98,7 @@ class TrainingPlan:
             f"compute waits {ms(self.exposed)} for communication",
             f"memory   {gib(self.peak)} of {gib(self.budget)}",
             *(f"         {gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
+            *([f"rounds   {self.rounding}"] if self.rounding else []),
             f"limit    {self.binding}",
             *([f"next     {runner_up}"] if runner_up else []),
             "",
@@ -124,6 +127,16 @@ class TrainingPlan:
     # ---- in words and pictures ----
 
     @property
+    def rounding(self) -> str:
+        """What a step rounds on its way, and what was allowed, in words. Empty if it rounds nothing and was not allowed
+        to."""
+        what = {"gather_dtype": "parameters", "reduce_wire": "gradients"}
+        rounds = [f"{word} to {value}" for option, word in what.items() if (value := self.choices.get(option))]
+        allowed = "; ".join(f"{option} {', '.join(values)}" for option, values in self.allowed.items())
+        text = f"{' and '.join(rounds)} on their way between ranks" if rounds else "nothing" if allowed else ""
+        return f"{text} (allowed: {allowed})" if allowed else text
+
+    @property
     def chosen(self) -> Row | None:
         """The row of :attr:`pareto` that this plan is. None if the front was made for other options."""
         return next((row for row in self.pareto if row.options == self.choices), None)
@@ -148,7 +161,7 @@ class TrainingPlan:
             return ""
         row = less[-1]
         saved, lost = self.peak - row.memory, row.seconds - self.seconds
-        return f"{gib(saved)} less takes {ms(lost)} more: {row.strategy}, recomputing {row.recomputing}"
+        return f"{gib(saved)} less takes {ms(lost)} more: {row.words}"
 
     def _repr_html_(self) -> str:
         return embed(self._shown)
@@ -180,7 +193,12 @@ class TrainingPlan:
             rows=self.pareto,
             chosen=self.chosen,
             code="\n".join(self._options),
-            notes=[f"Limit: {self.binding}.", *([f"Next: {runner_up}."] if runner_up else []), *self.notes],
+            notes=[
+                *([f"Rounds {self.rounding}."] if self.rounding else []),
+                f"Limit: {self.binding}.",
+                *([f"Next: {runner_up}."] if runner_up else []),
+                *self.notes,
+            ],
         )
 
     # ---- files ----

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from passes.comm.packing import ROUNDED, SMALLEST
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.plan import Placement, Wire, shard_shape
+from shardtrace.options.precision import parse_precision
 from shardtrace.options.strategy import ShardingStrategy
 
 import torch
@@ -75,6 +77,45 @@ def parse_reduce_wire(value: Any, error_feedback: Any, precision: MixedPrecision
             "number: use bf16, or leave error_feedback out"
         )
     return reduction_wire(REDUCTIONS[name], error_feedback=error_feedback)
+
+
+class Allowed(NamedTuple):
+    """The wires that a plan may choose, by the values of ``gather_dtype`` and ``reduce_wire``."""
+
+    gathers: Mapping[str, Wire] = MappingProxyType({})
+    reductions: Mapping[str, Wire] = MappingProxyType({})
+    error_feedback: bool = False
+
+    @property
+    def values(self) -> dict[str, list[str]]:
+        """The names, by option."""
+        named = {"gather_dtype": list(self.gathers), "reduce_wire": list(self.reductions)}
+        return {option: names for option, names in named.items() if names}
+
+
+NO_WIRES = Allowed()
+
+
+def parse_allowed(allowed: Any, fixed: Mapping[str, Any]) -> Allowed:
+    """The options that a plan may choose: a mapping of "gather_dtype" and "reduce_wire" to names, or to one name.
+
+    Raises ValueError for another option or name, an option that is ``fixed`` as well, or errors that cannot be kept.
+    """
+    if not isinstance(allowed, Mapping) or not allowed.keys() <= {"gather_dtype", "reduce_wire"}:
+        raise ValueError(
+            f"allowed={allowed!r}: a plan may choose gather_dtype and reduce_wire, as in "
+            '{"gather_dtype": ["int8", "fp8"], "reduce_wire": "int8"}; other options belong to fixed'
+        )
+    if both := [name for name in allowed if fixed.get(name) is not None]:
+        raise ValueError(f"{both[0]} is fixed and allowed: leave it out of one of them")
+    names = {name: [v] if isinstance(v, (str, torch.dtype)) else list(v) for name, v in allowed.items()}
+    feedback, known = fixed.get("error_feedback", False), dict[str, Wire]()
+    precision = parse_precision(fixed.get("mp_policy"))
+    gathers = [_gather(value, known) for value in names.get("gather_dtype", ())]
+    reductions = [parse_reduce_wire(value, feedback, precision) for value in names.get("reduce_wire", ())]
+    if None in gathers or None in reductions:
+        raise ValueError(f"allowed={allowed!r}: None need not be there, because exact steps are always tried")
+    return Allowed({w.name: w for w in gathers if w}, {w.name: w for w in reductions if w}, feedback)
 
 
 class Travelling(NamedTuple):

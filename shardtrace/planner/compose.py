@@ -22,11 +22,13 @@ from passes.analysis.recognise import (
     is_deletion,
     is_gather,
     is_issue,
+    is_offload,
+    is_overflow,
     is_return,
     is_unpack,
     is_wait,
 )
-from passes.plan import Bucket, Plan
+from passes.plan import Bucket, Plan, Wire
 from passes.schedule import schedule
 from passes.wait_copies import wait_copies
 
@@ -42,10 +44,13 @@ SCHEDULED = "shardtrace: schedule"  # how the provenance of a scheduled trace be
 
 
 class Choice(NamedTuple):
-    """The labels of the buckets that stay gathered until backward, and how many are gathered ahead of use."""
+    """The labels of the buckets that stay gathered until backward, how many are gathered ahead of use, and the wires of
+    gathers and of reductions in place of those of the base."""
 
     kept: frozenset[str] = frozenset()
     prefetch: int = 1
+    gather: Wire | None = None
+    reduction: Wire | None = None
 
 
 class Pair(NamedTuple):
@@ -104,7 +109,7 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Step:
     again = _gathered_again(forward, backward)
     there, back = _with_calls(base, forward, backward, pairs, again)
     back = _without_gathers(back, {new.name: old for old, new in again.values()}, choice.kept)
-    plans = _Plans(choice)
+    plans = _Plans(choice, {bucket_of(b).plan for b in forward if is_wait(b)})
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
     return Step(_placed(base.step.forward, _returning(there, saved)), _placed(base.step.backward, _given(back, saved)))
@@ -130,10 +135,15 @@ class Gathered(NamedTuple):
 
 def _gathered_again(forward: Sequence[BoundSymbol], backward: Sequence[BoundSymbol]) -> dict[str, Gathered]:
     """The parameters that backward gathers again, by the names that they have in forward."""
-    first = {bucket_of(b).name: b.flat_proxy_outs for b in forward if is_wait(b) and is_gather(b)}
-    second = {bucket_of(b).name: b.flat_proxy_outs for b in backward if is_wait(b) and is_gather(b)}
-    pairs = (zip(first[name], outs, strict=True) for name, outs in second.items() if name in first)
-    return {old.name: Gathered(old, new) for found in pairs for old, new in found}
+    first, second = _gathered(forward), _gathered(backward)
+    return {first[name].name: Gathered(first[name], new) for name, new in second.items() if name in first}
+
+
+def _gathered(lines: Iterable[BoundSymbol]) -> dict[str, TensorProxy]:
+    """What lines gather, by the names of the model's parameters. Second shards are of the same ones."""
+    waits = (b for b in lines if is_wait(b) and is_gather(b))
+    pairs = (zip(bucket_of(b).members, b.flat_proxy_outs, strict=True) for b in waits)
+    return {m.parameter.name: out for found in pairs for m, out in found}
 
 
 def _without_gathers(
@@ -150,15 +160,17 @@ def _without_gathers(
 
 
 class _Plans:
-    """The buckets of a step with the plans of a choice: a plan of kept buckets, and one of those gathered again."""
+    """The buckets of a step with the plans and wires of a choice: a plan of kept buckets, and one of those gathered
+    again. ``first``: the plans of the gathers of forward."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, first: Iterable[Plan]) -> None:
         self.choice = choice
+        self._second = {plan.secondary for plan in first} - {None}
         self._plans: dict[tuple[int, bool], Plan] = {}
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[tuple[int, Wire | None], Bucket] = {}
 
     def line(self, bsym: BoundSymbol) -> BoundSymbol:
-        args = [self._bucket(a) if isinstance(a, Bucket) else a for a in bsym.args]
+        args = [self._bucket(a, self._wire(bsym, a)) if isinstance(a, Bucket) else a for a in bsym.args]
         if not any(new is not old for new, old in zip(args, bsym.args, strict=True)):
             return bsym
         tags = bsym.tags
@@ -166,12 +178,21 @@ class _Plans:
             tags = tags - {BoundSymbolTag.RECOMPUTE_IN_BACKWARD}
         return bsym.from_bsym(args=tuple(args), tags=tags)
 
-    def _bucket(self, bucket: Bucket) -> Bucket:
-        if id(bucket) not in self._buckets:
+    def _wire(self, bsym: BoundSymbol, bucket: Bucket) -> Wire | None:
+        """The wire that is chosen for a line. Second shards travel as they are."""
+        if not (is_collective(bsym) or is_offload(bsym)) or is_overflow(bsym):
+            return None
+        if is_gather(bsym):
+            return self.choice.gather if bucket.plan not in self._second else None
+        return self.choice.reduction
+
+    def _bucket(self, bucket: Bucket, wire: Wire | None) -> Bucket:
+        key = id(bucket), wire
+        if key not in self._buckets:
             new = copy.copy(bucket)
             new.plan = self._plan(bucket.plan, bucket.label in self.choice.kept)
-            self._buckets[id(bucket)] = new
-        return self._buckets[id(bucket)]
+            self._buckets[key] = new.carried_by(wire)
+        return self._buckets[key]
 
     def _plan(self, plan: Plan, kept: bool) -> Plan:
         key = id(plan), kept

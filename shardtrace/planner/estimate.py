@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
 from passes.analysis.recognise import bucket_of, is_deletion, is_issue, is_return, is_unpack, names
@@ -45,14 +45,14 @@ class Setting(NamedTuple):
     accumulation: int = 1
 
 
-def estimate(step: Step, setting: Setting) -> Estimate:
-    """Predicts a step from its executed traces."""
+def estimate(step: Step, setting: Setting, facts: dict[Any, Any] | None = None) -> Estimate:
+    """Predicts a step from its executed traces. ``facts``: as in ``step_liveness``."""
     cost, optimizer, count = setting.cost, setting.optimizer, setting.accumulation
     forward, backward = predicted(step, cost)
     words, elsewhere = _trained_words(step.forward)
     state = int(optimizer.state * words)
     sums = 4 * words if count > 1 else 0  # gradients of earlier calls
-    memory = step_liveness(*step, persistent=state + sums)
+    memory = step_liveness(*step, persistent=state + sums, facts=facts)
     parts = [part.peak for part in memory if part is not None]
     at = max(parts, key=lambda row: row.during)
     kinds = {kind: getattr(at, kind) for kind in KINDS} | {"optimizer": state}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,10 +21,21 @@ from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
+from shardtrace.options.wires import NO_WIRES, Allowed, parse_allowed
 from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
-from shardtrace.planner.search import NOT_WORTH_IT, NOTHING, PREFETCHES, Candidate, Family, Point, fastest, front
+from shardtrace.planner.search import (
+    EXACT,
+    NOT_WORTH_IT,
+    NOTHING,
+    PREFETCHES,
+    Candidate,
+    Family,
+    Point,
+    fastest,
+    front,
+)
 
 import thunder
 import torch
@@ -37,8 +48,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
     "zero": ("zero2", "zero3"),
     "hybrid": ("hybrid_zero2", "hybrid_zero3"),
+    "secondary": ("zero3_secondary", "zero3_secondary"),  # what backward gathers again is in the node: nothing is kept
     "ddp": ("ddp", "ddp"),
 }
+OVER_MACHINES = ("hybrid", "secondary")  # which save only communication between machines
 WAITS = 0.05  # of a step's seconds: if compute waits longer for what other buckets would save, they are tried
 FEW = 8  # blocks that may have several buckets each
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -59,6 +72,7 @@ def plan(
     optimizer: Callable[..., torch.optim.Optimizer] | str = "AdamW",
     accumulation: int = 1,
     fixed: Mapping[str, Any] | None = None,
+    allowed: Mapping[str, str | Sequence[str]] | None = None,
     jit_options: Mapping[str, Any] | None = None,
 ) -> TrainingPlan:
     """Chooses the options of :func:`shardtrace.fsdp` for a model on a cluster, under a budget of memory.
@@ -70,14 +84,15 @@ def plan(
     It decides the strategy, which blocks' parameters stay gathered between forward and backward, what each block
     recomputes in backward (nothing, the cheap activations, all), the prefetch, and whether shards and the optimizer
     live in the memory of the host, if steps on the device need too much or are slower. Precision stays as ``fixed`` has
-    it.
+    it. What is sent is rounded only as ``allowed`` says, and only if that is faster, or all that fits.
 
     Args:
         model: a module, which may be on the meta device. It is not changed.
         example_inputs: a rank's inputs for one step: a tuple of arguments, a mapping of keyword arguments, or a single
             argument. Their values do not matter.
         world_size: number of ranks.
-        mesh_shape: (replicas, shards), which allows hybrid strategies. Default: machines of ``node_ranks`` ranks.
+        mesh_shape: (replicas, shards), which allows hybrid strategies and "zero3_secondary". Default: machines of
+            ``node_ranks`` ranks.
         memory: bytes of a rank, as a number or as in "80GB" or "72GiB". Default: the memory of the device.
         device: "h100-sxm", "a100-80", "cpu", ...; another name raises an error that lists all. ``link`` connects
             machines, ``node_link`` the ``node_ranks`` ranks of one, by names such as "400gbit" and "nvlink4"; an
@@ -88,12 +103,15 @@ def plan(
         accumulation: forwards and backwards for each step of the optimizer. Each reduces its gradients, as with
             ``no_sync(reduce_each=True)``.
         fixed: options of ``fsdp`` that are kept as they are, such as ``{"mp_policy": "bf16", "prefetch": 2}``.
+        allowed: values of "gather_dtype" and "reduce_wire" that it may choose, such as ``{"gather_dtype": ["int8",
+            "fp8"], "reduce_wire": "int8"}``. They round what is sent, and so change results. Exact steps are tried as
+            well. ``error_feedback`` belongs to ``fixed``, and counts where gradients are rounded.
         jit_options: options of ``thunder.jit``.
 
     Raises:
         NoPlanFitsError: if nothing fits. It names the least memory that would do, and has the plan for it.
-        ValueError: for a device, link, memory or mesh that does not exist, options that contradict each other, or a
-            model without trainable parameters.
+        ValueError: for a device, link, memory or mesh that does not exist, options that contradict each other or may
+            not be ``allowed``, or a model without trainable parameters.
         TypeError: for a model that is sharded or jitted already, or an unknown option.
         RuntimeError: if this process is in a process group already.
     """
@@ -108,6 +126,9 @@ def plan(
     if accumulation < 1:
         raise ValueError(f"accumulation must be 1 or more, not {accumulation}")
     fixed = dict(fixed or {})
+    wires = parse_allowed(allowed, fixed) if allowed else NO_WIRES
+    if wires.reductions:
+        fixed.pop("error_feedback", None)  # exact steps have none
     cost_model = fixed.pop("cost_model", cost_model)
     found = hardware(device)
     links = str(links_of(found, inside=node_link, between=link, node_ranks=node_ranks))
@@ -121,7 +142,7 @@ def plan(
             cost, rates = replace(cost, device=measured.device), "partly calibrated"
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(cost, found, optimizer_cost(optimizer), accumulation)
-    task = _Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}))
+    task = _Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
     with fake_ranks(world_size):
         search = _Search(task, budget, rates, links)
         best = search.best()
@@ -161,6 +182,7 @@ class _Task(NamedTuple):
     setting: Setting
     fixed: dict[str, Any]
     jit_options: dict[str, Any]
+    allowed: Allowed = NO_WIRES
 
     def may_be_better(self, name: str, points: Sequence[Point], budget: float) -> bool:
         """False for a family that cannot fit, or that only saves communication which the points so far hide. ZeRO,
@@ -168,7 +190,7 @@ class _Task(NamedTuple):
         if name == "ddp" and points:
             return self._at_rest() <= budget
         waiting = (p.estimate.exposed >= NOT_WORTH_IT * p.estimate.seconds for p in front(points))
-        return name != "hybrid" or not points or any(waiting)
+        return name not in OVER_MACHINES or not points or any(waiting)
 
     def on_host(self, families: Sequence[Family], points: Sequence[Point], budget: float) -> list[Family]:
         """The families that shard, with shards and the optimizer in the memory of the host. None if they cannot be
@@ -219,6 +241,7 @@ class _Task(NamedTuple):
             prefetches=family.prefetches,
             options=options,
             note=note,
+            allowed=self.allowed,
         )
 
     def _at_rest(self) -> float:
@@ -243,20 +266,18 @@ class _Task(NamedTuple):
             return {_family_of(strategy) or "given": strategy.value}
         found = {"zero": "zero3"}
         if self.mesh() is not None:
-            found["hybrid"] = "hybrid_zero3"
+            found |= {kind: STRATEGIES[kind][1] for kind in OVER_MACHINES}
         return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
 
     def _check_mesh(self, strategy: ShardingStrategy) -> None:
-        if strategy.needs_mesh and not strategy.is_hybrid:
-            raise ValueError(f'plan() knows no sharding_strategy="{strategy.value}": pass it to fsdp() or inspect()')
-        if strategy.is_hybrid and self.mesh() is None:
+        if strategy.needs_mesh and self.mesh() is None:
             raise ValueError(
                 f'sharding_strategy="{strategy.value}" needs mesh_shape=(replicas, shards): {self.world_size} ranks do '
                 f"not fill several machines of {self.setting.cost.node_ranks}"
             )
 
     def mesh(self) -> tuple[int, int] | None:
-        """(replicas, shards) of a hybrid strategy: as given, or one replica for each machine."""
+        """(replicas, shards) of a strategy over machines: as given, or one replica for each machine."""
         inside = self.setting.cost.node_ranks
         if self.mesh_shape is not None:
             return self.mesh_shape
@@ -275,9 +296,9 @@ class _Task(NamedTuple):
         """A family of a ``kind``. Its blocks call the functions that were compiled for ``first``, if there is one.
         ``options`` and ``note`` are its own."""
         options = options or {}
-        keeps: bool | None = None
+        keeps: bool | None = False if kind == "secondary" else None
         if "sharding_strategy" in self.fixed:
-            keeps = kind in STRATEGIES and strategy == STRATEGIES[kind][0]
+            keeps = keeps is None and kind in STRATEGIES and strategy == STRATEGIES[kind][0]
             strategy = STRATEGIES[kind][1] if kind in STRATEGIES else strategy
         base: Compiled | None = None
         variants: Mapping[str, Mapping[Call, Pair]] = {}
@@ -290,7 +311,15 @@ class _Task(NamedTuple):
         pinned = self.fixed.get("prefetch")
         prefetches = PREFETCHES if pinned is None else (pinned,)
         return Family(
-            kind, base, variants, self.setting, keeps=keeps, prefetches=prefetches, options=options, note=note
+            kind,
+            base,
+            variants,
+            self.setting,
+            keeps=keeps,
+            prefetches=prefetches,
+            options=options,
+            note=note,
+            allowed=self.allowed,
         )
 
     def _variants(
@@ -326,7 +355,7 @@ class _Task(NamedTuple):
         """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
         options = self.options(chosen) | {"cost_model": self.setting.cost}
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
-        if _is_hybrid(options["sharding_strategy"]):
+        if _needs_mesh(options["sharding_strategy"]):
             shape = self.mesh() or ()
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(self.inputs)
@@ -358,8 +387,8 @@ def _signature(pair: Pair) -> Any:
     return shapes, tuple((b.sym.name, *(repr(a) for a in b.flat_args if not isinstance(a, Proxy))) for b in lines)
 
 
-def _is_hybrid(strategy: Any) -> bool:
-    return any(rule.is_hybrid for _, rule in parse_rules(strategy))
+def _needs_mesh(strategy: Any) -> bool:
+    return any(rule.needs_mesh for _, rule in parse_rules(strategy))
 
 
 def _family_of(strategy: ShardingStrategy) -> str | None:
@@ -384,8 +413,12 @@ class _Search:
                 points = self._add(family)
                 for other in task.other_buckets(family, points):
                     self._add(other)
+        self.exact = list(self.points)
+        for family in list(self.families.values()):
+            self._round(family)
         for family in task.on_host(families, self.points, budget):
-            self._add(family)
+            self.exact += self._add(family)
+            self._round(family)
         self.front = front(self.points)
 
     def _add(self, family: Family) -> list[Point]:
@@ -393,6 +426,9 @@ class _Search:
         self.families[family.name] = family
         self.points += points
         return points
+
+    def _round(self, family: Family) -> None:
+        self.points += [p for p in family.rounded_points() if p.candidate.rounding != EXACT]
 
     def best(self) -> TrainingPlan | None:
         """The plan for the fastest point that fits; None if none does."""
@@ -405,7 +441,7 @@ class _Search:
         once = useful_flops(self.families[point.candidate.family])
         seconds, peak = found.seconds, setting.hardware.peak
         choices = task.options(options)
-        shape = task.mesh() if _is_hybrid(choices["sharding_strategy"]) else None
+        shape = task.mesh() if _needs_mesh(choices["sharding_strategy"]) else None
         return TrainingPlan(
             model=type(task.model).__name__,
             fingerprint=fingerprint(task.model),
@@ -427,9 +463,22 @@ class _Search:
             binding=self._binding(found),
             pareto=Rows(self._row(p) for p in self.front),
             cost=setting.cost,
-            notes=(f"The memory of the host holds {size(found.host)} of each rank.",) if found.host else (),
+            notes=tuple(self._notes(point)),
+            allowed=task.allowed.values,
             again=self._largest_batch,
         )
+
+    def _notes(self, point: Point) -> Iterator[str]:
+        if point.estimate.host:
+            yield f"The memory of the host holds {size(point.estimate.host)} of each rank."
+        if point.candidate.rounding == EXACT:
+            return
+        exact = fastest(self.exact, self.budget)
+        if exact is None:
+            yield "No step that rounds nothing fits."
+        else:
+            row = self._row(exact)
+            yield f"The fastest step that rounds nothing takes {duration(row.seconds)}: {row.words}."
 
     def options(self, candidate: Candidate) -> dict[str, Any]:
         """The options of ``fsdp`` that the planner decides."""
@@ -441,7 +490,10 @@ class _Search:
             found["activation_checkpointing"] = _checkpointing(family, candidate)
         if fixed.get("prefetch") is None and family.buckets:
             found["prefetch"] = candidate.prefetch
-        return found
+        rounding = candidate.rounding
+        chosen = {"gather_dtype": rounding.gather, "reduce_wire": rounding.reduction}
+        found |= {name: value for name, value in chosen.items() if value}
+        return found | ({"error_feedback": True} if rounding.reduction and self.task.allowed.error_feedback else {})
 
     def _row(self, point: Point) -> Row:
         c, e = point.candidate, point.estimate
@@ -539,11 +591,11 @@ def _checkpointing(family: Family, candidate: Candidate) -> Any:
 
 def _name(family: Family, candidate: Candidate) -> str:
     if family.kind not in STRATEGIES:
-        return "given"
+        return ", ".join(filter(None, ["given", str(candidate.rounding)]))
     keeping, again = STRATEGIES[family.kind]
     mixed = f"{again} and {keeping}"
     name = again if not candidate.kept else keeping if candidate.kept == family.buckets.keys() else mixed
-    return name + family.note
+    return ", ".join(filter(None, [name + family.note, str(candidate.rounding)]))
 
 
 def _spelled(choices: Mapping[str, Any]) -> str:

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import bucket_of, is_gather, is_issue
+from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, is_overflow
 from passes.analysis.seconds import compute_seconds, latency_seconds, link_seconds
-from passes.plan import Bucket, CostModel
+from passes.plan import Bucket, CostModel, Wire
+from shardtrace.options.wires import NO_WIRES, Allowed
 from shardtrace.planner.compose import Call, Choice, Compiled, Pair, Step, compose
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 
@@ -31,14 +33,31 @@ NOTHING = "nothing"  # is recomputed
 NOT_WORTH_IT = 0.01  # of a step's seconds
 
 
+class Rounding(NamedTuple):
+    """The chosen values of ``gather_dtype`` and ``reduce_wire``; empty: not chosen."""
+
+    gather: str = ""
+    reduction: str = ""
+
+    def __str__(self) -> str:
+        if self.gather == self.reduction:
+            return f"{self.gather} both" if self.gather else ""
+        named = (self.gather, "gathers"), (self.reduction, "reductions")
+        return ", ".join(f"{value} {what}" for value, what in named if value)
+
+
+EXACT = Rounding()
+
+
 class Candidate(NamedTuple):
-    """A combination: a family of strategies ("zero", "hybrid" or "ddp"), what each block recomputes ("cheap" or "full",
-    none if it is not there), which buckets are kept, and the prefetch."""
+    """A combination: a family of strategies ("zero", "hybrid", "secondary" or "ddp"), what each block recomputes
+    ("cheap" or "full", none if it is not there), which buckets are kept, the prefetch, and how messages are rounded."""
 
     family: str
     recomputed: tuple[tuple[str, str], ...] = ()
     kept: frozenset[str] = frozenset()
     prefetch: int = 1
+    rounding: Rounding = EXACT
 
 
 class Point(NamedTuple):
@@ -70,13 +89,14 @@ class Family:
     """The steps of one family of strategies.
 
     Args:
-        kind: "zero", "hybrid", "ddp", or "given" for a strategy that is not to be changed.
+        kind: "zero", "hybrid", "secondary", "ddp", or "given" for a strategy that is not to be changed.
         base: a compiled step that gathers all buckets again, if the family does so.
         variants: the functions of each call of a block, by what they recompute; those that recompute nothing first.
         keeps: whether buckets are kept until backward: True, False, or None if that is to be decided.
         prefetches: the numbers to choose from.
         options: those of ``fsdp`` that all its steps have beside what other families of its kind have; ``note`` says
             them in words.
+        allowed: the wires that may be chosen.
     """
 
     def __init__(
@@ -90,11 +110,13 @@ class Family:
         prefetches: Sequence[int] = PREFETCHES,
         options: Mapping[str, Any] | None = None,
         note: str = "",
+        allowed: Allowed = NO_WIRES,
     ) -> None:
-        self.kind, self.name, self.options = kind, kind + note, dict(options or {})
+        self.kind, self.name, self.options, self.allowed = kind, kind + note, dict(options or {}), allowed
         self.base, self.variants, self.setting = base, variants, setting
         self.keeps, self.prefetches, self.note = keeps, prefetches, note
         self._points: dict[Candidate, Point] = {}
+        self._facts: dict[Any, Any] = {}
 
     # ---- what is known of it ----
 
@@ -112,7 +134,7 @@ class Family:
         several = [b for b in issues if len({m.parameter.layer for m in bucket_of(b).members}) > 1]
         longest = max((link_seconds(b) - latency_seconds(b) for b in several), default=0.0)
         latencies = sum(latency_seconds(b) for b in issues)
-        return Messages(longest, latencies, max((bucket_of(b).bytes for b in several), default=0))
+        return Messages(longest, latencies, max((_whole_bytes(bucket_of(b)) for b in several), default=0))
 
     @cached_property
     def classes(self) -> list[Class]:
@@ -136,16 +158,19 @@ class Family:
 
     def point(self, candidate: Candidate, name: str = "") -> Point:
         if candidate not in self._points:
-            self._points[candidate] = Point(candidate, estimate(self.step(candidate), self.setting), name)
+            found = estimate(self.step(candidate), self.setting, self._facts)
+            self._points[candidate] = Point(candidate, found, name)
         return self._points[candidate]
 
     def step(self, candidate: Candidate) -> Step:
         """The executed traces of a candidate."""
         chosen = dict(candidate.recomputed)
         pairs = {call: self.variants[chosen.get(call[0], NOTHING)][call] for call in self.variants.get(NOTHING, {})}
-        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch))
+        gather = self.allowed.gathers.get(candidate.rounding.gather)
+        reduction = self.allowed.reductions.get(candidate.rounding.reduction)
+        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction))
 
-    def recipes(self) -> None:
+    def recipes(self, rounding: Rounding = EXACT) -> None:
         """Adds what people choose by hand: all buckets alike, all blocks alike, with the prefetch of ``fsdp``."""
         everything = frozenset(self.buckets)
         for variant in self.variants or (NOTHING,):
@@ -153,7 +178,7 @@ class Family:
             for kept in self._kept([frozenset(), everything]):
                 usual = 3 if kept else 1
                 prefetch = usual if usual in self.prefetches else self.prefetches[0]
-                self.point(Candidate(self.name, recomputed, kept, prefetch), "by hand")
+                self.point(Candidate(self.name, recomputed, kept, prefetch, rounding), "by hand")
 
     def in_order(self, recomputed: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         """Pairs of a block and what it recomputes, in order of forward."""
@@ -168,16 +193,52 @@ class Family:
 
     def points(self) -> list[Point]:
         """The recipes, and the fastest steps for amounts of memory between the least and the most that they need."""
-        self.recipes()
+        self._search(EXACT)
+        return self.found
+
+    @property
+    def found(self) -> list[Point]:
+        """All points so far."""
+        return list(self._points.values())
+
+    def _search(self, rounding: Rounding) -> None:
+        self.recipes(rounding)
         if self.classes or self.buckets:
-            program = _Program(self)
+            program = _Program(self, rounding)
             for solved in filter(None, map(program.solve, self._levels(program.most))):
                 (kept,) = self._kept([solved.kept])
                 for prefetch in self.prefetches if self.buckets else self.prefetches[:1]:
                     found = self.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
                     if found.exposed < NOT_WORTH_IT * found.seconds:  # which is all that more of it could save
                         break
-        return list(self._points.values())
+
+    def rounded_points(self) -> list[Point]:
+        """Adds steps whose messages are rounded as is allowed, if compute waits for communication: the recipes, and a
+        search with each way to round that is worth it in a recipe. If compute does not wait, only the step with the
+        least memory, which may be the only one that fits."""
+        exact = front(self.found)
+        if not any(p.estimate.exposed >= NOT_WORTH_IT * p.estimate.seconds for p in exact):
+            for rounding in self.roundings:
+                self.point(exact[0].candidate._replace(rounding=rounding))
+            return self.found
+        for rounding in self.roundings:
+            self.recipes(rounding)
+        worth_it = {p.candidate.rounding for p in front(p for p in self.found if p.name)}
+        for rounding in sorted(worth_it - {EXACT}):
+            self._search(rounding)
+        return self.found
+
+    @cached_property
+    def roundings(self) -> list[Rounding]:
+        """The allowed ways to round, of those that have something to round in this family."""
+        issues = [b for trace in self.base.step for b in trace.bound_symbols if is_issue(b) and not is_overflow(b)]
+
+        def values(wires: Mapping[str, Wire], *, gathers: bool) -> list[str]:
+            buckets = [bucket_of(b) for b in issues if is_gather(b) == gathers]
+            return ["", *(name for name, wire in wires.items() if any(wire.takes(b) for b in buckets))]
+
+        found = product(values(self.allowed.gathers, gathers=True), values(self.allowed.reductions, gathers=False))
+        return [rounding for rounding in starmap(Rounding, found) if rounding != EXACT]
 
     def _levels(self, most: float) -> list[float]:
         """Amounts of memory up to ``most``. They do not depend on the budget, so that budgets can be compared."""
@@ -203,7 +264,13 @@ def fastest(points: Iterable[Point], memory: float) -> Point | None:
 
 def _order(point: Point) -> tuple[Any, ...]:
     c = point.candidate
-    return point.estimate.peak, point.estimate.seconds, c.family, c.recomputed, sorted(c.kept), c.prefetch
+    e = point.estimate
+    return e.peak, e.seconds, c.rounding, c.family, c.recomputed, sorted(c.kept), c.prefetch  # exact before rounded
+
+
+def _whole_bytes(bucket: Bucket) -> int:
+    """The bytes of the unsharded parameters, however they travel."""
+    return (bucket.plain or bucket).bytes
 
 
 # ---- the integer program ----
@@ -217,20 +284,26 @@ class _Program:
     number of kept buckets; the seconds.
     """
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    def __init__(self, family: Family, rounding: Rounding) -> None:
+        self.family, self.empty = family, Candidate(family.name, rounding=rounding)
         self.variants = list(family.variants)
-        cost, backward = family.setting.cost, family.step(Candidate(family.name)).backward.bound_symbols
+        cost, backward = family.setting.cost, family.step(self.empty).backward.bound_symbols
         pairs = [[family.variants[v][c.calls[0]] for v in self.variants] for c in family.classes]
         self.seconds = [[_seconds(cost, pair.backward) for pair in row] for row in pairs]
         self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
         self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
         self.compute = sum(compute_seconds(cost, b) for b in backward)
         self.link = sum(link_seconds(b) for b in backward if is_issue(b))
-        issues = {bucket_of(b).label: b for b in backward if is_issue(b) and is_gather(b)}
+        gathers = [b for b in backward if is_collective(b) and is_gather(b)]
+        issues = {bucket_of(b).label: b for b in gathers if is_issue(b)}
         self.gather = [link_seconds(issues[labels[0]]) if labels else 0.0 for labels in self.groups]
-        self.load = [compute_seconds(cost, issues[labels[0]]) if labels else 0.0 for labels in self.groups]
-        self.whole = [family.buckets[labels[0]].bytes if labels else 0 for labels in self.groups]
+        firsts = {labels[0] for labels in self.groups if labels}
+        load = dict.fromkeys(firsts, 0.0)  # seconds that a gather and its wait take from compute
+        for b in gathers:
+            if bucket_of(b).label in load:
+                load[bucket_of(b).label] += compute_seconds(cost, b)
+        self.load = [load[labels[0]] if labels else 0.0 for labels in self.groups]
+        self.whole = [_whole_bytes(family.buckets[labels[0]]) if labels else 0 for labels in self.groups]
 
     @cached_property
     def most(self) -> float:
@@ -260,7 +333,9 @@ class _Program:
             row = np.zeros(n)
             row[k * v : (k + 1) * v] = 1
             rules.append(LinearConstraint(row, len(c.calls), len(c.calls)))
-        most = [len(c.calls) for c in classes for _ in self.variants] + [len(labels) for labels in self.groups]
+        keeps = self.family.keeps is not False
+        most = [len(c.calls) for c in classes for _ in self.variants]
+        most += [len(labels) if keeps else 0 for labels in self.groups]
         found = milp(
             objective,
             integrality=[*[1] * (n - 1), 0],
@@ -284,7 +359,7 @@ class _Program:
         counts = numbers[len(self.family.classes) * v :]
         kept = (labels[len(labels) - n :] for labels, n in zip(self.groups, counts, strict=True) if n)
         labels = frozenset(label for found in kept for label in found)
-        return Candidate(self.family.name, self.family.in_order(recomputed), labels)
+        return self.empty._replace(recomputed=self.family.in_order(recomputed), kept=labels)
 
 
 def _seconds(cost: CostModel, function: Any) -> float:

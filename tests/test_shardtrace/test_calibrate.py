@@ -38,7 +38,7 @@ def test_one_process(folder, single_rank):
     reported = []
     model = calibrate(None, "cpu", effort=TINY, progress=reported.append)
     assert model.link == default_cost_model("cpu", "none").link
-    assert len(reported) == 8
+    assert len(reported) == 9
     assert model.device.attention > 0
     assert 0 < model.device.special < 1e13
     (file,) = folder.iterdir()
@@ -47,6 +47,14 @@ def test_one_process(folder, single_rank):
     assert data["key"]["backend"] == "none"
     assert CostModel.from_dict(data["model"]) == model
     assert load_cost_model(CPU, dist.group.WORLD) == model
+
+
+def test_a_file_from_before_rounding_was_measured(folder, single_rank):
+    path = write(folder, world_size=1, backend="none")
+    data = json.loads(path.read_text())
+    del data["model"]["device"]["rounding"]
+    path.write_text(json.dumps(data))
+    assert load_cost_model(CPU, dist.group.WORLD).device == MODEL.device
 
 
 def test_not_saved(folder):

@@ -1,9 +1,10 @@
 from dataclasses import replace
 
 from passes.analysis.flops import bytes_made, bytes_moved, flops
-from passes.analysis.recognise import bucket_of, is_issue
-from passes.analysis.seconds import compute_seconds
-from passes.plan import CostModel, Device, Link
+from passes.analysis.recognise import bucket_of, is_issue, is_wait
+from passes.analysis.seconds import compute_seconds, wire_seconds
+from passes.plan import CostModel, Device, Link, Wire
+from shardtrace.inspector.timeline import predicted
 
 import pytest
 import thunder
@@ -52,3 +53,41 @@ def test_links_inside_a_machine_take_their_own_part():
     assert cost.busy_seconds(1000, 4) == 0.25
     assert cost.busy_seconds(1000, 2, apart=True) == 1.0
     assert cost.busy_seconds(1000, 1) == 0
+
+
+def test_a_wire_takes_the_device_before_its_message_leaves_and_after_it_has_arrived(fake_ranks):
+    """A matrix in blocks of 256, a bias as it is. On each of two ranks 2048 and 32 elements."""
+    fake_ranks(2)
+    line, x = (lambda: nn.Linear(64, 64)), torch.ones(2, 64)
+    forward = thunder.last_traces(compile_fake(line, x, gather_dtype="int8", cost_model=MODEL))[-1]
+    (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
+    (wait,) = [b for b in forward.bound_symbols if is_wait(b)]
+    packed = 0.25 * (8 + 2) + (33 * 2048 + 4 * 32 * 4) / 1e3  # kernels, and the bytes of their memory
+    restored = 0.25 * (2 * 2 + 2) + (13 * 4096 + 4 * 64 * 4) / 1e3  # from two ranks
+    assert compute_seconds(MODEL, gather) == wire_seconds(MODEL, gather) == pytest.approx(packed)
+    assert compute_seconds(MODEL, wait) == wire_seconds(MODEL, wait) == pytest.approx(restored)
+    (timeline,) = predicted([forward], MODEL)
+    (span,) = timeline.spans
+    assert span.start == pytest.approx(timeline.starts[span.issue] + packed)
+    assert timeline.starts[span.wait + 1] == pytest.approx(span.stop + restored)
+
+
+def test_a_reduction_is_rounded_for_others_and_added_here(fake_ranks):
+    fake_ranks(4)
+    x = torch.ones(2, 64)
+    jitted = compile_fake(lambda: nn.Linear(64, 64, bias=False), x, reduce_wire="int4", cost_model=MODEL)
+    backward = thunder.last_backward_traces(jitted)[-1]
+    (reduce,) = [b for b in backward.bound_symbols if is_issue(b) and bucket_of(b).wire is not None]
+    issue, finish = bucket_of(reduce).work
+    assert issue == pytest.approx((3 * 9 + 2, 3 * 36.5 * 1024 + 8 * 1024))  # for three ranks; the own part is copied
+    assert finish == pytest.approx((3 * 7, 3 * 21 * 1024))
+
+
+def test_a_wire_of_a_user_takes_no_time(fake_ranks):
+    fake_ranks(2)
+    full = torch.zeros(4, 4), torch.zeros(4)
+    wire = Wire(lambda tensors, bucket: None, lambda future, bucket: full, lambda bucket: 7)
+    forward = thunder.last_traces(compile_fake(lambda: nn.Linear(4, 4), torch.ones(2, 4), gather_dtype=wire))[-1]
+    (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
+    assert bucket_of(gather).bytes == 7
+    assert compute_seconds(MODEL, gather) == 0

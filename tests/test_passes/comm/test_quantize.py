@@ -5,6 +5,7 @@ from passes.comm.quantize import FP8, INT4, INT8
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHUNK = 1024
 FORMATS = pytest.mark.parametrize("format", [INT8, INT4, FP8], ids=lambda format: format.name)
@@ -123,3 +124,50 @@ def test_error_feedback_forgets_an_overflow(format):
 def test_bytes_of_a_message(format):
     per_block = 4 + format.block * format.bits // 8
     assert [format.nbytes(n) for n in (1, format.block, format.block + 1)] == [per_block, per_block, 2 * per_block]
+
+
+class Counted(TorchDispatchMode):
+    """Counts functions, and the bytes that they read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func is torch.ops.aten.new_empty.default:
+            return result
+        self.number += 1
+        values = zip(func._schema.arguments, args, strict=False)
+        given = [(a, t) for a, t in values if isinstance(t, torch.Tensor)]
+        only_written = func in (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default)
+        for argument, t in given:
+            updated = argument.alias_info is not None and argument.alias_info.is_write and not only_written
+            self.bytes += t.nbytes * (2 if updated else 1)
+        self.bytes += 0 if any(t is result for _, t in given) else result.nbytes
+        return result
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_work_is_what_torch_is_asked_to_do(format, dtype):
+    """Without the bytes of scales, which are about one in a hundred."""
+    count, width = 3 * CHUNK, dtype.itemsize
+    values, errors = torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.bfloat16)
+    message = packed(format, values)
+    for expected, run in (
+        (format.pack_work(count, width, chunk=CHUNK), lambda: format.pack(values, message, chunk=CHUNK)),
+        (
+            format.pack_work(count, width, chunk=CHUNK, error=True),
+            lambda: format.pack(values, message, chunk=CHUNK, error=errors),
+        ),
+        (format.unpack_work(count, width, chunk=CHUNK), lambda: format.unpack(message, values, chunk=CHUNK)),
+        (
+            format.unpack_work(count, width, chunk=CHUNK, add=True),
+            lambda: format.unpack(message, values, chunk=CHUNK, add=0.5),
+        ),
+    ):
+        with Counted() as counted:
+            run()
+        assert counted.number == expected.number
+        assert counted.bytes == pytest.approx(expected.bytes, rel=0.03)

@@ -3,6 +3,7 @@
 import shardtrace
 from passes.plan.hardware import cluster, hardware
 from shardtrace.fake import fake_ranks
+from shardtrace.options.wires import parse_allowed
 from shardtrace.planner.estimate import Setting
 from shardtrace.planner.optimizer import optimizer_cost
 from shardtrace.planner.planning import _Task
@@ -22,7 +23,8 @@ def task():
 def family(task):
     """The steps with sharded parameters: each block compiled in three variants, in one step."""
     with fake_ranks(RANKS):
-        free = task._replace(fixed={})
+        allowed = parse_allowed({"gather_dtype": "int8", "reduce_wire": ["int8", "int4"]}, {})
+        free = task._replace(fixed={}, allowed=allowed)
         return free.family("zero", "zero3", None)
 
 

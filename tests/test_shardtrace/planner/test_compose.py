@@ -5,7 +5,7 @@ import re
 from passes.analysis.verify import verify
 from shardtrace.fake import fake_ranks
 from shardtrace.planner.planning import compiled_estimate
-from shardtrace.planner.search import Candidate
+from shardtrace.planner.search import Candidate, Rounding
 
 import pytest
 import thunder
@@ -16,7 +16,7 @@ MIXED = (("h.0", "full"), ("h.1", "full"), ("h.2", "cheap"), ("h.3", "cheap"))
 
 
 def lines(trace):
-    return sorted(re.sub(r"_\d+_", "_", b.sym.name) for b in trace.bound_symbols)
+    return sorted(re.sub(r"(_\d+)+_", "_", b.sym.name) for b in trace.bound_symbols)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,16 @@ def lines(trace):
             Candidate("zero", HALF, frozenset({"h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "wte..wpe", "ln_f"}), 3),
             {"sharding_strategy": "zero2", "activation_checkpointing": dict(HALF), "prefetch": 3},
         ),
+        (
+            Candidate("zero", HALF, LAST, 1, Rounding("int8", "int4")),
+            {
+                "sharding_strategy": {"h.4.*": "zero2", "h.5.*": "zero2", "*": "zero3"},
+                "activation_checkpointing": dict(HALF),
+                "prefetch": 1,
+                "gather_dtype": "int8",
+                "reduce_wire": "int4",
+            },
+        ),
     ],
 )
 def test_a_composed_step_is_the_compiled_one(family, task, candidate, options):
@@ -48,6 +58,21 @@ def test_a_composed_step_is_the_compiled_one(family, task, candidate, options):
     assert [*map(lines, composed)] == [*map(lines, real)]
     assert found == expected
     for trace in composed:
+        verify(trace)
+
+
+def test_second_shards(task, family):
+    """The functions of blocks are those of ZeRO-3. Only gathers of forward are rounded."""
+    mesh = task._replace(fixed={}, mesh_shape=(2, 2), allowed=family.allowed)
+    with fake_ranks(task.world_size):
+        second = mesh.family("secondary", "zero3_secondary", family)
+        function = mesh.compile_function(
+            {"sharding_strategy": "zero3_secondary", "activation_checkpointing": dict(MIXED), "gather_dtype": "int8"}
+        )
+        expected = compiled_estimate(function, task.setting)
+    candidate = Candidate("secondary", MIXED, rounding=Rounding("int8"))
+    assert second.point(candidate).estimate == expected
+    for trace in second.step(candidate):
         verify(trace)
 
 

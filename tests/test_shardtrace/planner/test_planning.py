@@ -6,6 +6,7 @@ import shardtrace
 from passes.plan import CostModel, Device, Link, Placement
 from shardtrace.cli import main
 from shardtrace.fake import fake_ranks
+from shardtrace.inspector.units import duration
 from shardtrace.model.state import state_of
 from shardtrace.options.planned import choices_of, options_of
 
@@ -167,6 +168,64 @@ def test_a_hybrid_strategy_makes_its_mesh(tmp_path):
         assert state_of(model).groups.outer.size() == 2
 
 
+@pytest.fixture(scope="module")
+def rounded():
+    """Plans by the link between ranks, and one for the slow link that may round nothing."""
+    model, inputs = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)), torch.zeros(8, 512)
+    options, allowed = {"world_size": 4, "device": "cpu"}, {"gather_dtype": ["int8", "fp8"], "reduce_wire": "int8"}
+    found = {
+        name: shardtrace.plan(model, inputs, link=name, allowed=allowed, **options) for name in ("1gbit", "400gbit")
+    }
+    return found | {"exact": shardtrace.plan(model, inputs, link="1gbit", **options)}
+
+
+def test_messages_are_rounded_where_that_is_allowed_and_faster(rounded, tmp_path):
+    slow, fast, exact = rounded["1gbit"], rounded["400gbit"], rounded["exact"]
+    assert slow.choices["reduce_wire"] == "int8"
+    assert "reduce_wire" not in fast.choices
+    assert "gather_dtype" not in fast.choices
+    assert not exact.choices.keys() & {"gather_dtype", "reduce_wire"}
+    assert exact.rounding == ""
+    assert slow.seconds < 0.5 * exact.seconds
+    assert fast.seconds < slow.seconds
+    allowed = "(allowed: gather_dtype int8, fp8; reduce_wire int8)"
+    for text in (str(slow), slow.to_html(tmp_path / "plan.html").read_text()):
+        assert "gradients to int8 on their way between ranks" in text
+        assert allowed in text
+        assert f"The fastest step that rounds nothing takes {duration(exact.seconds)}: {exact.chosen.words}." in text
+    assert f"nothing {allowed}" in str(fast)
+    assert slow.chosen.strategy.endswith("int8 reductions") or slow.chosen.strategy.endswith("int8 both")
+    assert shardtrace.TrainingPlan.from_json(slow.to_json()) == slow
+    older = json.loads(fast.to_json())
+    del older["allowed"]
+    assert shardtrace.TrainingPlan.from_json(json.dumps(older)).allowed == {}
+
+
+def test_more_memory_is_never_slower_with_rounded_steps(rounded):
+    for plan in rounded.values():
+        assert [row.memory for row in plan.pareto] == sorted(row.memory for row in plan.pareto)
+        seconds = [row.seconds for row in plan.pareto]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+def test_fsdp_rounds_as_planned():
+    options = {"world_size": 4, "device": "cpu", "link": "1gbit", "fixed": {"sharding_strategy": "zero3"}}
+    options["fixed"]["error_feedback"] = True
+    found = shardtrace.plan(
+        nn.Linear(256, 256), torch.zeros(2, 256), allowed={"gather_dtype": "int8", "reduce_wire": "int4"}, **options
+    )
+    assert {name: found.choices[name] for name in ("gather_dtype", "reduce_wire", "error_feedback")} == {
+        "gather_dtype": "int8",
+        "reduce_wire": "int4",
+        "error_feedback": True,
+    }
+    with fake_ranks(4):
+        cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(256, 256), plan=found))
+        cmodel(torch.zeros(2, 256)).sum().backward()
+        assert {row.dtype for row in shardtrace.collectives(cmodel)} == {"int8", "int4"}
+        assert shardtrace.memory(cmodel, persistent=found.memory["optimizer"]).peak == found.peak
+
+
 def test_nothing_fits():
     with pytest.raises(shardtrace.NoPlanFitsError, match=r"fits into 100 B: the least is .* with .*strategy") as caught:
         small(memory=100)
@@ -211,6 +270,12 @@ def test_the_largest_batch():
         ({"mesh_shape": (2, 3), "world_size": 4}, ValueError, "has 6 ranks, not world_size=4"),
         ({"fixed": {"sharding_strategy": "hybrid_zero3"}}, ValueError, "needs mesh_shape"),
         ({"fixed": {"sharding": "zero3"}}, TypeError, "sharding"),
+        ({"fixed": {"sharding_strategy": "zero3_secondary"}}, ValueError, "needs mesh_shape"),
+        ({"allowed": {"prefetch": 1}}, ValueError, "a plan may choose gather_dtype and reduce_wire"),
+        ({"allowed": {"gather_dtype": ["int8", "int3"]}}, ValueError, "unknown gather_dtype 'int3'"),
+        ({"allowed": {"reduce_wire": "fp8"}}, ValueError, "unknown reduce_wire 'fp8'"),
+        ({"allowed": {"gather_dtype": [None]}}, ValueError, "exact steps are always tried"),
+        ({"allowed": {"reduce_wire": "int8"}, "fixed": {"reduce_wire": "int4"}}, ValueError, "is fixed and allowed"),
         ({"accumulation": 0}, ValueError, "accumulation must be 1 or more"),
         ({"optimizer": "Adamw"}, ValueError, "no optimizer 'Adamw'"),
     ],
@@ -229,6 +294,8 @@ def test_the_command(tmp_path, capsys):
     assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "1GB", "--out", str(out)]) == 0
     assert "Linear on 2 ranks of cpu" in capsys.readouterr().out
     assert shardtrace.TrainingPlan.from_json(out).world_size == 2
+    assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--allow", "gather-dtype=int8,fp8"]) == 0
+    assert "rounds   nothing (allowed: gather_dtype int8, fp8)" in capsys.readouterr().out
     assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "10"]) == 1
     assert "fits into 10 B" in capsys.readouterr().err
 
@@ -274,3 +341,21 @@ def test_a_script_as_target(tmp_path, capsys):
     assert "shards Net inside the Sequential that it jits" in capsys.readouterr().err
     assert main([*arguments, "--", "function"]) == 1
     assert "trained no jitted model" in capsys.readouterr().err
+
+
+def test_second_shards_inside_machines():
+    """Two machines with a slow link between them: as fast as any step without the memory of hybrid strategies."""
+    with torch.device("meta"):  # large, because second shards need the buffers of another group
+        model, x = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(6))), torch.zeros(16, 8192)
+    fixed = {"activation_checkpointing": None, "offload_policy": None}
+    options = {"world_size": 16, "device": "h100-sxm", "link": "1gbit", "fixed": fixed}
+    found = shardtrace.plan(model, x, memory=3.6e9, **options)
+    assert found.choices["sharding_strategy"] == "zero3_secondary"
+    assert found.mesh_shape == (2, 8)
+    rows = [row for row in found.pareto if row.memory < found.peak]
+    assert rows[0].strategy == "zero3"
+    assert rows[0].seconds > 1.4 * found.seconds  # backward gathers half as much again between machines
+    assert rows[-1].seconds > 1.1 * found.seconds
+    assert shardtrace.plan(model, x, memory=3.4e9, **options).chosen.strategy == "zero3 and zero2"
+    fast = shardtrace.plan(model, x, memory=3.6e9, world_size=8, device="h100-sxm", fixed=fixed)
+    assert "zero3_secondary" not in {row.strategy for row in fast.pareto}  # in one machine
