@@ -31,10 +31,16 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
 
 def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     """Seconds in which the device works for the wire of a collective: in the line that issues it, before it is sent, or
-    in the line that waits for it, after it has arrived. 0 without a wire, and for any other line."""
+    in the line that waits for it, after it has arrived. The latter also sends what the wire sends late, and the device
+    is idle. 0 without a wire, and for any other line."""
     if is_issue(bsym):
         return cost.kernel_seconds(bucket_of(bsym).work.issue)
-    return cost.kernel_seconds(bucket_of(bsym).work.finish) if is_wait(bsym) else 0.0
+    if not is_wait(bsym):
+        return 0.0
+    bucket = bucket_of(bsym)
+    late = bucket.work.late
+    sent = cost.collective_seconds(**_message(bucket) | {"nbytes": late}) if late else 0.0
+    return cost.kernel_seconds(bucket.work.finish) + sent
 
 
 def link_seconds(issue: BoundSymbol) -> float:
@@ -57,8 +63,9 @@ def latency_seconds(issue: BoundSymbol) -> float:
 
 
 def collective_seconds(cost: CostModel, bucket: Bucket) -> float:
-    """One collective of a bucket. An all_reduce sends each byte twice."""
-    return cost.collective_seconds(**_message(bucket))
+    """One collective of a bucket, without what its wire sends late. An all_reduce sends each byte twice."""
+    message = _message(bucket)
+    return cost.collective_seconds(**message | {"nbytes": message["nbytes"] - bucket.work.late})
 
 
 def _message(bucket: Bucket) -> dict[str, Any]:

@@ -242,7 +242,7 @@ class _AllReduce:
     def work(self, bucket: Bucket) -> Ends:
         trips: _TwoTrips = bucket.prepared
         there, back = self.reduce.work(trips.scattered), trips.gathered.work
-        return Ends(there.issue, there.finish + back.issue + back.finish)
+        return Ends(there.issue, there.finish + back.issue + back.finish, late=trips.gathered.bytes)
 
     def issue(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> _Reducing:
         flat = (summed_to(g, m.parameter.full_shape) for g, m in zip(grads, bucket.members, strict=True))

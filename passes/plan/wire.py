@@ -27,10 +27,11 @@ def _no_state(bucket: Bucket, device: torch.device) -> Sequence[torch.Tensor]:
 
 class Ends(NamedTuple):
     """The work of a wire on the device, besides sending: what ``issue`` does before the message leaves, and ``finish``
-    after it has arrived."""
+    after it has arrived. ``late``: those of the bucket's bytes that ``finish`` sends, and waits for."""
 
     issue: Kernels = Kernels()
     finish: Kernels = Kernels()
+    late: int = 0
 
 
 def _no_work(bucket: Bucket) -> Ends:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from passes.analysis.flops import bytes_made, bytes_moved, flops
 from passes.analysis.recognise import bucket_of, is_issue, is_wait
-from passes.analysis.seconds import compute_seconds, wire_seconds
+from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
 from passes.plan import CostModel, Device, Link, Wire
 from shardtrace.inspector.timeline import predicted
 
@@ -78,9 +78,23 @@ def test_a_reduction_is_rounded_for_others_and_added_here(fake_ranks):
     jitted = compile_fake(lambda: nn.Linear(64, 64, bias=False), x, reduce_wire="int4", cost_model=MODEL)
     backward = thunder.last_backward_traces(jitted)[-1]
     (reduce,) = [b for b in backward.bound_symbols if is_issue(b) and bucket_of(b).wire is not None]
-    issue, finish = bucket_of(reduce).work
+    issue, finish, late = bucket_of(reduce).work
+    assert not late
     assert issue == pytest.approx((3 * 9 + 2, 3 * 36.5 * 1024 + 8 * 1024))  # for three ranks; the own part is copied
     assert finish == pytest.approx((3 * 7, 3 * 21 * 1024))
+
+
+def test_the_second_half_of_an_all_reduce_on_a_wire_is_waited_for(fake_ranks):
+    fake_ranks(2)
+    x, options = torch.ones(2, 64), {"sharding_strategy": "ddp", "reduce_wire": "int8", "cost_model": MODEL}
+    backward = thunder.last_backward_traces(compile_fake(lambda: nn.Linear(64, 64, bias=False), x, **options))[-1]
+    (reduce,) = [b for b in backward.bound_symbols if is_issue(b)]
+    (wait,) = [b for b in backward.bound_symbols if is_wait(b)]
+    bucket, half = bucket_of(reduce), 4096 + 16 * 4  # codes, and a scale for each 256 of them
+    assert (bucket.trips * bucket.bytes, bucket.work.late) == (2 * half, half)
+    assert link_seconds(reduce) == pytest.approx(MODEL.collective_seconds(half, 2))
+    worked = MODEL.kernel_seconds(bucket.work.finish)
+    assert wire_seconds(MODEL, wait) == pytest.approx(worked + MODEL.collective_seconds(half, 2))
 
 
 def test_a_wire_of_a_user_takes_no_time(fake_ranks):
