@@ -121,7 +121,7 @@ def _run_check(tensors: tuple[torch.Tensor, ...], metadata: ContextObject) -> No
 def _run_check_values(blocks: tuple[Any, ...], facts: ContextObject) -> None:
     for block, expected in zip(blocks, facts.obj, strict=True):
         if name := unlike(expected, block):
-            raise RuntimeError(f"{name} of {block} has changed")  # Thunder then compiles another step
+            raise RuntimeError(f"{name} of {type(block).__name__} has changed")  # Thunder then compiles another step
 
 
 fetch = symbol("fetch_parameters", lambda module, names: None, _run_fetch)

@@ -8,7 +8,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from passes.merge_checks import Steps, follow
-from shardtrace.blocks.structure import PLAIN
+from shardtrace.blocks.structure import PLAIN, CannotShare
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
@@ -54,11 +54,12 @@ def moved(record: ProvenanceRecord, old: ProvenanceRecord, new: ProvenanceRecord
 def steps_to(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> Steps:
     """The steps from ``root``, whose value is given, to the value of ``record``.
 
-    A key that comes from ``root``, too, is that of this ``value``: tracing has read it, so that another block of the
-    kind has the same.
+    A key that comes from ``root``, too, is that of this ``value``: it is a plain attribute that tracing has read, so
+    that another block of the kind has the same.
 
     Raises:
         Unknown: if the record leads elsewhere, or through a call.
+        CannotShare: if another block might have another key.
         AttributeError, KeyError, IndexError, TypeError (:data:`MISSING`): if a key is not there.
     """
     if record is root or record == root:
@@ -70,8 +71,9 @@ def steps_to(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> St
         owner, key = record.inputs
     else:
         raise Unknown(f"a value that is reached by {step}")
-    k = key.value if step_of(key) == "CONSTANT" else follow(steps_to(key, root, value), value)
-    if not isinstance(k, PLAIN):
-        raise Unknown(f"a value whose key is a {type(k).__name__}")
+    constant = step_of(key) == "CONSTANT"
+    k = key.value if constant else follow(steps_to(key, root, value), value)
+    if not constant and not (step_of(key) == "LOAD_ATTR" and isinstance(k, PLAIN)):
+        raise CannotShare(f"has a key that is a {type(k).__name__} and no plain attribute")
     last = attrgetter(str(k)) if step == "LOAD_ATTR" else itemgetter(k)
     return (*steps_to(owner, root, value), last)

@@ -161,13 +161,17 @@ def _captures(read: Mapping[str, Proxy], module: nn.Module, reach: Reach) -> Ite
         if value is None or isinstance(p, NumberProxy):
             raise CannotShare(f"reads {name}, which is neither an argument nor its own")
         if reach.has(value.provenance):
-            try:
-                steps = steps_to(value.provenance, reach.root, module)
-            except (Unknown, *MISSING) as why:
-                raise CannotShare(f"reads {name}, {why}") from None
-            yield Capture(value.value, value.provenance, steps)
+            yield Capture(value.value, value.provenance, _steps(value.provenance, reach.root, module))
         elif id(value.original_value) in own:
             raise CannotShare(f"reads its {name} by another way than itself")
+
+
+def _steps(record: ProvenanceRecord, root: ProvenanceRecord, module: nn.Module) -> Steps:
+    """``steps_to`` for what every block of the kind must have."""
+    try:
+        return steps_to(record, root, module)
+    except (Unknown, *MISSING) as why:
+        raise CannotShare(f"reads {why}") from None
 
 
 def _attributes(observer: Observer, module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[Fact]:
@@ -192,8 +196,7 @@ def _items(added: Iterable[tuple[Any, ...]], module: nn.Module, root: Provenance
             continue
         record = checked[0].history
         if step_of(record) == "BINARY_SUBSCR" and reach.has(record):
-            steps = steps_to(record, root, module)
-            yield Fact(f"item {checked[1]!r}", steps, checked[1], guarded=True)
+            yield Fact(f"item {checked[1]!r}", _steps(record, root, module), checked[1])
 
 
 def _outside(observer: Observer, reach: Reach) -> Iterator[Outside]:

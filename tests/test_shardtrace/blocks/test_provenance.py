@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from passes.merge_checks import follow
 from shardtrace.blocks.provenance import Reach, Unknown, steps_to
+from shardtrace.blocks.structure import CannotShare
 
 import pytest
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
@@ -46,6 +47,7 @@ def test_steps():
         (attribute(root, "number"), (1, 1)),
         (item(attribute(root, "parts"), constant(0)), ("a", "c")),
         (item(attribute(root, "parts"), attribute(root, "number")), ("b", "d")),
+        (item(attribute(root, "parts"), constant(slice(1))), (["a"], ["c"])),
     ]:
         steps = steps_to(record, root, block)
         assert (follow(steps, block), follow(steps, other)) == values
@@ -53,10 +55,12 @@ def test_steps():
 
 def test_what_has_no_steps():
     root = attribute(constant("model"), "block")
-    block = SimpleNamespace(parts={None: 1}, key=object())
+    block = SimpleNamespace(parts={None: 1}, key=object(), keys=[1])
     with pytest.raises(Unknown, match="reached by OPAQUE"):
         steps_to(ProvenanceRecord(PseudoInst.OPAQUE, inputs=[root, root]), root, block)
-    with pytest.raises(Unknown, match="whose key is a object"):
+    with pytest.raises(CannotShare, match="a key that is a object and no plain attribute"):
         steps_to(item(attribute(root, "parts"), attribute(root, "key")), root, block)
+    with pytest.raises(CannotShare, match="a key that is a int and no plain attribute"):  # nobody has compared it
+        steps_to(item(attribute(root, "parts"), item(attribute(root, "keys"), constant(0))), root, block)
     with pytest.raises(AttributeError):
         steps_to(item(attribute(root, "parts"), attribute(root, "gone")), root, block)
