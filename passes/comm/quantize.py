@@ -86,7 +86,7 @@ class Format:
     # ---- what it costs ----
 
     def pack_work(self, numel: int, width: int, *, chunk: int, error: bool = False) -> Kernels:
-        """What :meth:`pack` does for ``numel`` values of ``width`` bytes each. The bytes of scales are not counted."""
+        """The work of :meth:`pack` for ``numel`` values of ``width`` bytes each, without the bytes of scales."""
         copied = width < FP32 or error
         work = Kernels(6, 5 * FP32) + self._encoding  # abs, amax, clamp, divide, reciprocal, multiply
         work += Kernels(2, width + FP32) if copied else Kernels()
@@ -95,7 +95,7 @@ class Format:
         return self._in_chunks(work, numel, chunk)
 
     def unpack_work(self, numel: int, width: int, *, chunk: int, add: bool = False) -> Kernels:
-        """What :meth:`unpack` does."""
+        """The work of :meth:`unpack` for as many values."""
         if width == FP32:
             work = self._decoding + Kernels(1, (3 if add else 2) * FP32)
         else:

@@ -74,7 +74,7 @@ class Bucket(ContextObject):
 
     @cached_property
     def work(self) -> Ends:
-        """What its wire does on the device; nothing without a wire."""
+        """The work of its wire on the device; none without a wire."""
         return self.wire.work(self) if self.wire is not None else Ends()
 
     @cached_property

@@ -71,9 +71,10 @@ def steps_to(record: ProvenanceRecord, root: ProvenanceRecord, value: Any) -> St
         owner, key = record.inputs
     else:
         raise Unknown(f"a value that is reached by {step}")
+    steps = steps_to(owner, root, value)  # first: the key of what leads elsewhere does not matter
     constant = step_of(key) == "CONSTANT"
     k = key.value if constant else follow(steps_to(key, root, value), value)
     if not constant and not (step_of(key) == "LOAD_ATTR" and isinstance(k, PLAIN)):
         raise CannotShare(f"has a key that is a {type(k).__name__} and no plain attribute")
     last = attrgetter(str(k)) if step == "LOAD_ATTR" else itemgetter(k)
-    return (*steps_to(owner, root, value), last)
+    return (*steps, last)

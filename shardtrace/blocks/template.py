@@ -107,7 +107,7 @@ def make_template(
     for o in outputs:
         if (isinstance(o, Proxy) and o.name not in known) or not isinstance(o, (Proxy, *PLAIN, type(None))):
             raise CannotShare(f"returns a {type(o).__name__} that it does not make")
-    facts = (*_attributes(observer, module, root, reach), *_items(added, module, root, reach))
+    facts = (*_attributes(observer, module, reach), *_items(added, module, reach))
     snapshot = tuple(b.from_bsym() for b in lines)
     return Template(
         name=name,
@@ -161,25 +161,25 @@ def _captures(read: Mapping[str, Proxy], module: nn.Module, reach: Reach) -> Ite
         if value is None or isinstance(p, NumberProxy):
             raise CannotShare(f"reads {name}, which is neither an argument nor its own")
         if reach.has(value.provenance):
-            yield Capture(value.value, value.provenance, _steps(value.provenance, reach.root, module))
+            yield Capture(value.value, value.provenance, _steps(value.provenance, reach, module))
         elif id(value.original_value) in own:
             raise CannotShare(f"reads its {name} by another way than itself")
 
 
-def _steps(record: ProvenanceRecord, root: ProvenanceRecord, module: nn.Module) -> Steps:
+def _steps(record: ProvenanceRecord, reach: Reach, module: nn.Module) -> Steps:
     """``steps_to`` for what every block of the kind must have."""
     try:
-        return steps_to(record, root, module)
+        return steps_to(record, reach.root, module)
     except (Unknown, *MISSING) as why:
         raise CannotShare(f"reads {why}") from None
 
 
-def _attributes(observer: Observer, module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[Fact]:
+def _attributes(observer: Observer, module: nn.Module, reach: Reach) -> Iterator[Fact]:
     for seen in observer.reads.values():
         if not reach.has(seen.record):
             continue
         try:
-            steps = steps_to(seen.record, root, module)
+            steps = steps_to(seen.record, reach.root, module)
             owner = follow(steps, module)
             value = getattr(owner, seen.name)
         except (Unknown, RuntimeError, *MISSING):
@@ -189,14 +189,14 @@ def _attributes(observer: Observer, module: nn.Module, root: ProvenanceRecord, r
             yield Fact(seen.name, (*steps, attrgetter(seen.name)), value, guarded)
 
 
-def _items(added: Iterable[tuple[Any, ...]], module: nn.Module, root: ProvenanceRecord, reach: Reach) -> Iterator[Fact]:
+def _items(added: Iterable[tuple[Any, ...]], module: nn.Module, reach: Reach) -> Iterator[Fact]:
     """The items of lists and mappings that Thunder checks."""
     for _, *checked in added:
         if len(checked) < 2 or not isinstance(checked[0], Proxy) or isinstance(checked[0], TensorProxy):
             continue
         record = checked[0].history
         if step_of(record) == "BINARY_SUBSCR" and reach.has(record):
-            yield Fact(f"item {checked[1]!r}", _steps(record, root, module), checked[1])
+            yield Fact(f"item {checked[1]!r}", _steps(record, reach, module), checked[1])
 
 
 def _outside(observer: Observer, reach: Reach) -> Iterator[Outside]:

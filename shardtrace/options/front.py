@@ -38,7 +38,7 @@ class Row:
 
     @property
     def words(self) -> str:
-        """What it does, in a few words."""
+        """The strategy and the recomputation, as part of a sentence."""
         return f"{self.strategy}, recomputing {self.recomputing}"
 
     def __str__(self) -> str:

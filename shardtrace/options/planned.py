@@ -128,12 +128,13 @@ class TrainingPlan:
 
     @property
     def rounding(self) -> str:
-        """What a step rounds on its way, and what was allowed, in words. Empty if it rounds nothing and was not allowed
-        to."""
+        """The values that a step rounds, and those that it was allowed to, in words. Empty if there are neither."""
         what = {"gather_dtype": "parameters", "reduce_wire": "gradients"}
         rounds = [f"{word} to {value}" for option, word in what.items() if (value := self.choices.get(option))]
+        if not rounds and not self.allowed:
+            return ""
+        text = f"{' and '.join(rounds)} on their way between ranks" if rounds else "nothing"
         allowed = "; ".join(f"{option} {', '.join(values)}" for option, values in self.allowed.items())
-        text = f"{' and '.join(rounds)} on their way between ranks" if rounds else "nothing" if allowed else ""
         return f"{text} (allowed: {allowed})" if allowed else text
 
     @property

@@ -140,7 +140,7 @@ def _gathered_again(forward: Sequence[BoundSymbol], backward: Sequence[BoundSymb
 
 
 def _gathered(lines: Iterable[BoundSymbol]) -> dict[str, TensorProxy]:
-    """What lines gather, by the names of the model's parameters. Second shards are of the same ones."""
+    """The values that lines gather, by the names of the model's parameters, from first or second shards."""
     waits = (b for b in lines if is_wait(b) and is_gather(b))
     pairs = (zip(bucket_of(b).members, b.flat_proxy_outs, strict=True) for b in waits)
     return {m.parameter.name: out for found in pairs for m, out in found}

@@ -62,5 +62,7 @@ def test_what_has_no_steps():
         steps_to(item(attribute(root, "parts"), attribute(root, "key")), root, block)
     with pytest.raises(CannotShare, match="a key that is a int and no plain attribute"):  # nobody has compared it
         steps_to(item(attribute(root, "parts"), item(attribute(root, "keys"), constant(0))), root, block)
+    with pytest.raises(Unknown, match="reached by CONSTANT"):
+        steps_to(item(constant({1: 2}), item(attribute(root, "keys"), constant(0))), root, block)
     with pytest.raises(AttributeError):
         steps_to(item(attribute(root, "parts"), attribute(root, "gone")), root, block)
