@@ -133,13 +133,14 @@ class ShardParameters(Pass):
 class PassBeforeAutodiff(Pass):
     """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
-    ``name`` defaults to the function's.
+    ``name`` defaults to the function's. What ``remark`` becomes when it is printed is added to the trace's provenance.
     """
 
-    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
+    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None, remark: object = "") -> None:
         super().__init__(name or run.__name__)
         self.run = run
         self.compilation = compilation  # for a pass that runs before the trace has buckets
+        self.remark = remark
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -148,7 +149,7 @@ class PassBeforeAutodiff(Pass):
         with self.running(found):
             computation = self.run(computation_trace)
         if computation is not computation_trace:
-            self.sign(computation)
+            self.sign(computation, str(self.remark))
         return prologue_trace, computation, epilogue_trace
 
 
@@ -254,7 +255,7 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
         # the last one before autodiff: until the next pass of ours, Thunder's passes see three of many calls in a row,
         # and one line for all inputs
-        PassBeforeAutodiff(lambda c: _roll(c, compilation.rolled), "roll"),
+        PassBeforeAutodiff(lambda c: _roll(c, compilation.rolled), "roll", remark=compilation.rolled),
         # last, because executors and fusions change the order of lines; then a stop after all copies from the host
         PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
         CompareRanks(compilation),
