@@ -48,7 +48,8 @@ def roll(computation: TraceCtx, *, rolled: Rolled, gradients_of: GradientsOf) ->
             args = tuple(ends.get(a.name, a) if isinstance(a, Proxy) else a for a in bsym.args)
             new.bound_symbols.append(bsym.from_bsym(args=args, tags=bsym.tags | {turn}))
         elif is_return(bsym):
-            new.bound_symbols.append(returning(bsym, new.args))
+            listed = zip(computation.args, bsym.args[0]["flat_args"], strict=True)
+            new.bound_symbols.append(returning(bsym, [p for arg, p in listed if arg.name not in absent]))
         elif id(bsym) not in turns and not (is_unpack(bsym) and bsym.output.name in absent):
             new.bound_symbols.append(bsym)
     return new

@@ -180,10 +180,11 @@ def _complete_forward(forward: TraceCtx, rolled: Rolled) -> None:
     """Gives a forward all inputs, and what all iterations save."""
     computation = rolled.computation
     assert computation is not None
+    *lines, last = (b for b in forward.bound_symbols if not is_unpack(b))
+    listed = {p.name: now for p, now in zip(forward.args, last.args[0]["flat_args"], strict=True)}
     forward.args = computation.args
     set_signature(forward, forward.siginfo().name)
-    *lines, last = (b for b in forward.bound_symbols if not is_unpack(b))
-    last = returning(last, forward.args)
+    last = returning(last, [listed.get(p.name, p) for p in computation.args])
     if len(last.args) > 1:
         saved = tuple(tuple(_all(proxies, rolled)) for proxies in last.args[1])
         last = last.from_bsym(args=(last.args[0], saved))

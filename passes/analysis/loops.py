@@ -94,7 +94,7 @@ def made_by(lines: Lines) -> list[Proxy]:
 
 
 def returning(bsym: BoundSymbol, inputs: Sequence[Proxy]) -> BoundSymbol:
-    """The return line of a computation, which lists all its inputs."""
+    """The return line of a computation, which lists its inputs as they are by then."""
     return bsym.from_bsym(args=({**bsym.args[0], "flat_args": list(inputs)}, *bsym.args[1:]))
 
 

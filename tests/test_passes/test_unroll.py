@@ -267,6 +267,17 @@ def test_inputs_of_several_iterations(fake_ranks):
     assert check(TakesTurns, torch.ones(2, WIDTH), torch.ones(WIDTH), torch.zeros(WIDTH)) == 0
 
 
+class WithTarget(Net):
+    def forward(self, x, target):
+        return super().forward(x) - target
+
+
+def test_one_tensor_as_two_inputs(fake_ranks):
+    fake_ranks(2)
+    x = torch.ones(2, WIDTH)
+    assert check(WithTarget, x, x) == 3
+
+
 def test_tied_weights_are_gathered_once(fake_ranks):
     fake_ranks(2)
     assert check(Tied) == 0
