@@ -281,6 +281,7 @@ def quick_builtins() -> Iterator[None]:
         _interpret_call,
         get_interpretercompilectx,
         get_interpreterruntimectx,
+        global_callback,
         wrap,
         wrap_const,
     )
@@ -289,31 +290,54 @@ def quick_builtins() -> Iterator[None]:
     interpret_instruction, lookaside = context._opcode_interpreter, context._fn_lookaside
     has_null = sys.version_info >= (3, 11)  # a LOAD_GLOBAL may push a NULL: from 3.13 after the value
 
-    def instruction(inst: Any, /, **state: Any) -> Any:
-        if inst.opname == "LOAD_GLOBAL" and (value := _builtin(inst.argval, state["globals_dict"].value)) is not None:
-            values = [wrap_const(value)]
-            if has_null and inst.arg & 1:
-                values.insert(1 if sys.version_info >= (3, 13) else 0, wrap_const(Py_NULL()))
-        elif inst.opname == "FOR_ITER" and (value := next_value(state["stack"].getitem_wrapped(-1))) is not None:
-            if value is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-                return value
-            values = [value]
+    def load_global(inst: Any, state: dict[str, Any]) -> Any:
+        found, name = state["globals_dict"], inst.argval
+        if type(found.value) is dict and name in found.value:
+            values = [global_callback(_interpret_call(dict.__getitem__, found, wrap_const(name)), name)]
+        elif (builtin := _builtin(name, found.value)) is not None:
+            values = [wrap_const(builtin)]
         else:
-            return interpret_instruction(inst, **state)
-        with state["stack"].set_cur_instruction(inst):
-            state["stack"].extend(values)
-        return None
+            return None
+        if has_null and inst.arg & 1:
+            values.insert(1 if sys.version_info >= (3, 13) else 0, wrap_const(Py_NULL()))
+        return values
 
-    def next_value(iterator: Any) -> Any:
-        """The next of the values of a dict; None for another iterator, or if there is no next value."""
-        if (found := _key_iterator(iterator)) is None:
+    def next_value(inst: Any, state: dict[str, Any]) -> Any:
+        if (found := _key_iterator(state["stack"].getitem_wrapped(-1))) is None:
             return None
         mapping, keys = found
         key = _interpret_call(type(keys.value).__next__, keys)
         if key is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             runtime.curexc = None  # the iterator stays at its end, and raises again when it is interpreted
             return None
-        return _interpret_call(dict.__getitem__, mapping, key)
+        return [_interpret_call(dict.__getitem__, mapping, key)]
+
+    def item(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if (function := _GET_ITEM.get(type(stack.getitem_wrapped(-2).value))) is None:
+            return None
+        key, container = stack.pop_wrapped(), stack.pop_wrapped()
+        return [_interpret_call(function, container, key)]
+
+    def contains(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if inst.arg or type(stack.getitem_wrapped(-1).value) not in (dict, OrderedDict):  # 1 is "not in"
+            return None
+        mapping, key = stack.pop_wrapped(), stack.pop_wrapped()
+        return [_interpret_call(dict.__contains__, mapping, key)]
+
+    # give the values that the instruction pushes, or None
+    quick = {"LOAD_GLOBAL": load_global, "FOR_ITER": next_value, "BINARY_SUBSCR": item, "CONTAINS_OP": contains}
+
+    def instruction(inst: Any, /, **state: Any) -> Any:
+        values = quick[inst.opname](inst, state) if inst.opname in quick else None
+        if values is None:
+            return interpret_instruction(inst, **state)
+        if values[-1] is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return values[-1]
+        with state["stack"].set_cur_instruction(inst):
+            state["stack"].extend(values)
+        return None
 
     def truth(x: Any) -> Any:
         return wrap(bool(x.value), provenance=ProvenanceRecord(PseudoInst.GET_LEN, inputs=[x.provenance]))
@@ -336,6 +360,15 @@ def quick_builtins() -> Iterator[None]:
 
     with _replaced(context, _opcode_interpreter=instruction, _fn_lookaside=quick_lookaside):
         yield
+
+
+# What containers of these very types do for an item. Those of other classes may have functions of their own.
+_GET_ITEM: dict[type, Callable[..., Any]] = {
+    dict: dict.__getitem__,
+    OrderedDict: dict.__getitem__,
+    list: list.__getitem__,
+    tuple: tuple.__getitem__,
+}
 
 
 def _has_own_call(module: torch.nn.Module) -> bool:
