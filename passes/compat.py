@@ -146,6 +146,11 @@ def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -
     return bsym.from_bsym(sym=other.sym, _call_ctx=other._call_ctx, **changes)
 
 
+def copied_line(bsym: BoundSymbol, **changes: Any) -> BoundSymbol:
+    """A copy of a line that is printed with objects of its own. ``changes``: its args, output and tags."""
+    return bsym.from_bsym(_object_ctx={}, **changes)
+
+
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
     """The shape of a proxy, inside or outside a trace. A dimension is itself a proxy if values are symbolic."""
     return tuple(proxy._shape)

@@ -24,10 +24,11 @@ from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
 from passes.merge_arguments import merge_arguments, split_arguments
 from passes.merge_checks import merge_checks
-from passes.outline import Inner, outline
+from passes.outline import Inner, outline, traced_block
 from passes.plan import Enlisted, Runtime
 from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
+from passes.roll import Rolled, roll, unroll
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
@@ -50,6 +51,7 @@ class Compilation:
         self.models: dict[str, None] = {}  # the names of the traced models, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
+        self.rolled = Rolled()  # calls of blocks that Thunder does not see, for the passes after lowering
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
         self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
         self.blocks: Any = None  # of the tracer: the blocks traced so far; as a text, a remark on the trace
@@ -131,13 +133,14 @@ class ShardParameters(Pass):
 class PassBeforeAutodiff(Pass):
     """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
-    ``name`` defaults to the function's.
+    ``name`` defaults to the function's. What ``remark`` becomes when it is printed is added to the trace's provenance.
     """
 
-    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
+    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None, remark: object = "") -> None:
         super().__init__(name or run.__name__)
         self.run = run
         self.compilation = compilation  # for a pass that runs before the trace has buckets
+        self.remark = remark
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -146,7 +149,7 @@ class PassBeforeAutodiff(Pass):
         with self.running(found):
             computation = self.run(computation_trace)
         if computation is not computation_trace:
-            self.sign(computation)
+            self.sign(computation, str(self.remark))
         return prologue_trace, computation, epilogue_trace
 
 
@@ -211,9 +214,9 @@ def _inner(users: Sequence[Pass]) -> Inner:
     return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
-def _outline(computation: TraceCtx, users: Sequence[Pass]) -> TraceCtx:
-    outlined = outline(computation, inner=_inner(users))
-    return computation if outlined is computation else merge_arguments(outlined)
+def _roll(computation: TraceCtx, rolled: Rolled) -> TraceCtx:
+    new = roll(computation, rolled=rolled)
+    return merge_arguments(new) if any(map(traced_block, new.bound_symbols)) else new
 
 
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
@@ -233,8 +236,10 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(checkpoint_activations),
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
+        # the first one after lowering: all others see all lines
+        PassAfterLowering(lambda t: unroll(split_arguments(t), rolled=compilation.rolled), "unroll"),
         # after lowering, because it repairs the changes that fusions make to the saved values
-        PassAfterLowering(lambda t: save_shards(split_arguments(t), swapped=compilation.swapped), "save_shards"),
+        PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
         # after lowering, which splits the joint trace; after save_shards, which may save more shards
         PassAfterLowering(lambda t: keep_secondary(t, kept=compilation.kept), "keep_secondary"),
         # after lowering, when fusions exist; after save_shards, which makes unequal what it repairs
@@ -246,9 +251,11 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *users,
-        # the last one before autodiff, which differentiates what it makes of the calls of blocks; for Thunder's passes
-        # over these, until the next pass of ours, all inputs have one line
-        PassBeforeAutodiff(lambda c: _outline(c, users), "outline"),
+        # after all passes that see blocks as they were traced: autodiff differentiates what it makes of their calls
+        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
+        # the last one before autodiff: until the next pass of ours, Thunder's passes see three of many calls in a row,
+        # and one line for all inputs
+        PassBeforeAutodiff(lambda c: _roll(c, compilation.rolled), "roll", remark=compilation.rolled),
         # last, because executors and fusions change the order of lines; then a stop after all copies from the host
         PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
         CompareRanks(compilation),
