@@ -1,18 +1,20 @@
-"""Pass: one line names all inputs of the computation while Thunder differentiates and lowers it.
+"""Pass: one line names all inputs of the computation.
 
-Thunder has a line for each. They run nothing, but each of its passes takes them apart: with blocks that are called they
-are most of the lines, a dozen for each call. Once Thunder is done, each input has its line again.
+Thunder has a line for each. They run nothing, but each pass takes them apart: with blocks that are called they are most
+of the lines, a dozen for each call. Passes of others, which may look for Thunder's own lines, find a line for each
+input. The text of a trace is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from thunder.core import prims
 from thunder.core.codeutils import prettyprint
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -22,7 +24,7 @@ def merge_arguments(computation: TraceCtx) -> TraceCtx:
     new = from_trace(computation)
     for named, group in groupby(computation.bound_symbols, _names_an_input):
         lines = list(group)
-        new.bound_symbols += [_merged(lines)] if named and len(lines) > 1 else lines
+        new.bound_symbols += [naming([b.output for b in lines])] if named and len(lines) > 1 else lines
     return new if len(new.bound_symbols) < len(computation.bound_symbols) else computation
 
 
@@ -40,8 +42,9 @@ def _names_an_input(bsym: BoundSymbol) -> bool:
     return bsym.sym is prims.unpack_trivial
 
 
-def _merged(lines: list[BoundSymbol]) -> BoundSymbol:
-    inputs = tuple(b.output for b in lines)
+def naming(inputs: Iterable[Proxy]) -> BoundSymbol:
+    """The line that names all these inputs."""
+    inputs = tuple(inputs)
     return unpack_inputs.bind(inputs, name="inputs", output=inputs)
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import synchronize
 from passes.compat import copied_line, set_signature
+from passes.merge_arguments import naming
 from passes.outline import Variant
 from passes.plan import Bucket
 
@@ -135,13 +136,19 @@ def roll(computation: TraceCtx, *, rolled: Rolled) -> TraceCtx:
             new.bound_symbols.append(bsym.from_bsym(args=args, tags=bsym.tags | {turn}))
         elif is_return(bsym):
             new.bound_symbols.append(_with_inputs(bsym, new.args))
-        elif id(bsym) not in turns and not (is_unpack(bsym) and bsym.output.name in absent):
+        elif is_unpack(bsym):
+            new.bound_symbols += _naming([p for p in bsym.flat_proxy_outs if p.name not in absent])
+        elif id(bsym) not in turns:
             new.bound_symbols.append(bsym)
     return new
 
 
 def _made(lines: Lines) -> list[Proxy]:
     return [o for b in lines for o in b.flat_proxy_outs]
+
+
+def _naming(inputs: Sequence[Proxy]) -> list[BoundSymbol]:
+    return [naming(inputs)] if inputs else []
 
 
 def _with_inputs(bsym: BoundSymbol, inputs: Sequence[Proxy]) -> BoundSymbol:
@@ -433,8 +440,7 @@ def _complete_forward(forward: TraceCtx, rolled: Rolled) -> None:
     if len(last.args) > 1:
         saved = tuple(tuple(_all(proxies, rolled)) for proxies in last.args[1])
         last = last.from_bsym(args=(last.args[0], saved))
-    unpacking = [prims.unpack_trivial.bind(p, name=p.name, output=p) for p in forward.args]
-    forward.bound_symbols = [*unpacking, *lines, last]
+    forward.bound_symbols = [*_naming(forward.args), *lines, last]
 
 
 def _complete_backward(backward: TraceCtx, rolled: Rolled) -> None:
