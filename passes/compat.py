@@ -315,7 +315,7 @@ def quick_builtins() -> Iterator[None]:
         if key is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             runtime.curexc = None  # the iterator stays at its end, and raises again when it is interpreted
             return None
-        return [_interpret_call(dict.__getitem__, mapping, key)]
+        return [value_of(mapping, key)]
 
     def item(inst: Any, state: dict[str, Any]) -> Any:
         stack = state["stack"]
@@ -331,14 +331,59 @@ def quick_builtins() -> Iterator[None]:
         mapping, key = stack.pop_wrapped(), stack.pop_wrapped()
         return [_interpret_call(dict.__contains__, mapping, key)]
 
+    def extend_list(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if type(stack.getitem_wrapped(-inst.arg - 1).value) is not list:
+            return None
+        values, extended = stack.pop_wrapped(), stack.getitem_wrapped(-inst.arg)
+        return raised([_interpret_call(list.extend, extended, values)])
+
+    def merge_dict(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        merged, mapping = stack.getitem_wrapped(-2), stack.getitem_wrapped(-1)
+        if not {type(merged.value), type(mapping.value)} <= {dict, OrderedDict} or merged.value.keys() & mapping.value:
+            return None
+        stack.pop_wrapped()
+        merged.track_items()
+        mapping.track_items()
+        keys = [mapping.key_wrappers[name] for name in mapping.value]
+        return raised([_interpret_call(dict.__setitem__, merged, k, value_of(mapping, k)) for k in keys])
+
+    def call_unpacked(inst: Any, state: dict[str, Any]) -> Any:
+        stack, count = state["stack"], 1 + (inst.arg & 1)  # a tuple, and perhaps a dict
+        given = [stack.getitem_wrapped(-i) for i in range(count, 0, -1)]
+        if any(type(g.value) is not t for g, t in zip(given, (tuple, dict), strict=False)):
+            return None
+        for _ in given:
+            stack.pop_wrapped()
+        function = [stack.pop_wrapped() for _ in range(1 + has_null)][-1 if sys.version_info >= (3, 13) else 0]
+        args = [_interpret_call(tuple.__getitem__, given[0], wrap_const(i)) for i in range(len(given[0].value))]
+        kwargs = {name: value_of(m, wrap_const(name)) for m in given[1:] for name in m.value}
+        return [_interpret_call(function, *args, **kwargs)]
+
+    def value_of(mapping: Any, key: Any) -> Any:
+        return _interpret_call(dict.__getitem__, mapping, key)
+
+    def raised(results: list[Any]) -> list[Any]:
+        """The signal of an exception, if one of the results is that."""
+        return [r for r in results if r is INTERPRETER_SIGNALS.EXCEPTION_RAISED]
+
     # give the values that the instruction pushes, or None
-    quick = {"LOAD_GLOBAL": load_global, "FOR_ITER": next_value, "BINARY_SUBSCR": item, "CONTAINS_OP": contains}
+    quick = {
+        "BINARY_SUBSCR": item,
+        "CALL_FUNCTION_EX": call_unpacked,
+        "CONTAINS_OP": contains,
+        "DICT_MERGE": merge_dict,
+        "FOR_ITER": next_value,
+        "LIST_EXTEND": extend_list,
+        "LOAD_GLOBAL": load_global,
+    }
 
     def instruction(inst: Any, /, **state: Any) -> Any:
         values = quick[inst.opname](inst, state) if inst.opname in quick else None
         if values is None:
             return interpret_instruction(inst, **state)
-        if values[-1] is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        if values and values[-1] is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return values[-1]
         with state["stack"].set_cur_instruction(inst):
             state["stack"].extend(values)
