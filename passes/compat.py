@@ -18,6 +18,7 @@ called, because this module is imported before Thunder can be.
 from __future__ import annotations
 
 import builtins
+import copy
 import gc
 import sys
 import types
@@ -36,7 +37,7 @@ from torch.autograd import profiler
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
-    from thunder.core.proxies import TensorProxy
+    from thunder.core.proxies import Proxy, TensorProxy
     from thunder.core.symbol import BoundSymbol, Symbol
     from thunder.core.trace import TraceCtx
     from thunder.core.transform_common import Transform
@@ -149,6 +150,14 @@ def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -
 def copied_line(bsym: BoundSymbol, **changes: Any) -> BoundSymbol:
     """A copy of a line that is printed with objects of its own. ``changes``: its args, output and tags."""
     return bsym.from_bsym(_object_ctx={}, **changes)
+
+
+def renamed(proxy: Proxy, name: str) -> Proxy:
+    """A copy of a proxy with another name, which is not taken in any trace. Thunder's ``replace`` infers all metadata
+    again."""
+    new = copy.copy(proxy)
+    new._name, new._tags = name, set(proxy.tags)
+    return new
 
 
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:

@@ -7,14 +7,13 @@ input. The text of a trace is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from thunder.core import prims
 from thunder.core.codeutils import prettyprint
-from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -24,7 +23,7 @@ def merge_arguments(computation: TraceCtx) -> TraceCtx:
     new = from_trace(computation)
     for named, group in groupby(computation.bound_symbols, _names_an_input):
         lines = list(group)
-        new.bound_symbols += [naming([b.output for b in lines])] if named and len(lines) > 1 else lines
+        new.bound_symbols += [_merged(lines)] if named and len(lines) > 1 else lines
     return new if len(new.bound_symbols) < len(computation.bound_symbols) else computation
 
 
@@ -42,9 +41,8 @@ def _names_an_input(bsym: BoundSymbol) -> bool:
     return bsym.sym is prims.unpack_trivial
 
 
-def naming(inputs: Iterable[Proxy]) -> BoundSymbol:
-    """The line that names all these inputs."""
-    inputs = tuple(inputs)
+def _merged(lines: list[BoundSymbol]) -> BoundSymbol:
+    inputs = tuple(b.output for b in lines)
     return unpack_inputs.bind(inputs, name="inputs", output=inputs)
 
 

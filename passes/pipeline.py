@@ -14,6 +14,7 @@ from typing import Any
 
 from passes.accumulate import accumulate_gradients
 from passes.analysis.calls import block_of, with_blocks
+from passes.analysis.loops import Rolled
 from passes.analysis.recognise import bucket_of, is_issue
 from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
@@ -24,16 +25,17 @@ from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
 from passes.merge_arguments import merge_arguments, split_arguments
 from passes.merge_checks import merge_checks
-from passes.outline import Inner, outline, traced_block
+from passes.outline import Inner, gradients_of, outline, traced_block
 from passes.plan import Enlisted, Runtime
 from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
-from passes.roll import Rolled, roll, unroll
+from passes.roll import roll
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
 from passes.share_overflow import share_overflow
+from passes.unroll import unroll
 from passes.wait_copies import wait_copies
 
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -220,13 +222,8 @@ def _synchronized(computation: TraceCtx, enlisted: Enlisted, *, merge: bool) -> 
 
 
 def _roll(computation: TraceCtx, rolled: Rolled) -> TraceCtx:
-    new = roll(computation, rolled=rolled)
+    new = roll(computation, rolled=rolled, gradients_of=gradients_of)
     return merge_arguments(new) if any(map(traced_block, new.bound_symbols)) else new
-
-
-def _unroll(trace: TraceCtx, rolled: Rolled, *, split: bool) -> TraceCtx:
-    new = unroll(trace, rolled=rolled)
-    return split_arguments(new) if split else new
 
 
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
@@ -248,7 +245,10 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
         # the first one after lowering: all others see all lines
-        PassAfterLowering(lambda t: _unroll(t, compilation.rolled, split=not merge), "unroll"),
+        PassAfterLowering(
+            lambda t: unroll(t if merge else split_arguments(t), rolled=compilation.rolled),
+            "unroll",
+        ),
         # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
         # after lowering, which splits the joint trace; after save_shards, which may save more shards
