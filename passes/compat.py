@@ -278,32 +278,122 @@ def quick_tracing() -> Iterator[None]:
 
 @contextmanager
 def quick_builtins() -> Iterator[None]:
-    """Saves half of the time of tracing: the running interpreter reads Python's builtin functions and classes, and the
-    truth of a dict, without interpreting functions of its own.
+    """Saves half of the time of tracing: the running interpreter does without functions of its own, which it interprets
+    like those of a model, when it reads Python's builtin functions and classes or the truth of a dict, when a loop
+    takes the next of a dict's values, and when it calls a module.
 
-    To look up a builtin such as ``len``, Thunder calls four small functions, which it interprets like those of a model.
-    The truth of a dict takes about nine builtins, and each call of a module asks eight dicts of hooks. Thunder has no
-    guard on a builtin or on the truth of a dict, so that none is lost.
+    To look up a builtin such as ``len``, Thunder calls four small functions. The truth of a dict takes about nine
+    builtins, and each call of a module asks eight dicts of hooks. Thunder has no guard on a builtin or on the truth of
+    a dict, so that none is lost. The values of a dict and the function that a module's call runs are reached in the
+    same way as before.
     """
     from thunder.core.interpreter import (
+        INTERPRETER_SIGNALS,
         ProvenanceRecord,
         PseudoInst,
         Py_NULL,
+        _interpret_call,
         get_interpretercompilectx,
+        get_interpreterruntimectx,
+        global_callback,
         wrap,
         wrap_const,
     )
 
-    context = get_interpretercompilectx()
+    context, runtime = get_interpretercompilectx(), get_interpreterruntimectx()
     interpret_instruction, lookaside = context._opcode_interpreter, context._fn_lookaside
     has_null = sys.version_info >= (3, 11)  # a LOAD_GLOBAL may push a NULL: from 3.13 after the value
 
-    def instruction(inst: Any, /, **state: Any) -> Any:
-        if inst.opname != "LOAD_GLOBAL" or (value := _builtin(inst.argval, state["globals_dict"].value)) is None:
-            return interpret_instruction(inst, **state)
-        values = [wrap_const(value)]
+    def load_global(inst: Any, state: dict[str, Any]) -> Any:
+        found, name = state["globals_dict"], inst.argval
+        if type(found.value) is dict and name in found.value:
+            values = [global_callback(_interpret_call(dict.__getitem__, found, wrap_const(name)), name)]
+        elif (builtin := _builtin(name, found.value)) is not None:
+            values = [wrap_const(builtin)]
+        else:
+            return None
         if has_null and inst.arg & 1:
             values.insert(1 if sys.version_info >= (3, 13) else 0, wrap_const(Py_NULL()))
+        return values
+
+    def next_value(inst: Any, state: dict[str, Any]) -> Any:
+        if (found := _key_iterator(state["stack"].getitem_wrapped(-1))) is None:
+            return None
+        mapping, keys = found
+        key = _interpret_call(type(keys.value).__next__, keys)
+        if key is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            runtime.curexc = None  # the iterator stays at its end, and raises again when it is interpreted
+            return None
+        return [value_of(mapping, key)]
+
+    def item(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if (function := _GET_ITEM.get(type(stack.getitem_wrapped(-2).value))) is None:
+            return None
+        key, container = stack.pop_wrapped(), stack.pop_wrapped()
+        return [_interpret_call(function, container, key)]
+
+    def contains(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if inst.arg or type(stack.getitem_wrapped(-1).value) not in (dict, OrderedDict):  # 1 is "not in"
+            return None
+        mapping, key = stack.pop_wrapped(), stack.pop_wrapped()
+        return [_interpret_call(dict.__contains__, mapping, key)]
+
+    def extend_list(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        if type(stack.getitem_wrapped(-inst.arg - 1).value) is not list:
+            return None
+        values, extended = stack.pop_wrapped(), stack.getitem_wrapped(-inst.arg)
+        return raised([_interpret_call(list.extend, extended, values)])
+
+    def merge_dict(inst: Any, state: dict[str, Any]) -> Any:
+        stack = state["stack"]
+        merged, mapping = stack.getitem_wrapped(-2), stack.getitem_wrapped(-1)
+        if not {type(merged.value), type(mapping.value)} <= {dict, OrderedDict} or merged.value.keys() & mapping.value:
+            return None
+        stack.pop_wrapped()
+        merged.track_items()
+        mapping.track_items()
+        keys = [mapping.key_wrappers[name] for name in mapping.value]
+        return raised([_interpret_call(dict.__setitem__, merged, k, value_of(mapping, k)) for k in keys])
+
+    def call_unpacked(inst: Any, state: dict[str, Any]) -> Any:
+        stack, count = state["stack"], 1 + (inst.arg & 1)  # a tuple, and perhaps a dict
+        given = [stack.getitem_wrapped(-i) for i in range(count, 0, -1)]
+        if any(type(g.value) is not t for g, t in zip(given, (tuple, dict), strict=False)):
+            return None
+        for _ in given:
+            stack.pop_wrapped()
+        function = [stack.pop_wrapped() for _ in range(1 + has_null)][-1 if sys.version_info >= (3, 13) else 0]
+        args = [_interpret_call(tuple.__getitem__, given[0], wrap_const(i)) for i in range(len(given[0].value))]
+        kwargs = {name: value_of(m, wrap_const(name)) for m in given[1:] for name in m.value}
+        return [_interpret_call(function, *args, **kwargs)]
+
+    def value_of(mapping: Any, key: Any) -> Any:
+        return _interpret_call(dict.__getitem__, mapping, key)
+
+    def raised(results: list[Any]) -> list[Any]:
+        """The signal of an exception, if one of the results is that."""
+        return [r for r in results if r is INTERPRETER_SIGNALS.EXCEPTION_RAISED]
+
+    # give the values that the instruction pushes, or None
+    quick = {
+        "BINARY_SUBSCR": item,
+        "CALL_FUNCTION_EX": call_unpacked,
+        "CONTAINS_OP": contains,
+        "DICT_MERGE": merge_dict,
+        "FOR_ITER": next_value,
+        "LIST_EXTEND": extend_list,
+        "LOAD_GLOBAL": load_global,
+    }
+
+    def instruction(inst: Any, /, **state: Any) -> Any:
+        values = quick[inst.opname](inst, state) if inst.opname in quick else None
+        if values is None:
+            return interpret_instruction(inst, **state)
+        if values and values[-1] is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return values[-1]
         with state["stack"].set_cur_instruction(inst):
             state["stack"].extend(values)
         return None
@@ -311,13 +401,48 @@ def quick_builtins() -> Iterator[None]:
     def truth(x: Any) -> Any:
         return wrap(bool(x.value), provenance=ProvenanceRecord(PseudoInst.GET_LEN, inputs=[x.provenance]))
 
+    def call_of(module: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = _interpret_call(getattr, module, wrap_const("__call__"))
+            return _interpret_call(_interpret_call(getattr, method, wrap_const("__func__")), module, *args, **kwargs)
+
+        return call
+
     def quick_lookaside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if function is bool and len(args) == 1 and type(args[0].value) in (dict, OrderedDict):
             return truth
-        return lookaside(function, *args, **kwargs)
+        found = lookaside(function, *args, **kwargs)
+        if found is None and isinstance(function, torch.nn.Module) and _has_own_call(function):
+            module = _wrapper_of(function)
+            return call_of(module) if module is not None else None
+        return found
 
     with _replaced(context, _opcode_interpreter=instruction, _fn_lookaside=quick_lookaside):
         yield
+
+
+# What containers of these very types do for an item. Those of other classes may have functions of their own.
+_GET_ITEM: dict[type, Callable[..., Any]] = {
+    dict: dict.__getitem__,
+    OrderedDict: dict.__getitem__,
+    list: list.__getitem__,
+    tuple: tuple.__getitem__,
+}
+
+
+def _has_own_call(module: torch.nn.Module) -> bool:
+    method = module.__call__
+    return isinstance(method, types.MethodType) and method.__self__ is module
+
+
+def _key_iterator(iterator: Any) -> tuple[Any, Any] | None:
+    """The dict and the iterator over its keys that Thunder's iterator over its values has; None for another one."""
+    from thunder.core.interpreter import MappingKeysIterator, MappingValuesIterator
+
+    if type(iterator.value) is not MappingValuesIterator:
+        return None
+    mapping, keys = map(iterator.attribute_wrappers.get, ("_mapping", "_key_iter"))
+    return (mapping, keys) if keys is not None and type(keys.value) is MappingKeysIterator else None
 
 
 def _builtin(name: str, module_globals: dict[str, Any]) -> Any:
@@ -385,10 +510,11 @@ def remember_item(mapping: dict[str, Any], key: str, item: Any) -> None:
     wrapper.key_wrappers[key], wrapper.item_wrappers[key] = item
 
 
-def _wrapper_of(mapping: dict[str, Any]) -> Any:
+def _wrapper_of(value: Any) -> Any:
+    """The wrapped value that the running interpreter holds of a dict or a module; None if it has not met it."""
     from thunder.core.interpreter import get_interpreterruntimectx
 
-    known = get_interpreterruntimectx()._known_wrappers.get(id(mapping))
+    known = get_interpreterruntimectx()._known_wrappers.get(id(value))
     return known[0]() if known is not None else None
 
 

@@ -1,7 +1,8 @@
-"""Pass: one line names all inputs of the computation while Thunder differentiates and lowers it.
+"""Pass: one line names all inputs of the computation.
 
-Thunder has a line for each. They run nothing, but each of its passes takes them apart: with blocks that are called they
-are most of the lines, a dozen for each call. Once Thunder is done, each input has its line again.
+Thunder has a line for each. They run nothing, but each pass takes them apart: with blocks that are called they are most
+of the lines, a dozen for each call. Passes of others, which may look for Thunder's own lines, find a line for each
+input. The text of a trace is the same.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
-from passes.analysis.calls import with_blocks
+from passes.analysis.calls import block_of, with_blocks
 from passes.analysis.loops import Rolled
 from passes.analysis.recognise import bucket_of, is_issue
 from passes.analysis.verify import VerificationError, verify
@@ -216,6 +216,11 @@ def _inner(users: Sequence[Pass]) -> Inner:
     return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
+def _synchronized(computation: TraceCtx, enlisted: Enlisted, *, merge: bool) -> TraceCtx:
+    new = insert_synchronize(computation, enlisted=enlisted)
+    return merge_arguments(new) if merge and any(map(block_of, new.bound_symbols)) else new
+
+
 def _roll(computation: TraceCtx, rolled: Rolled) -> TraceCtx:
     new = roll(computation, rolled=rolled, gradients_of=gradients_of)
     return merge_arguments(new) if any(map(traced_block, new.bound_symbols)) else new
@@ -224,12 +229,13 @@ def _roll(computation: TraceCtx, rolled: Rolled) -> TraceCtx:
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
     users = [t for t in transforms if isinstance(t, Pass)]
+    merge = not transforms  # the user's find a line for each input
     return [
         # first, because the next pass needs to know which inputs are parameters; they are shards from here on
         ShardParameters(compilation, merge=len(users) == len(transforms)),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff(
-            lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
+            lambda c: _synchronized(c, compilation.enlisted, merge=merge), "insert_synchronize", compilation
         ),
         # before autodiff, which hands a line's tags on to its successors; before other passes split lines
         PassBeforeAutodiff(keep_random),
@@ -239,7 +245,10 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
         # the first one after lowering: all others see all lines
-        PassAfterLowering(lambda t: unroll(split_arguments(t), rolled=compilation.rolled), "unroll"),
+        PassAfterLowering(
+            lambda t: unroll(t if merge else split_arguments(t), rolled=compilation.rolled),
+            "unroll",
+        ),
         # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
         # after lowering, which splits the joint trace; after save_shards, which may save more shards

@@ -50,6 +50,9 @@ def roll(computation: TraceCtx, *, rolled: Rolled, gradients_of: GradientsOf) ->
         elif is_return(bsym):
             listed = zip(computation.args, bsym.args[0]["flat_args"], strict=True)
             new.bound_symbols.append(returning(bsym, [p for arg, p in listed if arg.name not in absent]))
-        elif id(bsym) not in turns and not (is_unpack(bsym) and bsym.output.name in absent):
+        elif is_unpack(bsym) and not absent.isdisjoint(names(bsym.flat_proxy_outs)):
+            if left := tuple(p for p in bsym.flat_proxy_outs if p.name not in absent):
+                new.bound_symbols.append(bsym.from_bsym(args=(left,), output=left))
+        elif id(bsym) not in turns:
             new.bound_symbols.append(bsym)
     return new

@@ -246,13 +246,14 @@ def write_again(
 def captured(template: Template, trace: TraceCtx, module: nn.Module, root: ProvenanceRecord) -> dict[str, Proxy]:
     """The proxies of the instance's own parameters and buffers. The prologue will unpack them, and check them and the
     values that tracing has read."""
-    known = wrapped_tensors()
+    records = [moved(capture.record, template.root, root) for capture in template.captures]
+    taken = [name_of_input(record) for record in records]
+    known = wrapped_tensors() if any(map(trace.has_name, taken)) else {}
     found: dict[str, Proxy] = {}
     added: list[TensorProxy] = []
-    for p, record, steps in template.captures:
-        there = moved(record, template.root, root)
+    for (p, _, steps), there, name in zip(template.captures, records, taken, strict=True):
         value = follow(steps, module)
-        before = known.get(name_of_input(there))
+        before = known.get(name)
         # wrapping a tensor twice would give its .grad a name twice, which Thunder refuses
         if before is not None and before.original_value is value:
             found[p.name] = before.value
@@ -303,8 +304,11 @@ def tensors_of(flat: Iterable[Any]) -> tuple[TensorProxy, ...]:
 
 def is_own(tensors: Iterable[TensorProxy], module: nn.Module) -> bool:
     """True if a tensor is a parameter or buffer of the module."""
+    inputs = [p for p in tensors if p.history is not None]  # not computed
+    if not inputs:
+        return False
     own, wrapped = _own(module), wrapped_tensors()
-    return any(p.name in wrapped and id(wrapped[p.name].original_value) in own for p in tensors)
+    return any(p.name in wrapped and id(wrapped[p.name].original_value) in own for p in inputs)
 
 
 def _own(module: nn.Module) -> set[int]:

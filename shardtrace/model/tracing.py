@@ -56,6 +56,12 @@ SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
 
 
+def _trace_call(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Traces the call of a sharded module, from ``__call__`` on: its hooks, then its forward."""
+    with quick_tracing(), quick_builtins():
+        return interpret(call, module, *args, **kwargs)
+
+
 def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Traces the forward of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
     state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
@@ -81,8 +87,6 @@ def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwar
     compilation.enlisted.steps[state.runtime] = state.runtime.step()
     proxied = proxied_values()  # grows until tracing ends
     with (
-        quick_tracing(),
-        quick_builtins(),
         comparable_dtypes(),
         state.stand_ins(),
         _hidden_afterwards(state, compilation.hidden),
@@ -296,8 +300,8 @@ def sharded_class(
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
-    if repeated:
-        namespace["__call__"] = _traced_once(cls.__call__)
+    if root or repeated:
+        namespace["__call__"] = _with_lookaside(cls.__call__, _trace_call if root else _trace_block)
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
@@ -309,12 +313,14 @@ def sharded_class(
     return type(cls.__name__, (cls,), namespace)
 
 
-def _traced_once(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_lookaside(call: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``__call__`` like ``call``, in whose place Thunder calls ``trace(call, module, ...)``."""
+
     @functools.wraps(call)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(self, *args, **kwargs)
 
-    register_general_jit_lookaside(__call__)(functools.partial(_trace_block, call))
+    register_general_jit_lookaside(__call__)(functools.partial(trace, call))
     return __call__
 
 

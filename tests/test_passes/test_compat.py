@@ -179,6 +179,77 @@ def test_quick_builtins_change_no_trace(hooked):
     assert quick[2] < plain[2] / 2
 
 
+class Lists(torch.nn.Module):
+    """Loops over modules, calls them with unpacked arguments, and reads items of containers, some of them its own."""
+
+    class Full(dict):
+        def __contains__(self, key):
+            return True
+
+    class Called(torch.nn.Linear):
+        factor = 3.0
+
+        def __call__(self, x, *others, scale=1.0, **kwargs):
+            return super().__call__(x) * scale * self.factor * len([*others, *kwargs])
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+        self.named = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": Lists.Called(2, 2)})
+        self.options, self.own = {"scale": 2.0}, Lists.Full(scale=2.0)
+
+    def forward(self, x):
+        for block, other in zip(self.blocks, self.named.values(), strict=False):
+            x = block(x) + other(x) + self.named["b"](x, x, *[x], **self.options, extra=1)
+            if x.ndim == 2:
+                continue
+        for block in self.named.values():
+            for _ in self.blocks[1:]:
+                x = block.forward(x)
+            break
+        else:
+            x = x * 0
+        try:
+            self.blocks[0](**{"input": x}, **{"input": x})
+        except (TypeError, KeyError) as error:
+            x = x + len(error.args)
+        try:
+            missing = (1, 2)[2] + self.options["missing"]
+        except (IndexError, KeyError):
+            missing = [1, [2, *self.options]][1][0]
+        if "scale" in self.options and "missing" not in self.options and "missing" in self.own:
+            x = x * self.own["scale"] * missing
+        grown = {"a": 1}
+        try:
+            for key in grown.values():
+                grown[f"{key}"] = key
+        except RuntimeError:
+            x = x + len(grown)
+        return x
+
+
+def test_quick_builtins_change_no_loop_call_or_item():
+    """Among the calls are ones that fail, and classes with functions of their own."""
+
+    def lines(quick):
+        torch.manual_seed(0)
+        module, x = Lists(), torch.ones(2, 2)
+
+        def entry(module, x):
+            return module(x)
+
+        def lookaside(*args):
+            with compat.quick_builtins() if quick else contextlib.nullcontext():
+                return compat.interpret(lambda module, x: module(x), *args)
+
+        register_general_jit_lookaside(entry)(lookaside)
+        jitted = thunder.jit(lambda x: entry(module, x))
+        torch.testing.assert_close(jitted(x), module(x))
+        return text(thunder.last_traces(jitted)[0]), text(thunder.last_prologue_traces(jitted)[0])
+
+    assert lines(True) == lines(False)
+
+
 COMPARISONS = {
     "equal": lambda x, w: x.dtype == torch.float32,
     "reversed": lambda x, w: torch.bfloat16 == w.dtype,
