@@ -156,7 +156,7 @@ def renamed(proxy: Proxy, name: str) -> Proxy:
     """A copy of a proxy with another name, which is not taken in any trace. Thunder's ``replace`` infers all metadata
     again."""
     new = copy.copy(proxy)
-    new._name, new._tags = name, set(proxy.tags)
+    vars(new).update(_name=name, _tags=set(proxy.tags))
     return new
 
 
