@@ -85,7 +85,7 @@ def start(name: str, blocks: int, cache: str) -> float:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    found = re.findall(rf"{RESULT}([\d.]+) ", done.stdout)  # lines of two ranks may run together
+    found = re.findall(rf"{RESULT}(-?[\d.]+) ", done.stdout)  # lines of two ranks may run together
     if done.returncode or not found:
         raise SystemExit(f"{name} failed:\n{done.stdout[-4000:]}")
     return max(map(float, found))

@@ -97,10 +97,10 @@ def test_prologue_is_folded(page):
 
 
 def test_diff(page, zoo):
-    page.click('.stage:has-text("insert_synchronize")')
+    page.click('.stage:has-text("schedule")')
     page.keyboard.press("d")
     assert page.get_attribute('[data-mode="diff"]', "aria-pressed") == "true"
-    changes = next(s for s in zoo.stages if s.name == "shardtrace: insert_synchronize").changes
+    changes = next(s for s in zoo.stages if s.name == "shardtrace: schedule").changes
     page.set_viewport_size({"width": 1400, "height": 8000})  # room for all lines
     page.wait_for_function("document.querySelector('#view').clientHeight > 6000")
     assert page.locator(".line.m1").count() == changes["added"]
