@@ -56,10 +56,17 @@ def _turns(lines: Lines, loops: Sequence[Loop]) -> list[list[list[BoundSymbol]]]
     for bsym in lines:
         if (turn := _turn(bsym)) is not None:
             found[turn.loop][turn.kept].append(bsym)
-    for first, second, last in found:
-        if not [b.sym.id for b in first] == [b.sym.id for b in second] == [b.sym.id for b in last]:
+    for turns in found:
+        first, second, last = ([b.sym.id for b in _by_origin(lines)] for lines in turns)
+        if not first == second == last:
             raise RuntimeError(f"equal blocks were lowered to different lines: {REPORT}")
     return found
+
+
+def _by_origin(lines: Lines) -> list[BoundSymbol]:
+    """The lines of an iteration in the order of those that they come from, as executors may move lines. Those that come
+    from one line depend on one another, and so keep their order."""
+    return sorted(lines, key=lambda b: turn.line if (turn := _turn(b)) is not None else 0)
 
 
 def _number_values(trace: TraceCtx, turns: Sequence[Sequence[Lines]], rolled: Rolled) -> None:
@@ -68,11 +75,11 @@ def _number_values(trace: TraceCtx, turns: Sequence[Sequence[Lines]], rolled: Ro
         values = rolled.values[n]
         for kept, lines in enumerate(kept_lines):
             own = values[loop.number(kept)]
-            for o in made_by(lines):
+            for o in made_by(_by_origin(lines)):
                 rolled.places[o.name] = Place(n, kept, len(own))
                 own.append(o)
         for i in loop.left_out():
-            values[i] += (_renamed(p, trace) for p in made_by(kept_lines[1]))
+            values[i] += (_renamed(p, trace) for p in made_by(_by_origin(kept_lines[1])))
 
 
 def _renamed(proxy: Proxy, trace: TraceCtx) -> Proxy:

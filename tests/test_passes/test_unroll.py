@@ -269,7 +269,9 @@ def test_inputs_of_several_iterations(fake_ranks):
 
 class WithTarget(Net):
     def forward(self, x, target):
-        return super().forward(x) - target
+        result = super().forward(x).clone()
+        result -= target  # Thunder gives inputs that share memory new names where values change in place
+        return result
 
 
 def test_one_tensor_as_two_inputs(fake_ranks):
