@@ -85,7 +85,7 @@ class Rolled:
 
     def __str__(self) -> str:
         left_out = sum(len(loop.iterations) - KEPT for loop in self.loops)
-        return f"{left_out} iterations are left out between roll and unroll" if left_out else ""
+        return f"Thunder lowers {KEPT} iterations of each loop, unroll writes the other {left_out}" if left_out else ""
 
 
 def made_by(lines: Lines) -> list[Proxy]:

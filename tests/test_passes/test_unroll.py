@@ -101,7 +101,7 @@ def compiled(build, *inputs, backward=True, rolled=True, **options):
 def left_out(cmodel):
     """How many iterations Thunder has not seen."""
     stages = (str(t.get_provenance()) for t in thunder.last_traces(cmodel))
-    return sum(int(found[1]) for stage in stages if (found := re.search(r"roll .* (\d+) iterations are left", stage)))
+    return sum(int(found[1]) for stage in stages if (found := re.search(r"unroll writes the other (\d+)", stage)))
 
 
 def check(build, *inputs, **options):
