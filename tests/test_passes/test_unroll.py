@@ -218,7 +218,8 @@ class ReadsTwice(Net):
         super().__init__(*(Block() for _ in range(10)))
 
     def run(self, x):
-        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+        blocks = list(self.blocks)
+        for first, second in zip(blocks[::2], blocks[1::2], strict=True):
             x = second(first(x), x)
         return x
 
