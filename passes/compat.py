@@ -421,7 +421,7 @@ def quick_builtins() -> Iterator[None]:
         yield
 
 
-# What containers of these very types do for an item. Those of other classes may have functions of their own.
+# The functions that read an item of a builtin container. Subclasses may have functions of their own.
 _GET_ITEM: dict[type, Callable[..., Any]] = {
     dict: dict.__getitem__,
     OrderedDict: dict.__getitem__,

@@ -122,10 +122,6 @@ class _Unrolling:
         for i in reversed(numbers) if backwards else numbers:
             yield from (self.line(b, i) for b in self.turns[1])
 
-    def kept(self, bsym: BoundSymbol, turn: Turn) -> BoundSymbol:
-        """A line of an iteration that was kept, with its new neighbours."""
-        return self.line(bsym, self.loop.number(turn.kept))
-
     def line(self, bsym: BoundSymbol, number: int) -> BoundSymbol:
         """The line of a kept iteration as that of iteration ``number``."""
         turn = _turn(bsym)
@@ -139,7 +135,7 @@ class _Unrolling:
         )
 
     def _moved(self, value: Any, kept: int, number: int) -> Any:
-        """What an argument or result of a kept iteration is in iteration ``number``."""
+        """The value in iteration ``number`` that corresponds to an argument or result of a kept iteration."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._moved(v, kept, number) for v in value)
         if isinstance(value, Proxy):
@@ -174,7 +170,8 @@ def _unrolled(lines: Lines, loops: Sequence[_Unrolling], *, backwards: bool) -> 
                 found += loop.left_out(backwards=backwards)
         turn = _turn(bsym)
         if turn is not None:
-            found.append(loops[turn.loop].kept(bsym, turn))
+            unrolling = loops[turn.loop]
+            found.append(unrolling.line(bsym, unrolling.loop.number(turn.kept)))  # with its new neighbours
             continue
         read = () if is_unpack(bsym) or is_return(bsym) else bsym.flat_proxy_args
         if any(a.name in places and places[a.name].kept == 1 for a in read):

@@ -58,7 +58,7 @@ class Turn(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a value is made: in which loop, in which of the kept iterations, and as which of its values."""
+    """The origin of a value: the number of its loop, of the kept iteration, and of the value in that iteration."""
 
     loop: int
     kept: int
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Rolled:
-    """What :func:`roll` has left out of a computation. Renewed by each run of it.
+    """The loops that ``roll`` has shortened, and the computation before that. Each run of ``roll`` begins it anew.
 
     ``values`` are the values of each loop's iterations: their own inputs, then what forward makes, then backward.
     """
@@ -172,7 +172,7 @@ def _loop(computation: TraceCtx, iterations: Sequence[Lines], gradients_of: Grad
     read = [_reads(lines, before) for lines, before in zip(iterations, [[], *iterations], strict=False)]
     given = names(computation.args)
     shared: set[str] = set()
-    inputs: list[dict[str, TensorProxy]] = [{} for _ in iterations]
+    inputs: list[dict[str, tuple[int, TensorProxy]]] = [{} for _ in iterations]  # numbered, by their names
     for first, second, *others in zip(*read, strict=True):
         if isinstance(second, _Own):
             if any(o != second for o in others) or (second.iteration == 0 and first != second):
@@ -184,9 +184,8 @@ def _loop(computation: TraceCtx, iterations: Sequence[Lines], gradients_of: Grad
         if len({v.name for v in values}) == 1:
             shared.add(first.name)
             continue
-        for own, v in zip(inputs, values, strict=True):
-            own.setdefault(v.name, v)
-        if not given.issuperset(v.name for v in values) or not _have_equal_places(inputs, values):
+        numbers = {own.setdefault(v.name, (len(own), v))[0] for own, v in zip(inputs, values, strict=True)}
+        if len(numbers) > 1 or not given.issuperset(v.name for v in values):
             return None
     alone = set(chain(*inputs))
     if not alone.isdisjoint(shared) or len(alone) < sum(map(len, inputs)):
@@ -195,15 +194,11 @@ def _loop(computation: TraceCtx, iterations: Sequence[Lines], gradients_of: Grad
         return None
     if _is_read_elsewhere(alone | names(made_by(list(chain(*iterations[:-1])))), computation, iterations):
         return None
-    return Loop(iterations, [list(values.values()) for values in inputs])
-
-
-def _have_equal_places(inputs: Sequence[dict[str, TensorProxy]], values: Sequence[TensorProxy]) -> bool:
-    return len({list(own).index(v.name) for own, v in zip(inputs, values, strict=True)}) == 1
+    return Loop(iterations, [[v for _, v in own.values()] for own in inputs])
 
 
 def _reads(lines: Lines, before: Lines) -> list[_Own | TensorProxy]:
-    """What the lines read, in order."""
+    """The values that the lines read, in order."""
     known = {o.name: _Own(-1, k) for k, o in enumerate(made_by(before))}
     found: list[_Own | TensorProxy] = []
     made = count()
