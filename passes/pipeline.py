@@ -55,16 +55,15 @@ class Compilation:
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.rolled = Rolled()  # calls of blocks that Thunder does not see, for the passes after lowering
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
-        self.hidden: dict[int, Any] = {}  # hidden from the interpreter between two calls of a module
-        self.blocks: Any = None  # of the tracer: the blocks traced so far; as a text, a remark on the trace
-        self.recomputing: list[str] = []  # classes of the checkpointed modules that are being traced
+        self.known: dict[int, Any] = {}  # of the tracer: the wrapped parameters and buffers that it has met, by id
+        self.blocks = ""  # what the tracer says of blocks: a remark on the trace
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
         """Starts afresh, unless ``tracing`` (Thunder's context of it) is already under way."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
-            self.models, self.hidden, self.blocks = {}, {}, None
+            self.models, self.known, self.blocks = {}, {}, ""
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -126,7 +125,7 @@ class ShardParameters(Pass):
                 prologue = merge_checks(prologue)
         if computation is not computation_trace:
             self.sign(prologue)
-            self.sign(computation, str(self.compilation.blocks or ""))
+            self.sign(computation, self.compilation.blocks)
         if epilogue_trace is not None and self.compilation.models:
             epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
         return prologue, computation, epilogue_trace

@@ -14,6 +14,7 @@ from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, Shar
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
+from shardtrace.model.marks import PART_ATTRIBUTE
 from shardtrace.model.places import Owner
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
@@ -26,7 +27,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
-PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule that owns shards: the ShardedState around it
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
@@ -112,6 +112,8 @@ class ShardedState:
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
+        self._casting = False  # the forward is running, with its inputs cast
+        self._running = 0  # submodules that PyTorch runs with whole parameters in place
         self.runtime = ModelRuntime(
             self.model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
         )
@@ -239,7 +241,7 @@ class ShardedState:
 
     def check_callable(self, name: str) -> None:
         """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
-        if not self.unsharded:
+        if not (self.unsharded or self.tracing):
             raise RuntimeError(
                 f"{name} is sharded and was called without Thunder: wrap it in thunder.jit, "
                 "or call it inside shardtrace.full_params(model)"
@@ -286,12 +288,32 @@ class ShardedState:
 
     def check_part(self, module: nn.Module) -> None:
         """Raises RuntimeError if a submodule is called by itself while its parameters are shards."""
-        if not (self.unsharded or self.tracing):
+        if not (self.unsharded or self.tracing or self._running):
             raise RuntimeError(
                 f"a {type(module).__name__} inside the sharded {self.model_name} was called by itself, and holds only "
                 f"this rank's shards: call the {self.model_name} through thunder.jit, or apply fsdp() to that module, "
                 "or call it inside shardtrace.full_params"
             )
+
+    @contextmanager
+    def casting(self) -> Iterator[MixedPrecisionPolicy | None]:
+        """Gives the precision to which the forward that runs inside casts its inputs and outputs; None if it does not:
+        without Thunder, or within a forward of the same model."""
+        outermost = self.tracing and not self._casting
+        self._casting = self._casting or outermost
+        try:
+            yield self.options.precision if outermost else None
+        finally:
+            self._casting = self._casting and not outermost
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets a submodule run that has whole parameters in place."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

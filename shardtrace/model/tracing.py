@@ -12,33 +12,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from passes.checkpoint_activations import mark_block
-from passes.compat import (
-    comparable_dtypes,
-    forget_item,
-    interpret,
-    proxied_values,
-    quick_builtins,
-    quick_tracing,
-    refresh_modules,
-    remember_item,
-)
+from passes.compat import proxied_values, refresh_modules
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
-from passes.plan import Gradients
-from shardtrace.blocks.share import TracedBlocks
-from shardtrace.blocks.structure import CHECKPOINTED, recomputed
+from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
-from shardtrace.model.lookasides import register_lookasides
+from shardtrace.model.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
 from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, ShardedState, link_of
-from shardtrace.model.untraceable import with_place
+from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
+from shardtrace.record import front
 
+import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
@@ -53,82 +42,62 @@ from torch import nn
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
 # Transforms of Thunder that leave the computation alone. Others say so by an attribute ``sees_no_lines``.
 SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
-REPEATED = "_shardtrace_block"  # of a block that is traced once with others of its kind: its name
 
 
-def _trace_call(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces the call of a sharded module, from ``__call__`` on: its hooks, then its forward."""
-    with quick_tracing(), quick_builtins():
-        return interpret(call, module, *args, **kwargs)
-
-
-def _trace_root(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces the forward of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
-    state: ShardedState = unwrap(module).__dict__[ATTRIBUTE]
-    inner, original = original, with_casts(original, state.options.precision)
-    if state.tracing:  # called within its own forward
-        return _interpret_block(inner, module, *args, **kwargs)
+def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Records the call of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
+    root: nn.Module = unwrap(module)
+    states = {m.__dict__[ATTRIBUTE]: None for m in root.modules() if ATTRIBUTE in m.__dict__}
+    state: ShardedState = root.__dict__[ATTRIBUTE]
     try:
-        state.check_traceable()
-        refresh_modules()
-        _refuse_graphs(state, get_compile_data().transforms)
-    except RuntimeError as error:
+        return _trace_models(call, module, args, kwargs, [state, *(s for s in states if s is not state)])
+    except Exception as error:
         state.runtime.announce(str(error))
         raise
-    register_lookasides()
-    if state.options.kernels:
-        enlist_kernels(get_compile_data())
-    transforms = get_compile_data().transforms
-    transforms.extend(watcher for watcher in watching.get() if watcher not in transforms)
+
+
+def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
+    data = get_compile_data()
+    for state in states:
+        state.check_traceable()
+        _refuse_graphs(state, data.transforms)
+    refresh_modules()
+    if any(state.options.kernels for state in states):
+        enlist_kernels(data)
+    data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
     compilation = _compilation()
     compilation.begin(get_jit_ctx())
-    compilation.models[state.model_name] = None
-    compilation.enlisted.steps[state.runtime] = state.runtime.step()
+    by_stand_in: dict[int, ShardedParameter] = {}
+    for state in states:
+        compilation.models[state.model_name] = None
+        compilation.enlisted.steps[state.runtime] = state.runtime.step()
+        by_stand_in |= state.by_stand_in
+
+    def found(tensor: torch.Tensor, wrapped: Any) -> None:
+        if id(tensor) in by_stand_in:
+            compilation.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
+
     proxied = proxied_values()  # grows until tracing ends
-    with (
-        comparable_dtypes(),
-        state.stand_ins(),
-        _hidden_afterwards(state, compilation.hidden),
-    ):
-        trace = functools.partial(_interpret_root, original, state, proxied, module, *args, **kwargs)
-        result = with_place(trace, unwrap(module), state.model_name)
-        for value in proxied:
-            parameter = state.by_stand_in.get(id(value.original_value))
-            if parameter is not None:
-                compilation.enlisted.add(value.value.history, parameter)
-    compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
-    compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.stand_ins())
+        result, blocks = front.trace(
+            call,
+            module,
+            args,
+            kwargs,
+            known=compilation.known,
+            found=found,
+            parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            obstacle=_why_no_call(),
+        )
+    if blocks:
+        compilation.blocks = f"{compilation.blocks}; {blocks}" if compilation.blocks else blocks
+    for state in states:
+        compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
+        compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
     return result
-
-
-def _interpret_root(
-    forward: Callable[..., Any], state: ShardedState, proxied: set[Any], module: Any, /, *args: Any, **kwargs: Any
-) -> Any:
-    try:
-        return _interpret_block(forward, module, *args, **kwargs)
-    except Exception as error:
-        try:
-            _refuse_values(state, proxied)  # the likely cause, with a better message
-        except RuntimeError as likely:
-            raise likely from error
-        raise
-
-
-@contextmanager
-def _hidden_afterwards(state: ShardedState, hidden: dict[int, Any]) -> Iterator[None]:
-    """Makes the interpreter forget the stand-ins that it has read inside. A use outside the forward then reads the
-    shard, so that :func:`_refuse_values` finds it. Inside, the interpreter knows the stand-ins of an earlier call of
-    the module (``hidden``)."""
-    for parameters, attribute, entry in state.places:
-        if id(entry.stand_in) in hidden:
-            remember_item(parameters, attribute, hidden.pop(id(entry.stand_in)))
-    try:
-        yield
-    finally:
-        for parameters, attribute, entry in state.places:
-            if (item := forget_item(parameters, attribute)) is not None:
-                hidden[id(entry.stand_in)] = item
 
 
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
@@ -159,53 +128,11 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
         )
 
 
-def _trace_part(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    unwrap(module).__dict__[PART_ATTRIBUTE].check_part(unwrap(module))
-    return _interpret_block(original, module, *args, **kwargs)
-
-
-def _trace_block(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces the call of one of several equal blocks, from ``__call__`` on: most of the time goes there."""
-    state: ShardedState = unwrap(module).__dict__[PART_ATTRIBUTE]
-    state.check_part(unwrap(module))
-    compilation = _compilation()
-    if compilation.blocks is None:
-        compilation.blocks = TracedBlocks()
-        compilation.at_end_of_tracing.append(compilation.blocks.forget)
-    return compilation.blocks.call(
-        unwrap(module).__dict__[REPEATED],
-        call,
-        module,
-        args,
-        kwargs,
-        parameter_of=lambda tensor: state.by_stand_in.get(id(tensor)),
-        obstacle=_why_no_call(compilation),
-    )
-
-
-def _why_no_call(compilation: Compilation) -> str:
-    """Why a block's lines must stand in the trace; empty if one line may stand for them."""
-    if compilation.recomputing:
-        return f"the activations of {compilation.recomputing[0]} are recomputed as a whole"
+def _why_no_call() -> str:
+    """Why the lines of blocks must stand in the trace; empty if one line may stand for them."""
     others = (t for t in get_compile_data().transforms if not isinstance(t, (Pass, *SEE_NO_LINES)))
     seeing = [t for t in others if not getattr(t, "sees_no_lines", False)]
     return f"{type(seeing[0]).__name__} is to see them" if seeing else ""
-
-
-def _interpret_block(forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Traces a module's forward. Marks the lines that it adds if its activations are recomputed in backward."""
-    what = recomputed(unwrap(module))
-    if what is None:
-        return interpret(forward, module, *args, **kwargs)
-    lines = get_jit_ctx().computation_trace.scopes[-1]
-    before, recomputing = len(lines), _compilation().recomputing
-    recomputing.append(type(unwrap(module)).__name__)
-    try:
-        result = interpret(forward, module, *args, **kwargs)
-    finally:
-        recomputing.pop()
-    mark_block(lines[before:], cheap=what == "cheap")
-    return result
 
 
 def _compilation() -> Compilation:
@@ -258,11 +185,8 @@ def _name_of(parameter: nn.Parameter, value: Any) -> str:
 
 
 @functools.cache
-def sharded_class(
-    cls: Any, *, root: bool, repeated: bool = False, no_sync: Callable[..., Any] | None = None
-) -> type[nn.Module]:
-    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one, which may be a
-    ``repeated`` block.
+def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = None) -> type[nn.Module]:
+    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
     Instances can be deep-copied, but not pickled.
@@ -272,13 +196,16 @@ def sharded_class(
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if root:
-            self.__dict__[ATTRIBUTE].check_callable(name)
-        else:
+        if not root:
             self.__dict__[PART_ATTRIBUTE].check_part(self)
-        return original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        state: ShardedState = self.__dict__[ATTRIBUTE]
+        state.check_callable(name)
+        with state.casting() as precision:
+            return with_casts(original, precision)(self, *args, **kwargs)
 
-    register_general_jit_lookaside(forward)(functools.partial(_trace_root if root else _trace_part, original))
+    if root:
+        register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = type(self).__new__(type(self))
@@ -300,8 +227,8 @@ def sharded_class(
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
-    if root or repeated:
-        namespace["__call__"] = _with_lookaside(cls.__call__, _trace_call if root else _trace_block)
+    if root:
+        namespace["__call__"] = _with_lookaside(cls)
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
@@ -313,14 +240,14 @@ def sharded_class(
     return type(cls.__name__, (cls,), namespace)
 
 
-def _with_lookaside(call: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``__call__`` like ``call``, in whose place Thunder calls ``trace(call, module, ...)``."""
+def _with_lookaside(cls: Any) -> Callable[..., Any]:
+    """The ``__call__`` of a class, in whose place Thunder records the call."""
 
-    @functools.wraps(call)
+    @functools.wraps(cls.__call__)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(self, *args, **kwargs)
+        return cls.__call__(self, *args, **kwargs)
 
-    register_general_jit_lookaside(__call__)(functools.partial(trace, call))
+    register_general_jit_lookaside(__call__)(functools.partial(_trace, __call__))
     return __call__
 
 
@@ -357,4 +284,4 @@ def attach(
             module.__dict__[PART_ATTRIBUTE] = state
             if module in names:
                 module.__dict__[REPEATED] = names[module]
-            module.__class__ = sharded_class(type(module), root=False, repeated=module in names)  # type: ignore[arg-type]
+            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]

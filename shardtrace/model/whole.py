@@ -6,9 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrace.blocks.structure import CHECKPOINTED
-from shardtrace.model.state import ATTRIBUTE, PART_ATTRIBUTE, states_in
-from shardtrace.model.tracing import REPEATED
+from shardtrace.model.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
+from shardtrace.model.state import ATTRIBUTE, states_in
 
 import torch
 from torch import nn

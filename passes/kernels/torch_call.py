@@ -1,0 +1,330 @@
+"""Calls of torch as lines of a trace: torch's own function forward, torch's own autograd backward.
+
+    y = torch_silu_3(x)                           # as it was traced
+    y, saved = torch_silu_3_forward(x)            # after autodiff
+    gx = torch_silu_3_backward(saved, x, gy)
+
+The forward line runs the function under autograd and keeps the nodes of its graph. What these nodes save is in the list
+``saved``, except for inputs and results of the line: backward takes them as arguments, so that passes see them. In
+ZeRO-3 no gathered parameter is saved. Backward empties the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from passes.comm.properties import Property
+from passes.compat import keeps_graph, symbol_that_calls
+
+import torch
+from thunder.core import dtypes
+from thunder.core.devices import to_device
+from thunder.core.prims import OpTags
+from thunder.core.proxies import AnyProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.transforms import get_grad, put_grad
+from thunder.extend import OperatorExecutor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+Tensors = tuple[torch.Tensor, ...]
+DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+
+
+class Meta(NamedTuple):
+    """A tensor without its values. ``grad``: whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Meta:
+        return cls(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+
+    def proxy(self, device: torch.device | None = None) -> TensorProxy:
+        """A new proxy, on ``device`` if that is given."""
+        return TensorProxy(
+            shape=self.shape,
+            dtype=dtypes.to_dtype(self.dtype),
+            device=to_device(device or self.device),
+            requires_grad=self.grad,
+        )
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class Autocast(NamedTuple):
+    """The state of autocast for one type of device."""
+
+    device: str
+    dtype: torch.dtype
+
+    def __call__(self) -> Any:
+        return torch.autocast(self.device, self.dtype, cache_enabled=False)
+
+
+class Saved(list[Any]):
+    """What the graph of a line saves, and its nodes: of each result that has a gradient (by its number), and of the
+    inputs that want one. ``given`` are the inputs of the line, while backward runs."""
+
+    results: Mapping[int, Any]
+    inputs: Sequence[Any]
+    given: Mapping[int, torch.Tensor]
+
+    def clear(self) -> None:
+        super().clear()
+        self.results, self.inputs, self.given = {}, (), {}
+
+
+class Part(NamedTuple):
+    """A tensor that is an input of the line, or a view of it. ``of_whole`` is the stride of that input, None if the
+    tensor is the input itself."""
+
+    number: int
+    size: Sequence[int] = ()
+    stride: Sequence[int] = ()
+    offset: int = 0
+    of_whole: Sequence[int] | None = None
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.of_whole is None:
+            return whole
+        if whole.stride() != self.of_whole:  # it was computed again
+            strided = torch.empty_strided(whole.shape, self.of_whole, dtype=whole.dtype, device=whole.device)
+            whole = strided.copy_(whole)
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class Reads(NamedTuple):
+    """What the backward of a line needs: the numbers of its inputs. ``flops``: those of the forward line."""
+
+    inputs: tuple[int, ...]
+    flops: int
+
+
+class TorchCall:
+    """One call, a pure function of its tensors. It is the id of the symbol whose lines make it.
+
+    Args:
+        name: of the symbol, unique in the trace.
+        function: called with the tensors in their places among ``flat``, the flattened arguments of this ``spec``.
+        places: the numbers of the tensors in ``flat``.
+        written: the numbers, among the tensors, of those that the function writes into. It gets clones of them, which
+            are further results.
+        inputs, results: the tensors' metadata.
+        autocast: the states under which the function runs.
+        random: whether it draws random numbers.
+        absent: the device of the step, if the metadata say the CPU in its place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        flat: Sequence[Any],
+        spec: pytree.TreeSpec,
+        places: Sequence[int],
+        *,
+        inputs: Sequence[Meta],
+        results: Sequence[Meta],
+        written: Sequence[int] = (),
+        autocast: Sequence[Autocast] = (),
+        random: bool = False,
+        absent: torch.device | None = None,
+    ) -> None:
+        self.name, self.function, self.spec = name, function, spec
+        self.flat, self.places, self.written = list(flat), tuple(places), frozenset(written)
+        self.inputs, self.results, self.autocast = tuple(inputs), tuple(results), tuple(autocast)
+        self.random, self.absent = random, absent
+        self.wanted = tuple(i for i, m in enumerate(self.inputs) if m.grad)
+        self.returned = tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
+
+    def __repr__(self) -> str:
+        return f"TorchCall({self.name})"
+
+    # ---- at run time ----
+
+    def _call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        flat = list(self.flat)
+        for n, (i, t) in enumerate(zip(self.places, tensors, strict=True)):
+            flat[i] = t.clone() if n in self.written else t
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        with ExitStack() as stack:
+            for device in DEVICES:
+                if torch.is_autocast_enabled(device):  # around the step
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            for state in self.autocast:
+                stack.enter_context(state())
+            found = self.function(*args, **kwargs)
+        tensors_in = (*pytree.tree_leaves(found), *(flat[self.places[n]] for n in sorted(self.written)))
+        return tuple(t for t in tensors_in if isinstance(t, torch.Tensor))
+
+    def run(self, *tensors: torch.Tensor) -> Tensors:
+        """The line where nothing is differentiated."""
+        with torch.no_grad():
+            return self._call(tensors)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """The results, and what backward needs of them."""
+        return self._forward(tensors, self.reads.inputs, set())
+
+    def _forward(self, tensors: Sequence[torch.Tensor], readable: Sequence[int], read: set[int]) -> tuple[Any, ...]:
+        """Adds to ``read`` the numbers of the ``readable`` inputs that backward will read."""
+        saved = Saved()
+        leaves = [t.detach().requires_grad_() if i in self.wanted else t for i, t in enumerate(tensors)]
+        inputs = {i: leaves[i] for i in readable}
+
+        def pack(t: torch.Tensor) -> int | Part:
+            part = _part_of(t, inputs)
+            if part is None:
+                saved.append(t)
+                return len(saved) - 1
+            read.add(part.number)
+            return part
+
+        def unpack(x: int | Part) -> torch.Tensor:
+            found: torch.Tensor = saved[x] if isinstance(x, int) else x.take(saved.given[x.number])
+            return found
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            outs = self._call(leaves)
+        saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
+        saved.inputs = [get_gradient_edge(leaves[i]) for i in self.wanted]
+        return (*(o.detach() for o in outs), saved)
+
+    def backward(self, saved: Saved, *values: torch.Tensor) -> Tensors:
+        """The gradients of the ``wanted`` inputs. ``values``: the inputs that are read, the results' gradients."""
+        keep, count = keeps_graph(), len(self.reads.inputs)
+        saved.given = dict(zip(self.reads.inputs, values[:count], strict=True))
+        given = dict(zip(self.returned, values[count:], strict=True))
+        pairs = [(edge, given[i]) for i, edge in saved.results.items()]
+        found: Sequence[torch.Tensor | None] = [None] * len(self.wanted)
+        if pairs:
+            edges, grads = zip(*pairs, strict=True)
+            found = torch.autograd.grad(edges, saved.inputs, grads, retain_graph=keep, allow_unused=True)
+        if keep:
+            saved.given = {}
+        else:
+            saved.clear()
+        return tuple(self.inputs[i].zeros() if g is None else g for i, g in zip(self.wanted, found, strict=True))
+
+    # ---- at compile time ----
+
+    @cached_property
+    def reads(self) -> Reads:
+        """Found by a run on fake tensors. If torch has no fake kernel, backward gets all inputs."""
+        read: set[int] = set()
+        everything = range(len(self.inputs))
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+                self._forward([m.empty() for m in self.inputs], everything, read)
+        except Exception:  # whatever the function raises on fake tensors
+            return Reads(tuple(everything), 0)
+        return Reads(tuple(sorted(read)), counter.get_total_flops())
+
+    def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
+        return tuple(m.proxy(self.absent) for m in self.results)
+
+    @cached_property
+    def symbol(self) -> Symbol:
+        """The symbol of the line as it is traced."""
+        tags: list[Any] = [Property.RANDOM, OpTags.RANDOM_OP] if self.random else []
+        return symbol_that_calls(self.name, self.proxies, self.run, id=self, is_prim=True, tags=tags)
+
+    def _lowered(self, kind: str, meta: Callable[..., Any], function: Callable[..., Any]) -> Symbol:
+        name = f"{self.name}{kind}"
+        tags = list(self.symbol.tags or ()) if kind != "_backward" else []
+        return symbol_that_calls(name, meta, function, id=Line(self, kind), is_prim=True, executor=executor, tags=tags)
+
+    def execute(self, *tensors: TensorProxy) -> Any:
+        """Adds the line that makes the call where nothing is differentiated."""
+        return self._lowered("", self.proxies, self.run)(*tensors)
+
+    def differentiate(self, *tensors: TensorProxy) -> Any:
+        """The grad rule of the line."""
+        if not self.returned:
+            return self.execute(*tensors)
+
+        def forward_meta(*tensors: TensorProxy) -> tuple[Any, ...]:
+            return (*self.proxies(), AnyProxy(None, prefix="saved"))
+
+        def backward_meta(*values: Any) -> tuple[TensorProxy, ...]:
+            return tuple(TensorProxy(like=tensors[i], requires_grad=False) for i in self.wanted)
+
+        *outs, saved = self._lowered("_forward", forward_meta, self.forward)(*tensors)
+        values = (*(tensors[i] for i in self.reads.inputs), *(get_grad(outs[i]) for i in self.returned))
+        gradients = self._lowered("_backward", backward_meta, self.backward)(saved, *values)
+        for i, gradient in zip(self.wanted, gradients, strict=True):
+            put_grad(tensors[i], gradient)
+        return tuple(outs)
+
+
+class Line(NamedTuple):
+    """The id of the symbol of a lowered line: the call, and "", "_forward" or "_backward"."""
+
+    call: TorchCall
+    kind: str
+
+
+def call_of(sym: Symbol) -> TorchCall | None:
+    """The call of torch that a symbol stands for, before and after lowering; None for other symbols."""
+    if isinstance(sym.id, Line):
+        return sym.id.call
+    return sym.id if isinstance(sym.id, TorchCall) else None
+
+
+class TorchCalls(OperatorExecutor):
+    """Differentiates and lowers calls of torch. Has no state: the symbols know their calls."""
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return isinstance(bsym.sym.id, TorchCall)
+
+    def get_grad_transform(self, sym: Symbol) -> Any:
+        return sym.id.differentiate
+
+    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
+        return bsym.sym.id.execute
+
+
+executor = TorchCalls("torch_calls", version="0.1")
+
+
+def enlist(data: Any) -> None:
+    """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
+    if executor not in data.executors_list:
+        data.executors_list = (executor, *data.executors_list)
+
+
+def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:
+    """Which of the ``inputs`` a tensor is or is a view of; None if that is not certain."""
+    if t.layout != torch.strided or t.is_conj() or t.is_neg():
+        return None
+    there = t.untyped_storage()._cdata
+    same = [(i, a) for i, a in inputs.items() if a.untyped_storage()._cdata == there and a.dtype == t.dtype]
+    for i, a in same:
+        if (a.size(), a.stride(), a.storage_offset()) == (t.size(), t.stride(), t.storage_offset()):
+            return Part(i)
+    if len(same) != 1 or not t.numel():  # parts of one tensor, of which each may be computed again by itself
+        return None
+    [(i, a)] = same
+    offset = int(t.storage_offset() - a.storage_offset())
+    if offset < 0 or offset + _extent(t) > _extent(a):
+        return None
+    return Part(i, t.size(), t.stride(), offset, a.stride())
+
+
+def _extent(t: torch.Tensor) -> int:
+    """The elements of memory from the first to the last of a tensor."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))

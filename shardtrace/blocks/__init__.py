@@ -1,1 +1,0 @@
-"""Repeated blocks are traced once: the lines of the first instance are written again for each further one."""

@@ -1,0 +1,101 @@
+"""Make the changes of a recorded forward again after each step, with the step's tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from shardtrace.record.effects import Change
+from shardtrace.record.state import is_plain
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+FIXED = ("submodule", "parameter", "hook")  # kinds that no step can change
+DEPTH = 4  # objects, one in another, that are searched for fake tensors
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The place of a tensor in the value of a change: its number among the tensors that a step returns for them."""
+
+    number: int
+
+
+def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor]]:
+    """Returns changes without fake tensors, and the fake tensors, which become outputs of the step.
+
+    Raises:
+        RuntimeError: if a change cannot be made after each step.
+    """
+    found: dict[int, tuple[Numbered, torch.Tensor]] = {}
+
+    def number(change: Change, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return found.setdefault(id(value), (Numbered(len(found)), value))[0]
+        if _holds_fake(value, DEPTH):
+            raise RuntimeError(
+                f"forward sets {change.label} to a {type(value).__name__} that holds tensors, which cannot be made "
+                "anew after each step: set a tensor, or a list, tuple or dict of tensors, or return it"
+            )
+        return value
+
+    done = []
+    for change in changes:
+        if change.kind in FIXED:
+            raise RuntimeError(
+                f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, or "
+                "leave the module to PyTorch with fsdp(eager=[...])"
+            )
+        leaves, spec = pytree.tree_flatten(change.new)
+        values = [number(change, leaf) for leaf in leaves]
+        new = pytree.tree_unflatten(values, spec) if any(isinstance(v, Numbered) for v in values) else change.new
+        done.append(replace(change, old=change.old if is_plain(change.old) else None, new=new))
+    return done, [tensor for _, tensor in found.values()]
+
+
+def _holds_fake(value: Any, depth: int) -> bool:
+    if isinstance(value, FakeTensor) or is_plain(value) or depth == 0:
+        return isinstance(value, FakeTensor)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_fake(v, depth - 1) for v in value)
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return any(_holds_fake(v, depth - 1) for v in inside.values())
+
+
+def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
+    """Makes changes that :func:`numbered` returned, with the tensors of a step in the place of numbers."""
+
+    def filled(value: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(value)
+        if not any(isinstance(leaf, Numbered) for leaf in leaves):
+            return value
+        return pytree.tree_unflatten([tensors[v.number] if isinstance(v, Numbered) else v for v in leaves], spec)
+
+    for change in changes:
+        value = filled(change.new)
+        if change.kind == "append":
+            list.extend(change.owner, value)
+        elif change.kind == "count":
+            change.put(reduce(operator.add, value, _value(change)))  # sum() of Python 3.12 rounds otherwise
+        elif change.kind == "buffer" and _fits(change.owner.get(change.key), value):
+            with torch.no_grad():
+                change.owner[change.key].copy_(value)
+        else:
+            change.put(value)
+
+
+def _value(change: Change) -> Any:
+    owner, key = change.owner, change.key
+    return owner[key] if isinstance(owner, dict) else getattr(owner, key)
+
+
+def _fits(old: object, new: object) -> bool:
+    """Whether a buffer can take a new value in its own memory."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return False
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)

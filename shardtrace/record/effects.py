@@ -1,0 +1,134 @@
+"""See what a forward sets on the user's objects while it is recorded, and put it back."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, ModuleType, TracebackType
+from typing import Any
+
+from shardtrace.record.state import MISSING, MODULE_STATE, Entry, Holder, State, is_user_class, same, slot_names
+
+from torch import nn
+
+OUTSIDE_DEPTH = 2  # containers and objects, one in another, below a global variable
+LARGEST_COPY = 10_000  # entries of a container that is copied
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
+
+    ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
+    all of it), "append" (``new``: what a list gained at its end), "count" (``new``: the numbers that were added to a
+    number, in order).
+    """
+
+    owner: Any
+    key: Any
+    kind: str
+    label: str
+    old: Any
+    new: Any
+
+    @property
+    def entry(self) -> Entry:
+        """What excludes the change from a :class:`Snapshot`."""
+        return self.owner, self.key
+
+    def put(self, value: Any) -> None:
+        """Sets the entry, or all of a list, set or deque. ``MISSING`` deletes it."""
+        owner = self.owner
+        if self.key is None and isinstance(owner, list):
+            list.__setitem__(owner, slice(None), value)
+        elif self.key is None and isinstance(owner, (set, deque)):
+            owner.clear()
+            owner.update(value) if isinstance(owner, set) else owner.extend(value)
+        elif isinstance(owner, dict):
+            dict.pop(owner, self.key, None) if value is MISSING else dict.__setitem__(owner, self.key, value)
+        elif value is not MISSING:
+            type.__setattr__(owner, self.key, value) if isinstance(owner, type) else setattr(owner, self.key, value)
+        elif hasattr(owner, self.key):
+            delattr(owner, self.key)
+
+
+@dataclass
+class Effects:
+    """Context around a recording. ``found``: what the forward changed.
+
+    Seen are the modules of ``root``, their classes, the objects and containers that they hold, and the globals of the
+    files that define their classes. At the end everything is put back.
+    """
+
+    root: nn.Module
+    label: str = "model"
+    found: list[Change] = field(default_factory=list)
+    _before: dict[int, tuple[Holder, Any]] = field(default_factory=dict)
+
+    def __enter__(self) -> Effects:
+        state = State()
+        state.add_value(self.root, self.label)
+        for module in _files(self.root):
+            entries = {k: v for k, v in vars(module).items() if not k.startswith("__") and not _is_code(v)}
+            state.add(Holder(vars(module), f"global {module.__name__}", entries, counted=False), OUTSIDE_DEPTH)
+        self._before = {id(h.owner): (h, _copy(h.owner)) for h in state.holders if _is_seen(h.owner)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.found = [change for holder, before in self._before.values() for change in _changes(holder, before)]
+        for change in self.found:
+            change.put(change.old)
+        self._before = {}
+
+
+def _files(root: nn.Module) -> list[ModuleType]:
+    """The modules of Python that define the classes of the modules."""
+    classes = {base for module in root.modules() for base in type(module).__mro__ if is_user_class(base)}
+    names = sorted({cls.__module__ for cls in classes})
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, (FunctionType, type, ModuleType))
+
+
+def _is_seen(owner: Any) -> bool:
+    if isinstance(owner, (list, set, deque, dict)):
+        return len(owner) <= LARGEST_COPY
+    return not isinstance(owner, (tuple, CellType))
+
+
+def _copy(owner: Any) -> Any:
+    if isinstance(owner, dict):
+        return dict(dict.items(owner))
+    if isinstance(owner, type):
+        return dict(vars(owner))
+    if isinstance(owner, (list, deque)):
+        return list(owner)
+    return set(owner) if isinstance(owner, set) else {name: getattr(owner, name, MISSING) for name in slot_names(owner)}
+
+
+def _changes(holder: Holder, before: Any) -> Iterator[Change]:
+    owner, now = holder.owner, _copy(holder.owner)
+    if isinstance(owner, (list, deque)):
+        if len(before) != len(now) or not all(map(same, before, now)):
+            grown = isinstance(owner, list) and len(before) < len(now) and all(map(same, before, now))
+            new = now[len(before) :] if grown else now
+            yield Change(owner, None, "append" if grown else "contents", holder.label, before, new)
+    elif isinstance(owner, set):
+        if set(map(id, before)) != set(map(id, now)) and before != now:
+            yield Change(owner, None, "contents", holder.label, before, now)
+    else:
+        for key in {**before, **now}:
+            old, new = before.get(key, MISSING), now.get(key, MISSING)
+            if not same(old, new) and not _is_internal(holder, key):
+                yield Change(owner, key, holder.kind, holder.name(key), old, new)
+
+
+def _is_internal(holder: Holder, name: Any) -> bool:
+    """Whether an attribute belongs to Python, to nn.Module or to shardtrace."""
+    if holder.kind != "attribute" or not isinstance(name, str):
+        return False
+    return name in MODULE_STATE or name.startswith(("_shardtrace", "_abc_")) or name[:2] == name[-2:] == "__"

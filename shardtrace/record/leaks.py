@@ -1,0 +1,153 @@
+"""Find fake tensors that a recording left in the user's objects, and random numbers that it drew outside of torch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CellType, FrameType, FunctionType, ModuleType
+from typing import Any
+from weakref import ref
+
+from shardtrace.record.state import is_plain
+
+import torch
+from torch import nn
+
+LIBRARIES = ("torch", "thunder", "shardtrace", "passes")
+LIBRARY = "a library"  # a holder that is not the user's
+DEPTH = 4  # holders, one in another, that an error names
+
+
+def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (), ours: Collection[Any] = ()) -> None:
+    """Raises RuntimeError if a Python object still holds one of the fakes.
+
+    Args:
+        allowed: the ids of fakes that may live on.
+        ours: the containers of the recorder itself, which may hold fakes.
+    """
+    fakes = [fake for fake in fakes if (t := fake()) is not None and id(t) not in allowed]
+    t = None
+    if not fakes:
+        return
+    gc.collect()
+    alive = [t for fake in fakes if (t := fake()) is not None]
+    t = None
+    ignored = {id(alive), *map(id, ours)}
+    for tensor in alive:
+        if holder := _holder(tensor, ignored, DEPTH):
+            raise RuntimeError(
+                f"forward leaves a tensor of shape {tuple(tensor.shape)} in {holder}, where no step would set it: "
+                "return it, set it as an attribute of a module, or leave the module to PyTorch with fsdp(eager=[...])"
+            )
+
+
+def _holder(value: object, ignored: set[int], depth: int) -> str:
+    """Names the user's object that holds the value, through containers. Empty if only torch or a frame does."""
+    holders = gc.get_referrers(value)
+    ignored = {*ignored, id(holders)}
+    for holder in holders:
+        if id(holder) not in ignored and (name := _name(holder, value, {*ignored, id(holder)}, depth)):
+            return name
+    return ""
+
+
+def _name(holder: Any, value: object, ignored: set[int], depth: int) -> str:
+    if isinstance(holder, dict):
+        if name := _namespace(holder, value):
+            return name if name != LIBRARY else ""
+        return _inside(f"item {_key(holder, value)} of a dict", holder, ignored, depth)
+    if isinstance(holder, (list, tuple, deque)):
+        index = next(i for i, item in enumerate(holder) if item is value)
+        return _inside(f"item {index} of a {type(holder).__name__}", holder, ignored, depth)
+    if isinstance(holder, (set, frozenset)):
+        return _inside("a set", holder, ignored, depth)
+    if isinstance(holder, CellType):
+        return _variable(holder)
+    if isinstance(holder, FrameType) or _is_library(holder):
+        return ""
+    if type(holder).__name__.startswith("hamt_"):
+        return "a context variable"
+    return _attribute(holder, getattr(holder, "__dict__", {}), value)
+
+
+def _inside(what: str, holder: object, ignored: set[int], depth: int) -> str:
+    """A container counts only if an object of the user holds it."""
+    outer = _holder(holder, ignored, depth - 1) if depth else "a nested container"
+    return f"{what} in {outer}" if outer else ""
+
+
+def _namespace(holder: dict[Any, Any], value: object) -> str:
+    """The attribute or the global variable that an entry of ``holder`` is. Empty for an ordinary dict."""
+    for owner in gc.get_referrers(holder):
+        if isinstance(owner, type) and any(found is value for found in vars(owner).values()):
+            return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
+        if not isinstance(owner, FunctionType) and getattr(owner, "__dict__", None) is holder:
+            if isinstance(owner, ModuleType):
+                known = owner.__name__.partition(".")[0] in LIBRARIES
+                return LIBRARY if known else f"the global variable {_key(holder, value)} of {owner.__name__}"
+            return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
+    return ""
+
+
+def _attribute(owner: object, attributes: Mapping[Any, Any], value: object) -> str:
+    article = f"the class {owner.__name__}" if isinstance(owner, type) else f"a {type(owner).__name__}"
+    names = [name for name, found in attributes.items() if found is value]
+    return f"attribute {names[0]!r} of {article}" if names else article
+
+
+def _variable(cell: CellType) -> str:
+    """The variable of a function that a cell is. Empty if no function has it but those that run."""
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
+            if isinstance(function, FunctionType) and closure is function.__closure__:
+                name = function.__code__.co_freevars[next(i for i, c in enumerate(tuple(closure)) if c is cell)]
+                return "" if _is_library(function) else f"the variable {name!r} of {function.__qualname__}"
+    return ""
+
+
+def _key(holder: Mapping[Any, Any], value: object) -> str:
+    key = next((key for key, found in holder.items() if found is value), None)
+    return repr(key) if is_plain(key) else f"of a {type(key).__name__}"
+
+
+def _is_library(owner: Any) -> bool:
+    if isinstance(owner, nn.Module):
+        return False
+    module = owner.__module__ if isinstance(owner, (type, FunctionType)) else type(owner).__module__
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+@contextmanager
+def no_other_random_numbers() -> Iterator[None]:
+    """Context in which a forward is recorded: Python's and numpy's random numbers are drawn anew by each step of eager,
+    but would be constants of a record. Their state is put back.
+
+    Raises:
+        RuntimeError: if numbers were drawn.
+    """
+    python, numpy = random.getstate(), sys.modules.get("numpy.random")
+    before = numpy.get_state() if numpy is not None else None
+    drawn = []
+    try:
+        yield
+    finally:
+        if random.getstate() != python:
+            drawn.append("random")
+            random.setstate(python)
+        if numpy is not None and before is not None and not _same_state(before, numpy.get_state()):
+            drawn.append("numpy.random")
+            numpy.set_state(before)
+    if drawn:
+        raise RuntimeError(
+            f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "
+            "random functions (torch.rand, torch.randint), draw outside of forward and pass the numbers as arguments, "
+            "or leave the module to PyTorch with fsdp(eager=[...])"
+        )
+
+
+def _same_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return all(bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,368 @@
+"""Runs the forward of a module once on fake tensors and keeps each call of torch.
+
+The module's own Python runs, so that whatever it reads is read by Python. Calls are seen as they are written, by a
+``TorchFunctionMode``. Where torch does not tell this mode (in scripted functions, below ``torch.vmap``), the operators
+that these call are seen by the mode of the fake tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+from unittest import mock
+
+from passes.kernels.torch_call import DEVICES, Autocast
+from shardtrace.record.eager import EagerModule, try_module
+
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
+
+
+class Place(NamedTuple):
+    """Where a call stands: the file, the line, the function, and the qualified name of the module that runs."""
+
+    file: str
+    line: int
+    function: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f" of {self.module}" if self.module else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of torch.
+
+    ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
+    the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
+    ``torch.utils.checkpoint`` around it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+    grad: bool
+    autocast: tuple[Autocast, ...]
+    random: bool
+    place: Place
+    checkpoint: int | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+
+
+@dataclass(eq=False)
+class Span:
+    """The call of a module: ``calls[begin:end]`` were made inside."""
+
+    name: str
+    module: nn.Module
+    begin: int
+    end: int
+
+
+@dataclass(eq=False)
+class Record:
+    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends."""
+
+    calls: list[Call] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    result: Any = None
+
+
+class CannotRecord(Exception):
+    """``modules`` are those that ran when the cause was raised, outer ones first."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.modules = tuple(modules)
+
+
+Eager = Set[nn.Module]
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, which tell the recorder about operators."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.recorder: Recorder | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if self.recorder is not None:
+            self.recorder.see_operator(func, args, kwargs or {}, result)
+        return result
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps calls while it is the current mode of torch functions."""
+
+    def __init__(
+        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Eager, pause: Callable[[], Any]
+    ) -> None:
+        super().__init__()
+        self.record = Record()
+        self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
+        self._eager = eager
+        self._modules, self._watched = modules, set(map(id, watched))
+        self._stack: list[nn.Module] = []  # the modules that run
+        self._inside = 0  # calls of torch that run
+        self._drawn = False
+        self._checkpoints: list[int] = []
+        self._count = 0
+        self._pause = pause
+
+    # ---- calls ----
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)
+        return self._make(func, func, args, kwargs)
+
+    def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls ``func`` and keeps the call, as one of ``function``."""
+        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        versions = {i: _version(t) for i, t in given.items()}
+        kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
+        self._drawn, self._inside = False, self._inside + 1
+        try:
+            with self._pause():
+                result = func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        changed = [t for i, t in given.items() if _version(t) != versions[i]]
+        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+        return result
+
+    def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
+        written = tuple({storage(t): t for t in reversed(changed)}.values())
+        results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        if not written and not results:
+            return
+        call = Call(
+            function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, self._place(),
+            self._checkpoints[-1] if self._checkpoints else None,
+        )  # fmt: skip
+        self.record.calls.append(call)
+
+    def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Keeps the call of an operator that no call of torch contains."""
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if self._inside:
+            self._drawn = self._drawn or draws
+            return
+        names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if not names and func.namespace == "prim":  # such as the device of a tensor
+            return
+        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
+        self._keep(func, args, kwargs, result, changed, draws)
+
+    def _place(self) -> Place:
+        frame = sys._getframe(3)
+        while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+            frame = frame.f_back
+        module = self._modules[id(self._stack[-1])] if self._stack else ""
+        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
+
+    # ---- what runs around calls ----
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of a module, in place of ``nn.Module.__call__``."""
+        name = self._modules.get(id(module))
+        if name is None or self._inside:
+            return original(module, *args, **kwargs)
+        self._stack.append(module)
+        begin = len(self.record.calls)
+        try:
+            if module in self._eager:
+                result = self._call_eager(original, module, args, kwargs)
+            else:
+                result = original(module, *args, **kwargs)
+        except Exception:
+            self.failed = self.failed or tuple(self._stack)
+            raise
+        finally:
+            self._stack.pop()
+        if id(module) in self._watched:
+            self.record.spans.append(Span(name, module, begin, len(self.record.calls)))
+        return result
+
+    def _call_eager(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of a module as one call."""
+        call = EagerModule(module, original)
+        own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+        kept = pytree.tree_map(lambda x: x, (args, kwargs))
+        self._inside += 1
+        try:
+            trial = try_module(call, args, kwargs, own)
+        finally:
+            self._inside -= 1
+        tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
+        self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
+        return trial.result
+
+    def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
+        """The call of a function that computes its gradient itself: the ``apply`` of an autograd.Function, a scripted
+        function. The modes would see what its forward does, and never its backward."""
+        if self._inside or torch._C._functorch.peek_interpreter_stack() is not None:
+            return original(owner, *args, **kwargs)
+        function = Whole(owner, functools.partial(original, owner))
+        with _pop_mode_temporarily():
+            return self._make(function, function, args, kwargs)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Around what ``torch.utils.checkpoint`` runs."""
+        self._checkpoints.append(self._count)
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._checkpoints.pop()
+
+
+class Whole:
+    """A function that computes its gradient itself, equal to another one of the same owner."""
+
+    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
+        self.owner, self.function = owner, function
+        self.__name__ = str(getattr(owner, "__name__", None) or getattr(owner, "name", "scripted"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Whole) and other.owner is self.owner
+
+    def __hash__(self) -> int:
+        return id(self.owner)
+
+
+def record(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    mode: FakeMode,
+    modules: Mapping[int, str],
+    watched: Collection[nn.Module] = (),
+    eager: Eager = frozenset(),
+    pause: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> Record:
+    """Calls ``function`` and returns what it did.
+
+    Args:
+        args, kwargs: with fake tensors of ``mode`` in the place of tensors.
+        modules: the names of modules, by their ids.
+        watched: the modules whose calls become spans.
+        eager: the modules whose calls are one call each, which PyTorch runs.
+        pause: a context for each call of torch, inside of which nothing is the model's.
+
+    Raises:
+        CannotRecord: from what the function raised. It names the modules that ran.
+    """
+    recorder = Recorder(modules, watched, eager, pause or _nothing)
+    with _in_place_of_torchs(recorder), mode, recorder:
+        mode.recorder = recorder
+        try:
+            recorder.record.result = function(*args, **kwargs)
+        except Exception as error:
+            raise CannotRecord(recorder.failed) from error
+        finally:
+            mode.recorder = None
+    return recorder.record
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _in_place_of_torchs(recorder: Recorder) -> Iterator[None]:
+    """Lets the recorder see calls of modules, autograd functions and checkpoints. Models are told that they are being
+    compiled: some then do without the values of tensors."""
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
+
+    def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, args, kwargs)
+
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with recorder.checkpoint():
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with recorder.checkpoint():
+                return function(*args)
+
+    def yes(*args: Any) -> bool:
+        return True
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return checkpoint(function, *args, **kwargs)
+
+    checkpoints = torch.utils.checkpoint
+    patches = [
+        (nn.Module, "__call__", call_module),
+        (torch.autograd.Function, "apply", classmethod(_whole(recorder, apply))),
+        (torch._C.ScriptFunction, "__call__", _whole(recorder, torch._C.ScriptFunction.__call__)),
+        (torch._C.ScriptMethod, "__call__", _whole(recorder, torch._C.ScriptMethod.__call__)),
+        (checkpoints, "_checkpoint_without_reentrant_generator", generator),
+        (checkpoints, "CheckpointFunction", Reentrant),
+        (torch.compiler, "is_compiling", yes),
+        (torch.compiler, "is_dynamo_compiling", yes),
+        (torch._dynamo, "is_compiling", yes),
+    ]
+    with ExitStack() as stack:
+        for owner, name, new in patches:
+            stack.enter_context(mock.patch.object(owner, name, new))
+        yield
+
+
+def _whole(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in the place of ``original``, whose calls are recorded as one call each."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_whole(original, self, args, kwargs)
+
+    return method
+
+
+def storage(t: torch.Tensor) -> int:
+    """A key that tensors share if they share memory."""
+    return t.untyped_storage()._cdata
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
+def autocast_states() -> tuple[Autocast, ...]:
+    """The states of autocast that are on."""
+    return tuple(Autocast(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d))

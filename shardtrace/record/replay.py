@@ -1,0 +1,285 @@
+"""Writes recorded calls as lines of the running trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from passes.checkpoint_activations import mark_block
+from passes.compat import add_note
+from passes.kernels.torch_call import Meta, TorchCall
+from shardtrace.record.kinds import Mark
+from shardtrace.record.recorder import Call, autocast_states
+from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
+from shardtrace.record.values import Values
+
+import torch
+from thunder import torch as ltorch
+from thunder.core import dtypes
+from thunder.core.compile_data import get_compile_data
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.trace import get_tracectx
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+Leaf = Callable[[torch.Tensor], Any]
+KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
+BUFFERS = {nn.functional.batch_norm}  # Thunder's symbol writes the running statistics itself
+PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
+
+
+class CannotWrite(Exception):
+    """Why a call cannot be a line. ``module`` is the qualified name of the module that made it."""
+
+    module = ""
+
+
+class Constant:
+    """A tensor from outside the module: of a global variable, or a literal."""
+
+    __name__ = "constant"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+
+class Replay:
+    """Writes calls, in order.
+
+    Args:
+        input_of: gives the proxy of a fake that no call has made: a parameter, buffer or argument; None if it is none.
+        absent: the device of the step, if fakes are on the CPU in its place.
+    """
+
+    def __init__(self, input_of: Leaf, absent: torch.device | None = None) -> None:
+        self.values = Values(self._take, self._put)
+        self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
+        self._input_of, self._absent = input_of, absent
+        self._ambient = bool(autocast_states())
+
+    def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
+        """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
+        ``marks``: those of which all calls are among these, inner ones first."""
+        lines = get_tracectx().scopes[-1]
+        starts = []  # of each call: the number of its first line
+        for call in calls:
+            starts.append(len(lines))
+            try:
+                with _modes(call):
+                    self._write(call)
+            except CannotWrite as error:
+                error.module = call.place.module
+                add_note(error, f"at {call.place}")
+                raise
+        starts.append(len(lines))
+        for _, group in groupby(range(len(calls)), lambda i: calls[i].checkpoint):
+            numbers = list(group)
+            if calls[numbers[0]].checkpoint is not None:
+                mark_block(lines[starts[numbers[0]] : starts[numbers[-1] + 1]])
+        for mark in marks:
+            if first <= mark.begin and mark.end <= first + len(calls):
+                mark_block(lines[starts[mark.begin - first] : starts[mark.end - first]], cheap=mark.cheap)
+
+    def proxy(self, t: torch.Tensor) -> Any:
+        """The proxy of what a tensor holds now."""
+        if t not in self.values:
+            found = self._input_of(t)
+            if found is None and isinstance(t, FakeTensor):
+                raise CannotWrite(f"a tensor of shape {tuple(t.shape)} comes from no call of torch that can be seen")
+            self.values.know(t, found if found is not None else self._constant(t))
+        return self.values.read(t)
+
+    def _constant(self, t: torch.Tensor) -> Any:
+        if t.requires_grad:
+            raise CannotWrite(
+                f"a tensor of shape {tuple(t.shape)} requires a gradient and is neither a parameter of the module nor "
+                "an argument: make it an nn.Parameter of the module"
+            )
+        return self.line(Constant(t), (), {}, [t])[0]
+
+    # ---- one call ----
+
+    def _write(self, call: Call) -> None:
+        if name_of(call.function) in ("requires_grad_", "__set__"):
+            raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
+        args, kwargs = self._map((call.args, call.kwargs))
+        try:
+            new, old = self._by_symbol(call, args, kwargs)
+        except Exception as why:  # whatever Thunder raises for arguments that it does not take
+            if isinstance(why, CannotWrite):
+                raise
+            self.torch_lines.append((name_of(call.function), f"{type(why).__name__}: {why}"[:120], str(call.place)))
+            new, old = self._by_torch(call, args, kwargs)
+        written = {id(t) for t in call.written}
+        for t, proxy in zip(old, new, strict=True):
+            if id(t) not in written:
+                self.values.know(t, proxy)
+        for t in call.written:
+            self.values.write(t, next((p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)))
+
+    def _map(self, values: Any) -> Any:
+        def leaf(v: Any) -> Any:
+            if isinstance(v, torch.Tensor):
+                return self.proxy(v)
+            return PYTHON_TYPES.get(v, v) if isinstance(v, type) else v
+
+        return pytree.tree_map(leaf, values)
+
+    def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
+        """The new values by Thunder's symbols, and the tensors that hold them."""
+        _check_tensors(call)
+        in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
+        if call.written and call.function not in BUFFERS:
+            if not in_place or any(t is not call.args[0] for t in call.results):
+                raise NotTrusted("writes into its arguments")
+            old, compute = call.written, value_in_place
+        else:
+            old, compute = call.results, value
+        if not call.autocast:
+            if self._ambient:
+                raise NotTrusted("autocast is off, but on around the module")
+            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+        try:
+            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+        except Exception:  # autocast has cast the arguments
+            args, kwargs = pytree.tree_map(partial(_cast, old[0].dtype), (args, kwargs), is_leaf=_is_proxy)
+            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+
+    def _attempt(self, compute: Callable[[], Any], expected: Sequence[torch.Tensor]) -> list[Any]:
+        """What ``compute`` returns, if these are tensors like those ``expected``. Else raises, and leaves no line."""
+        scopes = get_tracectx().scopes
+        depth, lines, count = len(scopes), scopes[-1], len(scopes[-1])
+        try:
+            leaves = pytree.tree_leaves(compute(), is_leaf=_is_proxy)
+            found = [p for p in leaves if isinstance(p, TensorProxy)]
+            if len(found) != len(expected):
+                raise NotTrusted(f"{len(found)} results, not {len(expected)}")
+            for t, p in zip(expected, found, strict=True):
+                if tuple(t.shape) != tuple(p.shape) or t.dtype != dtypes.to_torch_dtype(p.dtype):
+                    raise NotTrusted(f"{p.dtype}{list(p.shape)}, not {t.dtype}{list(t.shape)}")
+            return found
+        except BaseException:
+            del scopes[depth:], lines[count:]
+            raise
+
+    def _by_torch(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        into = {id(t) for t in call.written}
+        written = [i for i, t in enumerate(tensors) if id(t) in into]
+        old = [*call.results, *(tensors[i] for i in written)]
+        new = self.line(
+            call.function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
+            autocast=call.autocast, random=call.random,
+        )  # fmt: skip
+        return list(new), old
+
+    def line(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        results: Sequence[torch.Tensor],
+        *,
+        inputs: Sequence[torch.Tensor] = (),
+        grad: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Adds a line that calls torch's function. ``args`` and ``kwargs`` hold proxies in the place of ``inputs``."""
+        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
+        places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
+        proxies = [flat[i] for i in places]
+        for i in places:
+            flat[i] = None
+        grad = grad and any(t.requires_grad for t in inputs)
+        of_inputs = [Meta.of(t)._replace(grad=grad and t.requires_grad) for t in inputs]
+        of_results = [Meta.of(t)._replace(grad=grad and _differentiable(t)) for t in results]
+        call = TorchCall(
+            self._unique(function), function, flat, spec, places, inputs=of_inputs, results=of_results,
+            absent=self._absent, **options,
+        )  # fmt: skip
+        return call.symbol(*proxies)
+
+    def _unique(self, function: Callable[..., Any]) -> str:
+        """A name for the lines of a function: Thunder finds a line's function by its name, the last one of each."""
+        trace = get_tracectx()
+        name = "torch_" + (name_of(function).strip("_") or "call")
+        number = 0
+        while trace.has_name(found := f"{name}_{number}"):
+            number += 1
+        trace.add_name(found)
+        return found
+
+    # ---- parts of memory ----
+
+    def _take(self, now: Any, base: torch.Tensor, t: torch.Tensor) -> Any:
+        offset = t.storage_offset() - base.storage_offset()
+        args = (now, base.stride(), tuple(t.shape), t.stride(), offset, t.dtype)
+        return self.line(take_view, args, {}, [t], inputs=[base], grad=True)[0]
+
+    def _put(self, now: Any, base: torch.Tensor, t: torch.Tensor, new: Any) -> Any:
+        offset = t.storage_offset() - base.storage_offset()
+        args = (now, base.stride(), new, tuple(t.shape), t.stride(), offset)
+        return self.line(put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
+
+
+def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    base = _laid_out(base, base_stride)
+    if dtype != base.dtype:
+        return base.view(dtype).as_strided(size, stride, offset)
+    return base.as_strided(size, stride, base.storage_offset() + offset)
+
+
+def put_view(base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    # torch.as_strided_scatter has a wrong gradient in torch 2.13: it clears what was not written
+    out = _laid_out(base, base_stride).clone()
+    out.as_strided(size, stride, out.storage_offset() + offset).copy_(new)
+    return out
+
+
+def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
+    if base.stride() == tuple(stride):
+        return base
+    return torch.empty_strided(base.shape, stride, dtype=base.dtype, device=base.device).copy_(base)
+
+
+def _is_proxy(value: Any) -> bool:
+    return isinstance(value, Proxy)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    floating = isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype)
+    return ltorch.to(value, dtype) if floating and dtype.is_floating_point else value
+
+
+def _differentiable(t: torch.Tensor) -> bool:
+    return t.requires_grad and (t.is_floating_point() or t.is_complex())
+
+
+def _check_tensors(call: Call) -> None:
+    given = call.tensors()
+    for t in (*given, *call.results):
+        if t.is_complex():
+            raise NotTrusted("complex numbers")
+        if t.layout != torch.strided or type(t) not in KNOWN_TYPES:
+            raise NotTrusted("a tensor of another kind")
+    if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):
+        raise NotTrusted("a tensor without dimensions")
+
+
+@contextmanager
+def _modes(call: Call) -> Iterator[None]:
+    """Thunder's modes as they were at the call."""
+    data = get_compile_data()
+    before, data.is_grad_enabled = data.is_grad_enabled, call.grad
+    try:
+        yield
+    finally:
+        data.is_grad_enabled = before

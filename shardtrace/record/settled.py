@@ -1,0 +1,92 @@
+"""Decide which changes of a forward leave its record valid: those of entries that it only writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardtrace.record.changes import Numbered
+from shardtrace.record.effects import Change
+from shardtrace.record.stand_in import StandIn
+from shardtrace.record.state import same
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def counted(changes: Sequence[Change], record: Callable[[], Sequence[Change]]) -> list[Change]:
+    """Returns the changes, where numbers that the forward only adds to are of the kind "count".
+
+    ``record`` records the forward once more and returns what it changed. Meanwhile stand-ins take the place of the
+    numbers. A number that is read for anything but an addition stays what it is.
+    """
+    numbers = [c for c in changes if type(c.old) in (int, float) and type(c.new) in (int, float)]
+    for change in numbers:
+        change.put(StandIn(change.old))
+    try:
+        found = {_key(change): change.new for change in record()} if numbers else {}
+    except Exception:  # code that takes no stand-in has read the number
+        found = {}
+    finally:
+        for change in numbers:
+            change.put(change.old)
+    added = {key: new.added for key, new in found.items() if type(new) is StandIn and not new.origin.read}
+    return [replace(c, kind="count", new=added[_key(c)]) if _key(c) in added else c for c in changes]
+
+
+def only_written(changes: Iterable[Change], used: Collection[int]) -> list[Change]:
+    """The changes whose old values the forward has not read. A :class:`Snapshot` excludes their entries.
+
+    These are counts, and tensors in the place of tensors that no call used. ``used``: the ids of the tensors from
+    outside that calls used. A first change from None to a tensor is left out: the forward may have asked for None.
+    """
+    return [change for change in changes if change.kind == "count" or _replaces(change, used)]
+
+
+def _replaces(change: Change, used: Collection[int]) -> bool:
+    old, new = pytree.tree_leaves(change.old), pytree.tree_leaves(change.new)
+    tensors = [t for t in old if isinstance(t, torch.Tensor)]
+    if any(id(t) in used for t in tensors):
+        return False
+    if change.kind == "append":
+        return bool(old)
+    if not tensors or pytree.tree_structure(change.old) != pytree.tree_structure(change.new):
+        return False
+    pairs = zip(old, new, strict=True)
+    return all((isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or same(a, b) for a, b in pairs)
+
+
+def check_settled(first: Iterable[Change], second: Iterable[Change]) -> None:
+    """Compares the changes of two recordings with like inputs, the second with the first's changes in place.
+
+    Raises:
+        RuntimeError: if the forward sets another plain value each time: then no record is valid for two steps.
+    """
+    before = {_key(change): change for change in first}
+    for change in second:
+        if (old := before.get(_key(change))) is None or {old.kind, change.kind} & {"count", "append"}:
+            continue
+        a, b = pytree.tree_leaves(old.new), pytree.tree_leaves(change.new)
+        if not all(map(same, a, b)) and not any(isinstance(v, (Numbered, torch.Tensor)) for v in (*a, *b)):
+            raise RuntimeError(
+                f"forward sets {change.label} to another value in each step ({old.new!r}, then {change.new!r}) and "
+                "also reads it, so that every step would be recorded again: keep it in a buffer and count with "
+                "tensors (register_buffer, add_), set it outside of forward, or leave the module to PyTorch with "
+                "fsdp(eager=[...])"
+            )
+
+
+def check_recurrent(changes: Iterable[Change], used: Collection[int]) -> None:
+    """Raises RuntimeError if the forward uses a tensor that it set itself in the step before, other than a buffer."""
+    for change in changes:
+        if change.kind != "buffer" and any(id(t) in used for t in pytree.tree_leaves(change.old)):
+            raise RuntimeError(
+                f"forward reads {change.label}, a tensor that the step before has left there, and replaces it: make it "
+                "a buffer (register_buffer), pass it as an argument, or leave the module to PyTorch with "
+                "fsdp(eager=[...])"
+            )
+
+
+def _key(change: Change) -> tuple[int, Any]:
+    return id(change.owner), change.key

@@ -1,0 +1,174 @@
+"""Guard a record by the plain Python state that it was made with, compared before each step."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from types import CellType
+from typing import Any
+
+from shardtrace.record.state import BUILTIN, HOOKS, MISSING, Entry, Holder, State, is_plain, same
+from shardtrace.record.watcher import CodeWatcher, Outside
+
+import torch
+from torch import nn
+
+WIDTH = 4  # entries of one dict that are compared in one turn of the loop
+Read = Callable[[Any, Any], Any]
+Name = tuple[str, int]  # of an entry, and how many entries before it have the same
+
+
+class Snapshot:
+    """The state of the modules of ``root``, of their classes and configs, and of the globals and cells that the watched
+    code reads.
+
+    Args:
+        watcher: what ran in the forward. None: no globals, and all attributes of configs and classes.
+        excluded: entries that the forward sets without reading them: a container and a key each. The key None excludes
+            all of the container.
+        label: the name of the root in messages.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        watcher: CodeWatcher | None,
+        *,
+        excluded: Collection[Entry] = (),
+        label: str = "model",
+    ) -> None:
+        names = watcher.names() if watcher is not None else None
+        outside = watcher.outside() if watcher is not None else []
+        self._take = partial(_take, root, label, outside, names, list(excluded))
+        self._prepare(self._take())
+
+    def _prepare(self, holders: list[Holder]) -> None:
+        self._values = _values(holders)
+        dicts = [h for h in holders if type(h.owner) is dict]
+        rows = list(chain.from_iterable(map(_rows, dicts)))
+        self._pairs = [row for row in rows if len(row) == 3]
+        self._rows = [row for row in rows if len(row) > 3]
+        self._others = [
+            (read, h.owner, key, value)
+            for h in holders
+            if type(h.owner) is not dict and (read := _reader(h.owner)) is not None
+            for key, value in h.entries.items()
+        ]
+        counted = [h.owner for h in holders if h.counted and not isinstance(h.owner, tuple)]
+        self._empty = [owner for owner in counted if not owner]
+        self._filled = [owner for owner in counted if owner]
+        self._lengths = list(map(len, self._filled))
+
+    def difference(self) -> str:
+        """The first place whose value is not as it was, with both values. Empty if there is none.
+
+        The usual answer comes from identities alone. If objects were replaced, their values decide, and the new objects
+        are remembered.
+        """
+        if self._is_identical():
+            return ""
+        holders = self._take()
+        if found := _first_difference(self._values, _values(holders)):
+            return found
+        self._prepare(holders)
+        return ""
+
+    def _is_identical(self) -> bool:
+        try:
+            for d, key, value in self._pairs:
+                if d[key] is not value:
+                    return False
+            for d, k1, v1, k2, v2, k3, v3, k4, v4 in self._rows:
+                if d[k1] is not v1 or d[k2] is not v2 or d[k3] is not v3 or d[k4] is not v4:
+                    return False
+            for read, owner, key, value in self._others:
+                if read(owner, key) is not value:
+                    return False
+        except (LookupError, AttributeError, ValueError):  # ValueError: an empty cell
+            return False
+        return not any(self._empty) and list(map(len, self._filled)) == self._lengths
+
+
+def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:
+    """Rows of a dict and ``WIDTH`` of its keys and values. The last row repeats its first entry, or has only one."""
+    pairs = list(holder.entries.items())
+    for start in range(0, len(pairs), WIDTH):
+        row = pairs[start : start + WIDTH]
+        row += row[:1] * (WIDTH - len(row) if len(row) > 1 else 0)
+        yield (holder.owner, *chain.from_iterable(row))
+
+
+def _reader(owner: object) -> Read | None:
+    """Returns a function that reads an entry at C speed. None for a tuple, which never changes."""
+    if isinstance(owner, dict):
+        return dict.get  # no __missing__, no __getitem__ of a subclass
+    if isinstance(owner, list):
+        return list.__getitem__
+    if isinstance(owner, deque):
+        return operator.getitem
+    if isinstance(owner, set):
+        return _member
+    return None if isinstance(owner, tuple) else getattr
+
+
+def _member(members: set[Any], member: Any) -> Any:
+    return member if member in members else MISSING
+
+
+def _values(holders: list[Holder]) -> dict[Name, Any]:
+    """The values by name and by how often the name occurred before. Builtin containers that were looked into count by
+    their type, their length and their entries, all other objects by identity."""
+    inside = {id(h.owner) for h in holders if type(h.owner) in BUILTIN and len(h.owner) == len(h.entries)}
+    values: dict[Name, Any] = {}
+    occurred: Counter[str] = Counter()
+
+    def add(name: str, value: Any) -> None:
+        values[name, occurred[name]] = type(value) if id(value) in inside else value
+        occurred[name] += 1
+
+    for holder in holders:
+        for key, value in holder.entries.items():
+            add(holder.name(key), value)
+    for holder in holders:
+        if holder.counted:
+            add(f"number of {holder.kind}s of {holder.label}", len(holder.owner))
+    return values
+
+
+def _first_difference(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> str:
+    changed = [key for key in {**before, **now} if not same(before.get(key, MISSING), now.get(key, MISSING))]
+    if not changed:
+        return ""
+    key = min(changed, key=lambda key: key[0].startswith("number of "))  # a new entry tells more than a new length
+    return f"{key[0]} ({_short(before.get(key, MISSING))} -> {_short(now.get(key, MISSING))})"
+
+
+def _short(value: object) -> str:
+    text = repr(value) if is_plain(value) or value is MISSING else ""
+    return text if 0 < len(text) < 60 else f"a {type(value).__name__}"
+
+
+def _take(
+    root: nn.Module, label: str, outside: list[Outside], names: frozenset[str] | None, excluded: list[Entry]
+) -> list[Holder]:
+    state = State(names, excluded)
+    state.add_value(root, label)
+    for name in HOOKS:
+        hooks = getattr(torch.nn.modules.module, f"_global{name}")
+        state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
+    for owner, name, keys in outside:
+        if isinstance(owner, CellType):
+            state.add(Holder(owner, name, _contents(owner), "cell", counted=False))
+        else:
+            state.add(Holder(owner, name, {k: owner[k] for k in keys if k in owner}, counted=False))
+    return state.holders
+
+
+def _contents(cell: CellType) -> dict[str, Any]:
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # empty
+        return {}

@@ -1,0 +1,142 @@
+"""The functions of torch for which a line has Thunder's symbol: values and gradients are known to be torch's.
+
+For any other function, and for arguments that are not known to be safe, the line calls torch's own function.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from thunder import torch as ltorch
+from thunder.core import dtypes
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.torch import _torch_to_thunder_function_map as SYMBOLS
+from torch import nn
+from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
+
+F = nn.functional
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "__add__": operator.add, "__radd__": lambda a, b: operator.add(b, a),
+    "__sub__": operator.sub, "__rsub__": lambda a, b: operator.sub(b, a),
+    "__mul__": operator.mul, "__rmul__": lambda a, b: operator.mul(b, a),
+    "__truediv__": operator.truediv, "__rtruediv__": lambda a, b: operator.truediv(b, a),
+    "__pow__": operator.pow, "__matmul__": operator.matmul, "__neg__": operator.neg,
+    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor, "__invert__": operator.invert,
+    "__eq__": operator.eq, "__ne__": operator.ne, "__lt__": operator.lt, "__le__": operator.le,
+    "__gt__": operator.gt, "__ge__": operator.ge, "__getitem__": operator.getitem,
+}  # fmt: skip
+# write into their first argument: the operator that gives the value
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "__iadd__": operator.add, "__isub__": operator.sub, "__imul__": operator.mul, "__itruediv__": operator.truediv,
+    "__iand__": operator.and_, "__ior__": operator.or_, "__ixor__": operator.xor,
+}  # fmt: skip
+
+# by the last part of torch's name; a function and the method of that name compute the same
+TRUSTED = frozenset(
+    """add sub mul div true_divide neg exp expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh sigmoid erf abs pow
+    square eq ne lt le gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_xor bitwise_not where
+    masked_fill
+    relu gelu silu mish elu selu softplus logsigmoid softmax log_softmax leaky_relu
+    view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split unbind
+    narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
+    to float half bfloat16 double long int bool type_as
+    cat stack sum mean var cumsum argmax any all
+    linear matmul mm bmm
+    layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d dropout scaled_dot_product_attention
+    cross_entropy mse_loss nll_loss binary_cross_entropy_with_logits
+    zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
+    """.split()  # noqa: SIM905
+)
+
+
+class NotTrusted(Exception):
+    """Why a line calls torch's function."""
+
+
+@functools.cache
+def name_of(function: Callable[..., Any]) -> str:
+    """The last part of a torch function's name, such as "add" for torch.Tensor.add; its own name for another one."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":  # of a property
+        return str(getattr(function.__self__, "__name__", ""))  # type: ignore[attr-defined]
+    found = resolve_name(function)
+    return found.rpartition(".")[2] if found else name or type(function).__name__
+
+
+@functools.cache
+def is_method(function: Callable[..., Any]) -> bool:
+    """True for a method or property of torch.Tensor."""
+    name = getattr(function, "__name__", "")
+    found = getattr(torch.Tensor, name, None)
+    return name == "__get__" or found is function or getattr(function, "__objclass__", None) in torch.Tensor.__mro__
+
+
+def value_in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function that writes into its first argument leaves there, by Thunder's symbols.
+
+    Raises NotTrusted, or whatever a symbol raises.
+    """
+    name = name_of(function)
+    if name in IN_PLACE:
+        return IN_PLACE[name](*args)
+    if kwargs.get("inplace"):
+        return value(function, args, {**kwargs, "inplace": False})
+    if name in ("zero_", "fill_") and len(args) < 3 and not any(isinstance(a, Proxy) for a in args[1:]):
+        return ltorch.full_like(args[0], args[1] if name == "fill_" else 0)
+    if name.endswith("_") and not name.endswith("__") and name[:-1] in TRUSTED and "out" not in kwargs:
+        return value(getattr(torch.Tensor, name[:-1]), args, kwargs)
+    raise NotTrusted("writes into its argument")
+
+
+def value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of a function, by Thunder's symbols.
+
+    Raises NotTrusted, or whatever a symbol raises.
+    """
+    name = name_of(function)
+    _check(name, args, kwargs)
+    if name in OPERATORS:
+        return OPERATORS[name](*args)
+    if function in SYMBOLS:
+        return SYMBOLS[function](*args, **kwargs)
+    if is_method(function) and isinstance(args[0], TensorProxy):
+        found = getattr(args[0], name)
+        return found(*args[1:], **kwargs) if getattr(function, "__name__", "") != "__get__" else found
+    raise NotTrusted("Thunder has no symbol")
+
+
+def _check(name: str, args: Any, kwargs: Any) -> None:
+    if name not in TRUSTED and name not in OPERATORS:
+        raise NotTrusted("not among the functions whose gradients are known to be right")
+    tensors = [t for t in pytree.tree_leaves((args, kwargs), is_leaf=_is_proxy) if isinstance(t, TensorProxy)]
+    if any(dtypes.is_complex_dtype(t.dtype) for t in tensors):
+        raise NotTrusted("complex numbers")
+    if kwargs.get("out") is not None:
+        raise NotTrusted("writes into its argument")
+    if name in UNLESS and UNLESS[name](*args, **kwargs):
+        raise NotTrusted("with these arguments")
+
+
+def _is_proxy(value: Any) -> bool:
+    return isinstance(value, Proxy)
+
+
+def _indexed_by_tensors(a: Any, index: Any) -> bool:
+    return any(isinstance(i, TensorProxy) for i in (index if isinstance(index, tuple) else (index,)))
+
+
+# conditions under which a function is not trusted, with its parameters
+UNLESS: dict[str, Callable[..., bool]] = {
+    "__getitem__": _indexed_by_tensors,
+    "embedding": lambda input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False,
+    sparse=False: max_norm is not None or scale_grad_by_freq or sparse or (padding_idx is not None and padding_idx < 0),
+    "pow": lambda a, exponent: not isinstance(exponent, int | float | NumberProxy),
+    "__pow__": lambda a, exponent: not isinstance(exponent, int | float | NumberProxy),
+    "mean": lambda a, dim=None, keepdim=False, *, dtype=None: False,
+}  # fmt: skip

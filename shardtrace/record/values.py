@@ -1,0 +1,72 @@
+"""What memory holds while recorded calls are written as lines: values take the place of writes.
+
+A tensor is known by its fake. Fakes that share memory are views of the storage's first tensor, the base. A write gives
+the base a new value. A view that is read after a write is taken again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shardtrace.record.recorder import storage
+
+import torch
+
+# (base's proxy, base, view) -> the view's proxy; (base's proxy, base, view, new value) -> the base's proxy
+Take = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+Put = Callable[[Any, torch.Tensor, torch.Tensor, Any], Any]
+
+
+class Values:
+    """The proxies of fakes. ``take`` and ``put`` write the lines that read and replace a part of a base."""
+
+    def __init__(self, take: Take, put: Put) -> None:
+        self._take, self._put = take, put
+        self._proxies: dict[int, Any] = {}
+        self._alive: list[torch.Tensor] = []  # keeps ids from being used again
+        self._bases: dict[int, tuple[torch.Tensor, Any]] = {}  # of a storage
+        self._writes: dict[int, int] = {}  # into a storage, so far
+        self._valid: dict[int, int] = {}  # of a tensor: how many writes its proxy knows
+
+    def __contains__(self, t: torch.Tensor) -> bool:
+        return id(t) in self._proxies
+
+    def know(self, t: torch.Tensor, proxy: Any) -> None:
+        """``proxy`` is what ``t`` holds now."""
+        s = storage(t)
+        self._proxies[id(t)] = proxy
+        self._alive.append(t)
+        self._bases.setdefault(s, (t, proxy))
+        self._valid[id(t)] = self._writes.setdefault(s, 0)
+
+    def read(self, t: torch.Tensor) -> Any:
+        """The proxy of what ``t`` holds now."""
+        s = storage(t)
+        if self._valid[id(t)] != self._writes[s]:
+            base, now = self._bases[s]
+            self.know(t, now if same_place(base, t) else self._take(now, base, t))
+        return self._proxies[id(t)]
+
+    def write(self, t: torch.Tensor, proxy: Any) -> None:
+        """``t`` holds ``proxy`` from here on, and all tensors that share its memory follow."""
+        s = storage(t)
+        base, now = self._bases[s]
+        self._bases[s] = base, proxy if same_place(base, t) else self._put(now, base, t, proxy)
+        self._writes[s] += 1
+        self.know(t, proxy)
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forgets tensors, and what their memory holds."""
+        for t in tensors:
+            self._proxies.pop(id(t), None)
+            self._bases.pop(storage(t), None)
+            self._writes.pop(storage(t), None)
+
+    def is_written(self, t: torch.Tensor) -> bool:
+        return bool(self._writes.get(storage(t)))
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for two tensors of one storage that are the same part of it."""
+    return (a.size(), a.stride(), a.storage_offset(), a.dtype) == (b.size(), b.stride(), b.storage_offset(), b.dtype)
