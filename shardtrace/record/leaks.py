@@ -101,11 +101,12 @@ def _attribute(owner: object, attributes: Mapping[Any, Any], value: object) -> s
 
 def _variable(cell: CellType) -> str:
     """The variable of a function that a cell is. Empty if no function has it but those that run."""
-    for closure in gc.get_referrers(cell):
-        for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
-            if isinstance(function, FunctionType) and closure is function.__closure__:
-                name = function.__code__.co_freevars[next(i for i, c in enumerate(tuple(closure)) if c is cell)]
-                return "" if _is_library(function) else f"the variable {name!r} of {function.__qualname__}"
+    closures = [c for c in gc.get_referrers(cell) if isinstance(c, tuple)]
+    for function in gc.get_referrers(*closures) if closures else ():
+        if isinstance(function, FunctionType) and function.__closure__ is not None and not _is_library(function):
+            variables = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            if names := [name for name, found in variables if found is cell]:
+                return f"the variable {names[0]!r} of {function.__qualname__}"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Container, Iterator
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -96,7 +97,7 @@ class State:
         """Adds what a module, a container, an object or a class holds."""
         if type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum)) or depth < 0:
             return
-        if id(value) in self._seen:
+        if id(value) in self._seen or type(value) in weakref.ProxyTypes:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
@@ -134,11 +135,15 @@ class State:
 
     def _add_class(self, cls: type, label: str) -> None:
         """Adds what the user's classes define, as instances read it: the first of the method resolution order."""
+        bases = [base for base in reversed(cls.__mro__) if is_user_class(base)]
         entries: dict[str, Any] = {}
-        for base in reversed([base for base in cls.__mro__ if is_user_class(base)]):
-            entries |= {name: value for name, value in vars(base).items() if self._counts(name)}
+        for base in bases:
+            names = [name for name in vars(base) if self._counts(name) and (id(base), name) not in self._excluded]
+            entries |= {name: vars(base)[name] for name in names}
         kept = {k: v for k, v in entries.items() if _is_class_state(v)}
         self.add(Holder(cls, label, kept, counted=False))
+        for base in bases:
+            self.add_value(base, base.__qualname__)
 
     def _add_container(self, value: Any, label: str, depth: int) -> None:
         if isinstance(value, (dict, list, tuple, set, deque)):
@@ -153,9 +158,10 @@ class State:
         if type(own) is dict:
             entries = {k: v for k, v in own.items() if everything or self._counts(k)}
             self.add(Holder(own, label, entries, counted=not isinstance(value, ModuleType)), depth)
-        slots = {k: getattr(value, k) for k in slot_names(value) if self._counts(k) and hasattr(value, k)}
-        if slots:
-            self.add(Holder(value, label, slots, counted=False), depth)
+        names = [name for name in slot_names(value) if self._counts(name)]
+        if names:
+            present = {name: getattr(value, name) for name in names if hasattr(value, name)}
+            self.add(Holder(value, label, present, counted=False), depth)
         self.add_value(type(value), type(value).__qualname__, depth)
 
     def _counts(self, name: str) -> bool:

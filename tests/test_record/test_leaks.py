@@ -1,0 +1,161 @@
+"""A fake tensor that stays with an object of the user, and random numbers outside of torch, are errors with names."""
+
+import contextvars
+import random
+import weakref
+
+from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+FAKES = FakeTensorMode()
+KEPT = {}
+LAST = None
+
+
+class Box:
+    """An object with a dict, or with its values inline."""
+
+
+class Slots:
+    __slots__ = ("kept",)
+
+
+def fake():
+    with FAKES:
+        return torch.ones(2, 3)
+
+
+def references(*tensors):
+    return [weakref.ref(t) for t in tensors]
+
+
+def keep_in_global(t):
+    global LAST
+    LAST = t
+
+
+def closure():
+    kept = None
+
+    def keep(t):
+        nonlocal kept
+        kept = t
+
+    return keep
+
+
+KEEP = closure()
+BOX, MODULE, SLOTS = Box(), nn.Linear(1, 1), Slots()
+NAMED = {
+    "attribute": (lambda t: setattr(BOX, "kept", t), "attribute 'kept' of a Box"),
+    "dict in a list": (
+        lambda t: setattr(BOX, "kept", [{"y": t}]),
+        "item 'y' of a dict in item 0 of a list in attribute 'kept' of a Box",
+    ),
+    "set": (lambda t: setattr(BOX, "kept", {t}), "a set in attribute 'kept' of a Box"),
+    "class": (lambda t: setattr(Box, "kept", t), "attribute 'kept' of the class Box"),
+    "slots": (lambda t: setattr(SLOTS, "kept", t), "a Slots"),
+    "global": (keep_in_global, f"the global variable 'LAST' of {__name__}"),
+    "dict of a global": (lambda t: KEPT.update(y=t), f"item 'y' of a dict in the global variable 'KEPT' of {__name__}"),
+    "closure": (KEEP, "the variable 'kept' of closure.<locals>.keep"),
+}
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    for owner in (Box, BOX, MODULE, SLOTS):
+        if hasattr(owner, "kept"):
+            del owner.kept
+    KEPT.clear()
+    keep_in_global(None)
+    KEEP(None)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_the_holder_is_named(kind):
+    keep, name = NAMED[kind]
+    tensor = fake()
+    made = references(tensor)
+    keep(tensor)
+    del tensor
+    with pytest.raises(RuntimeError) as error:
+        check_leaks(made)
+    assert f"a tensor of shape (2, 3) in {name}, where" in str(error.value)
+
+
+def test_a_context_variable_is_found():
+    variable = contextvars.ContextVar("variable")
+    tensor = fake()
+    made = references(tensor)
+    token = variable.set([tensor])
+    del tensor
+    try:
+        with pytest.raises(RuntimeError, match="item 0 of a list in a context variable"):
+            check_leaks(made)
+    finally:
+        variable.reset(token)
+
+
+def test_what_is_gone_or_allowed_or_ours_is_no_leak():
+    gone, allowed, held = fake(), fake(), fake()
+    made = references(gone, allowed, held)
+    BOX.kept = ours = [held]
+    KEPT["allowed"] = allowed
+    number = id(allowed)
+    del gone, allowed, held
+    check_leaks(made, {number}, [ours])
+
+
+def test_a_cycle_is_collected_first():
+    box, tensor = Box(), fake()
+    box.me, box.tensor = box, tensor
+    made = references(tensor)
+    del box, tensor
+    check_leaks(made)
+    assert made[0]() is None
+
+
+def test_local_variables_and_graphs_are_no_leak():
+    with FAKES:
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()  # saved by its own gradient
+        z = y * 2
+    made = references(y)
+    local = [y]
+    check_leaks(made)
+    del y, local
+    check_leaks(made)
+    assert z.grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "random"),
+        (lambda: numpy.random.rand(2), "numpy.random"),
+        (lambda: numpy.random.seed(1), "numpy.random"),
+        (lambda: (random.random(), numpy.random.rand()), "random and numpy.random"),
+    ],
+)
+def test_random_numbers_outside_of_torch_are_an_error(draw, name):
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]
+    with pytest.raises(RuntimeError, match=f"draws numbers from {name}, which.*use torch's"), no_other_random_numbers():
+        draw()
+    assert (random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]) == before
+
+
+def test_random_numbers_of_torch_and_errors_pass():
+    with no_other_random_numbers():
+        torch.rand(2)
+        random.Random(0).random()
+        numpy.random.default_rng(0).random()
+    before = random.getstate()
+    with pytest.raises(ZeroDivisionError), no_other_random_numbers():
+        random.randint(1, 9) / 0
+    assert random.getstate() == before
