@@ -306,6 +306,44 @@ def exempt_from_autocast(data: Any) -> Iterator[None]:
         data.autocast_stack = stack
 
 
+def pack_tensors(name: str, tensors: tuple[TensorProxy, ...]) -> None:
+    """Makes tensors of the running trace results of the step, which the epilogue packs as the buffer of this ``name``.
+
+    Thunder has no other way to hand the epilogue tensors that the traced function does not return.
+    """
+    from thunder.core.interpreter import ProvenanceRecord, PseudoInst
+    from thunder.core.jit_ext import get_jit_ctx
+
+    function = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
+    members = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value="_buffers")
+    owner = _Packed({}, ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[function, members]))
+    get_jit_ctx()._additional_outputs[owner].append((PseudoInst.STORE_SUBSCR, owner, _Packed(name), _Packed(tensors)))
+
+
+class _Packed:
+    """What Thunder reads of a wrapped value."""
+
+    def __init__(self, value: Any, provenance: Any = None) -> None:
+        self.value, self.provenance = value, provenance
+
+
+def name_as_user(proxy: Proxy, name: str) -> None:
+    """Lets a proxy of the running trace have the ``name`` of a variable of the user's program when tracing is over, if
+    no other value has it."""
+    from thunder.core.jit_ext import _maybe_update_proxy_name
+
+    _maybe_update_proxy_name(proxy, name, is_internal=False)
+
+
+def names_of_users() -> dict[Any, TensorProxy]:
+    """The proxies that get the name of a variable of the user's program when tracing is over: by ``variableify`` of the
+    old one."""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    found: dict[Any, TensorProxy] = get_jit_ctx()._proxy_swapmap
+    return found
+
+
 # ---- jitted modules ----
 
 

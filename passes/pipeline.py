@@ -20,6 +20,7 @@ from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
 from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
+from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
@@ -32,6 +33,7 @@ from passes.regather import regather
 from passes.roll import roll
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
+from passes.set_state import Setter, set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
 from passes.share_overflow import share_overflow
@@ -56,14 +58,17 @@ class Compilation:
         self.rolled = Rolled()  # calls of blocks that Thunder does not see, for the passes after lowering
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
         self.known: dict[int, Any] = {}  # of the tracer: the wrapped parameters and buffers that it has met, by id
-        self.blocks = ""  # what the tracer says of blocks: a remark on the trace
+        self.guards: list[Callable[[], None]] = []  # of the tracer: raise if the step is not valid any more
+        self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
+        self.remarks = ""  # likewise: what it says of blocks and modules, in the trace's provenance
         self._tracing: Any = None
 
     def begin(self, tracing: Any) -> None:
         """Starts afresh, unless ``tracing`` (Thunder's context of it) is already under way."""
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
-            self.models, self.known, self.blocks = {}, {}, ""
+            self.models, self.known, self.remarks = {}, {}, ""
+            self.guards, self.setters = [], {}
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -121,12 +126,15 @@ class ShardParameters(Pass):
         with self.running(enlisted.runtimes):
             self.compilation.end()
             prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
+            of_ranks = [functools.partial(r.check_step, enlisted.step_of(r)) for r in enlisted.runtimes]
+            prologue = insert_guards(prologue, guards=[*of_ranks, *self.compilation.guards])
             if self.merge and computation is not computation_trace:
                 prologue = merge_checks(prologue)
         if computation is not computation_trace:
             self.sign(prologue)
-            self.sign(computation, self.compilation.blocks)
+            self.sign(computation, self.compilation.remarks)
         if epilogue_trace is not None and self.compilation.models:
+            epilogue_trace = set_state(epilogue_trace, setters=self.compilation.setters)
             epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
         return prologue, computation, epilogue_trace
 

@@ -8,14 +8,10 @@ of the computation is unchanged, except for marks that tell where a line comes f
 
 from __future__ import annotations
 
-import functools
-
 from passes.analysis.origins import marked
-from passes.comm.symbols import check_parameters
 from passes.plan import Enlisted
 
 from thunder.core import prims
-from thunder.core.codeutils import ContextObject
 from thunder.core.devices import cpu
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy, Variable
@@ -24,7 +20,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 
 def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enlisted) -> tuple[TraceCtx, TraceCtx]:
-    """Returns both traces with shards as parameters, and each model's guard as a line of the prologue."""
+    """Returns both traces with shards as parameters."""
     full = [b.output for b in prologue.bound_symbols if b.sym is prims.unpack_parameter and enlisted.get(b.output)]
     if not full:
         return prologue, computation
@@ -32,7 +28,6 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
     new_prologue = from_trace(prologue)
     shards = {p.name: _as_shard(p, new_prologue, enlisted) for p in full}
     new_prologue.bound_symbols = [_with_shards(b, shards, enlisted) for b in prologue.bound_symbols]
-    _insert_guards(new_prologue, enlisted)
 
     new_computation = from_trace(computation)
     # the computation's inputs are separate proxies with the names of the prologue's outputs
@@ -69,22 +64,3 @@ def _with_shards(bsym: BoundSymbol, shards: dict[str, TensorProxy], enlisted: En
     if bsym.sym is prims.python_return:
         return bsym.from_bsym_swap_proxies({Variable(p): p for p in shards.values()})
     return bsym
-
-
-def _insert_guards(prologue: TraceCtx, enlisted: Enlisted) -> None:
-    """Inserts a line for each model, ahead of the other checks, that selects among several compiled steps.
-
-    It reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for an
-    error.
-    """
-    lines = prologue.bound_symbols
-    first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)
-    args = lines[first].output
-    lines[first + 1 : first + 1] = [
-        check_parameters.bind(
-            ContextObject(f"guard_{i}", functools.partial(runtime.check_step, enlisted.step_of(runtime))),
-            args,
-            output=None,
-        )
-        for i, runtime in enumerate(enlisted.runtimes)
-    ]

@@ -15,7 +15,6 @@ from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
-from shardtrace.model.absent import is_absent
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.distribute import distribute, find_homes, host_memory, stand_in
 from shardtrace.model.freed_memory import keep_freed_memory
@@ -44,6 +43,7 @@ from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
 from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, is_alone, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.record.absent import is_absent
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from passes.compat import fake_calls_on_cpu
 from shardtrace.api import fsdp
-from shardtrace.model.absent import claim, is_absent, never_runs
 from shardtrace.model.whole import hollow_copy
 from shardtrace.ranks.mesh import resolve_device
+from shardtrace.record.absent import claim, is_absent, never_runs
 
 import thunder
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from passes.plan.host_memory import HostMemory, Sent
-from shardtrace.model.absent import claim
+from shardtrace.record.absent import claim
 
 import torch
 

@@ -19,7 +19,7 @@ FLOORS = [
     ["passes.pipeline"],
     ["passes.__init__"],
     ["shardtrace.options", "shardtrace.ranks"],
-    ["shardtrace.costs", "shardtrace.blocks"],
+    ["shardtrace.costs", "shardtrace.record"],
     ["shardtrace.model"],
     ["shardtrace.training"],
     ["shardtrace.checkpoint"],

@@ -33,7 +33,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 Tensors = tuple[torch.Tensor, ...]
-DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 
 
 class Meta(NamedTuple):
@@ -162,9 +161,6 @@ class TorchCall:
             flat[i] = t.clone() if n in self.written else t
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         with ExitStack() as stack:
-            for device in DEVICES:
-                if torch.is_autocast_enabled(device):  # around the step
-                    stack.enter_context(torch.autocast(device, enabled=False))
             for state in self.autocast:
                 stack.enter_context(state())
             found = self.function(*args, **kwargs)
@@ -304,7 +300,7 @@ executor = TorchCalls("torch_calls", version="0.1")
 def enlist(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
-        data.executors_list = (executor, *data.executors_list)
+        data.executors_list = (*data.executors_list, executor)
 
 
 def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from passes.compat import set_traced_device
 from passes.plan import HostMemory, Placement
-from shardtrace.model.absent import claim, is_absent, never_runs
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups
+from shardtrace.record.absent import claim, is_absent, never_runs
 
 import torch
 import torch.distributed as dist

@@ -14,12 +14,12 @@ from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, Shar
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
-from shardtrace.model.marks import PART_ATTRIBUTE
 from shardtrace.model.places import Owner
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
+from shardtrace.record.marks import PART_ATTRIBUTE
 
 import torch
 from thunder.core.dtypes import to_dtype

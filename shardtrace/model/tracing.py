@@ -22,10 +22,10 @@ from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import with_casts
 from shardtrace.model.kernels import enlist_kernels
-from shardtrace.model.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
+from shardtrace.record.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
 
 import torch
 from thunder.core.compile_data import get_compile_data
@@ -82,7 +82,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.stand_ins())
-        result, blocks = front.trace(
+        name = f"shardtrace_state_{len(compilation.guards)}"
+        traced = front.trace(
             call,
             module,
             args,
@@ -90,14 +91,17 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             known=compilation.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            state=name,
             obstacle=_why_no_call(),
         )
-    if blocks:
-        compilation.blocks = f"{compilation.blocks}; {blocks}" if compilation.blocks else blocks
+    compilation.guards.append(traced.guard)
+    if traced.setter is not None:
+        compilation.setters[name] = traced.setter
+    compilation.remarks = "; ".join(filter(None, (compilation.remarks, traced.remark)))
     for state in states:
         compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
         compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
-    return result
+    return traced.result
 
 
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
@@ -249,6 +253,18 @@ def _with_lookaside(cls: Any) -> Callable[..., Any]:
 
     register_general_jit_lookaside(__call__)(functools.partial(_trace, __call__))
     return __call__
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose first argument is a sharded model, as a function that Thunder records as a whole, like a call
+    of the model."""
+
+    @functools.wraps(function)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(model, *args, **kwargs)
+
+    register_general_jit_lookaside(call)(functools.partial(_trace, function))
+    return call
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:

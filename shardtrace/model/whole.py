@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrace.model.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
 from shardtrace.model.state import ATTRIBUTE, states_in
+from shardtrace.record.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
 
 import torch
 from torch import nn

@@ -12,7 +12,7 @@ from typing import Any
 
 from passes.analysis.calls import Block, CallOf, unique_name
 from passes.analysis.recognise import names
-from passes.compat import compile_data_and_stats
+from passes.compat import compile_data_and_stats, names_of_users
 from passes.outline import enlist
 from passes.plan import ShardedParameter
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost
@@ -20,7 +20,7 @@ from shardtrace.record.recorder import Call, Record, Span, storage
 from shardtrace.record.replay import Replay
 
 import torch
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.trace import get_tracectx
 
 ParameterOf = Callable[[torch.Tensor], ShardedParameter | None]
@@ -134,10 +134,15 @@ class Blocks:
             return None
         data, _ = compile_data_and_stats()
         enlist(data)
+        swap = names_of_users()
         block = Block(
             unique_name(trace, _identifier(type(outline.span.module).__name__)),
-            lines, [inputs[i] for i in used], outputs, trace.names, outline.span.name,
-        )  # fmt: skip
+            [b.from_bsym_swap_proxies(swap) for b in lines],
+            [_swapped(inputs[i], swap) for i in used],
+            [_swapped(o, swap) for o in outputs],
+            trace.names,
+            outline.span.name,
+        )
         return Function(block, used, pattern)
 
     def __str__(self) -> str:
@@ -150,6 +155,10 @@ class Blocks:
         for why, names_ in reasons.items():
             parts.append(f"{', '.join(names_[:4])}{', ...' if len(names_) > 4 else ''} by itself: {why}")
         return "; ".join(parts)
+
+
+def _swapped(proxy: TensorProxy, swap: Mapping[Any, TensorProxy]) -> TensorProxy:
+    return swap.get(variableify(proxy), proxy)
 
 
 def _identifier(name: str) -> str:

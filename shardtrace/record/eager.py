@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Meta
-from shardtrace.model.marks import PART_ATTRIBUTE
+from shardtrace.record.marks import PART_ATTRIBUTE
 
 import torch
 from torch import nn

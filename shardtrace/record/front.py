@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
-from passes.compat import constraints, exempt_from_autocast, traced_device, without_constraints
-from passes.kernels.torch_call import enlist
-from shardtrace.model.absent import is_absent
-from shardtrace.model.marks import REPEATED, recomputed
+from passes.compat import (
+    add_note,
+    constraints,
+    exempt_from_autocast,
+    name_as_user,
+    pack_tensors,
+    traced_device,
+    without_constraints,
+)
+from shardtrace.record.absent import is_absent
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.recorder import CannotRecord, FakeMode, Record, record
+from shardtrace.record.changes import apply, numbered
+from shardtrace.record.effects import Change, Effects
+from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.marks import REPEATED, recomputed
+from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library, record
 from shardtrace.record.replay import CannotWrite, Replay
+from shardtrace.record.settled import check_recurrent, counted, only_written
+from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.watcher import CodeWatcher
 
 import torch
 from thunder import clang
@@ -25,10 +43,12 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, recursively_proxy
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 Found = Callable[[torch.Tensor, Any], None]
+Setter = Callable[[tuple[torch.Tensor, ...]], None]
 
 
 class Inputs:
@@ -75,10 +95,6 @@ class Inputs:
         """The parameter or buffer of a fake, or ``fake``."""
         return self._names[id(fake)][2] if id(fake) in self._names else fake
 
-    def kind(self, fake: torch.Tensor) -> tuple[str, str]:
-        """ "_parameters" or "_buffers", and the name; two empty texts for another fake."""
-        return self._names.get(id(fake), ("", "", None))[:2]
-
     def _record(self, path: str) -> ProvenanceRecord:
         if path not in self._records:
             parent, _, last = path.rpartition(".")
@@ -111,17 +127,26 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Arguments:
     """The arguments of the call, with fakes in the place of proxies."""
 
-    def __init__(self, fakes: FakeMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], fakes: FakeMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         recursively_proxy(*args, **kwargs)
         self._fakes = fakes
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         given = tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()}
         self._made: dict[str, torch.Tensor] = {}
+        self._name_after(function, args, kwargs)
         self.args, self.kwargs = pytree.tree_map(self._fake, given, is_leaf=lambda x: isinstance(x, Proxy))
+
+    def _name_after(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Names the arguments after the parameters of ``function``, if they fit."""
+        with suppress(TypeError, ValueError):
+            for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
+                name_as_user(unwrap(value), name)
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, TensorProxy):
-            return value.value if isinstance(value, Proxy) and hasattr(value, "value") else value
+            return value
         if value.name not in self._made:
             device = to_torch_device(value.device)
             dtype = dtypes.to_torch_dtype(value.dtype)
@@ -140,6 +165,19 @@ class Arguments:
         return self.by_fake.get(id(fake), (None, None))[1]
 
 
+class Traced(NamedTuple):
+    """What :func:`trace` returns.
+
+    ``guard`` raises if the record is not valid any more. ``setter`` sets after a step what forward sets, from the
+    tensors that were packed under the given name; None if it sets nothing. ``remark`` is about blocks and modules.
+    """
+
+    result: Any
+    guard: Callable[[], None]
+    setter: Setter | None
+    remark: str
+
+
 def trace(
     function: Callable[..., Any],
     module: Any,
@@ -149,30 +187,44 @@ def trace(
     known: dict[int, Any],
     found: Found,
     parameter_of: ParameterOf,
+    state: str,
     eager: Collection[nn.Module] | None = None,
     obstacle: str = "",
-) -> tuple[Any, str]:
+) -> Traced:
     """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped values.
 
     Args:
         known: the wrapped values of parameters and buffers that an earlier call has met, by their ids.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
+        state: the name under which the tensors are packed that forward leaves on modules.
         eager: the modules that PyTorch runs; None for those that must be.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
-
-    Returns:
-        The result, and what is to be said of blocks.
     """
-    m: nn.Module = unwrap(module)
-    front = Front(m, eager)
+    front = Front(unwrap(module), eager)
     while True:
         try:
-            return front.write(*front.record(function, module, args, kwargs, found, known), parameter_of, obstacle)
+            done = front.record(function, module, args, kwargs, found, known)
+            traced = front.write(done, parameter_of, state, obstacle)
+            break
         except CannotRecord as error:
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
+    made = [ref(t) for call in done.record.calls for t in call.results]
+    del done
+    check_leaks(made)
+    return traced
+
+
+class Recorded(NamedTuple):
+    """A record, the inputs of its trace, what forward has set, and the code that ran."""
+
+    record: Record
+    inputs: Inputs
+    arguments: Arguments
+    changes: list[Change]
+    watcher: CodeWatcher
 
 
 class Front:
@@ -188,42 +240,60 @@ class Front:
 
     def record(
         self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any, found: Found, known: dict[int, Any]
-    ) -> tuple[Record, Inputs, Arguments]:
-        fakes = FakeMode()
-        arguments = Arguments(fakes, args, kwargs)
+    ) -> Recorded:
+        fakes, watcher = FakeMode(), CodeWatcher()
+        arguments = Arguments(self._module.forward, fakes, args, kwargs)
         inputs = Inputs(module, fakes, found, known)
-        with _reparametrize_module(self._module, inputs.by_name):
-            done = record(
-                function, (self._module, *arguments.args), arguments.kwargs, mode=fakes, modules=self._names,
-                watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
-                eager=self._eager,
-            )  # fmt: skip
-        return done, inputs, arguments
 
-    def write(
-        self, done: Record, inputs: Inputs, arguments: Arguments, parameter_of: ParameterOf, obstacle: str
-    ) -> tuple[Any, str]:
-        data, lines = get_compile_data(), get_tracectx().scopes[-1]
+        def run() -> tuple[Record, list[Change]]:
+            with ExitStack() as stack:
+                stack.enter_context(_reparametrize_module(self._module, inputs.by_name))
+                stack.enter_context(no_other_random_numbers())
+                effects = stack.enter_context(Effects(self._module, type(self._module).__name__))
+                stack.enter_context(watcher)
+                done = record(
+                    function, (self._module, *arguments.args), arguments.kwargs, mode=fakes, modules=self._names,
+                    watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
+                    eager=self._eager, watcher=watcher,
+                )  # fmt: skip
+            return done, effects.found
+
+        done, changes = run()
+        return Recorded(done, inputs, arguments, counted(changes, lambda: run()[1]), watcher)
+
+    def write(self, done: Recorded, parameter_of: ParameterOf, state: str, obstacle: str) -> Traced:
+        record, inputs, arguments = done.record, done.inputs, done.arguments
+        used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
+        check_recurrent(done.changes, used)
+        changes, left = numbered(done.changes)
+        lines = get_tracectx().scopes[-1]
         count = len(lines)
-        enlist(data)
         replay = Replay(lambda t: _first_of(inputs.proxy(t), arguments.proxy(t)), _absent_device(self._module))
         blocks = Blocks(
-            done, replay,
+            record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
             marked={name: what for name, m in self._modules.items() if (what := recomputed(m)) is not None},
             parameter_of=lambda t: parameter_of(inputs.tensor(t)), obstacle=obstacle,
         )  # fmt: skip
         try:
-            with exempt_from_autocast(data):
-                blocks.write(_tensors(done.result))
+            with exempt_from_autocast(get_compile_data()):
+                blocks.write([*_tensors(record.result), *left])
                 _write_back(replay, inputs, arguments)
-                result = _with_proxies(done.result, replay)
+                result = _with_proxies(record.result, replay)
+                if changes:
+                    pack_tensors(state, tuple(map(replay.proxy, left)))
         except CannotWrite:
             del lines[count:]
             raise
         inputs.guard()
-        wrapped = wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance]))
-        return wrapped, "; ".join(filter(None, (str(blocks), *self.remarks)))
+        excluded = [change.entry for change in only_written(done.changes, used)]
+        snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        return Traced(
+            wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
+            partial(_check_state, snapshot),
+            partial(apply, changes) if changes else None,
+            "; ".join(filter(None, (str(blocks), *self.remarks))),
+        )
 
     def modules_around(self, name: str) -> list[nn.Module]:
         """The modules from the root to the one of this qualified name."""
@@ -244,7 +314,28 @@ class Front:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._first
+        raise self._with_place(self._first)
+
+    def _with_place(self, error: BaseException) -> BaseException:
+        """The error with a note that says where the model's forward was."""
+        walked = (f for f, _ in traceback.walk_tb(error.__traceback__))
+        frames = [f for f in walked if not is_library(f.f_globals.get("__name__", ""))]
+        if frames:
+            frame, name = frames[-1], type(self._module).__name__
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            add_note(
+                error,
+                f"shardtrace was recording {name}, at {frame.f_code.co_filename}:{frame.f_lineno} in "
+                f"{frame.f_code.co_name}:\n    {line}\n"
+                "If the model runs without shardtrace, docs/guide.md#models-that-cannot-be-recorded says what to do.",
+            )
+        return error
+
+
+def _check_state(snapshot: Snapshot) -> None:
+    """A guard: raises RuntimeError if the state of Python's objects is another one than when the forward ran."""
+    if difference := snapshot.difference():
+        raise RuntimeError(f"{difference} has changed")  # Thunder then compiles another step
 
 
 def _stand_in(device: torch.device) -> torch.device:
@@ -267,9 +358,7 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
     for fake in {id(t): t for t in fakes}.values():
         if fake not in replay.values or not replay.values.is_written(fake):
             continue
-        before, kind = _first_of(inputs.proxy(fake), arguments.proxy(fake)), inputs.kind(fake)
-        if kind[0] == "_parameters":
-            raise RuntimeError(f"forward writes into parameter {kind[1]!r}, which is sharded: write outside of forward")
+        before = _first_of(inputs.proxy(fake), arguments.proxy(fake))
         ltorch.copy_(before, replay.values.read(fake))
 
 

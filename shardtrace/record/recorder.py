@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from passes.kernels.torch_call import DEVICES, Autocast
+from passes.kernels.torch_call import Autocast
 from shardtrace.record.eager import EagerModule, try_module
+from shardtrace.record.variables import assigned
+from shardtrace.record.watcher import CodeWatcher
 
 import torch
 import torch._dynamo
@@ -28,6 +31,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
+DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 
 
 class Place(NamedTuple):
@@ -48,7 +52,7 @@ class Call:
 
     ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
     the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
-    ``torch.utils.checkpoint`` around it.
+    ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
     """
 
     function: Callable[..., Any]
@@ -61,6 +65,7 @@ class Call:
     random: bool
     place: Place
     checkpoint: int | None
+    names: tuple[str, ...] = ()
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments."""
@@ -115,7 +120,7 @@ class Recorder(TorchFunctionMode):
     """Keeps calls while it is the current mode of torch functions."""
 
     def __init__(
-        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Eager, pause: Callable[[], Any]
+        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Eager, watcher: CodeWatcher
     ) -> None:
         super().__init__()
         self.record = Record()
@@ -127,7 +132,7 @@ class Recorder(TorchFunctionMode):
         self._drawn = False
         self._checkpoints: list[int] = []
         self._count = 0
-        self._pause = pause
+        self._watcher = watcher
 
     # ---- calls ----
 
@@ -143,11 +148,12 @@ class Recorder(TorchFunctionMode):
         versions = {i: _version(t) for i, t in given.items()}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
         self._drawn, self._inside = False, self._inside + 1
+        self._watcher.pause()
         try:
-            with self._pause():
-                result = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._inside -= 1
+            self._watcher.resume()
         changed = [t for i, t in given.items() if _version(t) != versions[i]]
         self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
@@ -157,10 +163,20 @@ class Recorder(TorchFunctionMode):
         results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
         if not written and not results:
             return
+        frame = _frame_of_user(sys._getframe(2))
         call = Call(
-            function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, self._place(),
-            self._checkpoints[-1] if self._checkpoints else None,
-        )  # fmt: skip
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            written=written,
+            grad=torch.is_grad_enabled(),
+            autocast=autocast_states(),
+            random=random,
+            place=self._place(frame),
+            checkpoint=self._checkpoints[-1] if self._checkpoints else None,
+            names=assigned(frame),
+        )
         self.record.calls.append(call)
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -176,10 +192,7 @@ class Recorder(TorchFunctionMode):
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
         self._keep(func, args, kwargs, result, changed, draws)
 
-    def _place(self) -> Place:
-        frame = sys._getframe(3)
-        while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
-            frame = frame.f_back
+    def _place(self, frame: FrameType) -> Place:
         module = self._modules[id(self._stack[-1])] if self._stack else ""
         return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
 
@@ -266,7 +279,7 @@ def record(
     modules: Mapping[int, str],
     watched: Collection[nn.Module] = (),
     eager: Eager = frozenset(),
-    pause: Callable[[], AbstractContextManager[Any]] | None = None,
+    watcher: CodeWatcher,
 ) -> Record:
     """Calls ``function`` and returns what it did.
 
@@ -275,12 +288,12 @@ def record(
         modules: the names of modules, by their ids.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
-        pause: a context for each call of torch, inside of which nothing is the model's.
+        watcher: sees the functions that run, apart from those of torch.
 
     Raises:
         CannotRecord: from what the function raised. It names the modules that ran.
     """
-    recorder = Recorder(modules, watched, eager, pause or _nothing)
+    recorder = Recorder(modules, watched, eager, watcher)
     with _in_place_of_torchs(recorder), mode, recorder:
         mode.recorder = recorder
         try:
@@ -290,11 +303,6 @@ def record(
         finally:
             mode.recorder = None
     return recorder.record
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -358,8 +366,17 @@ def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def _frame_of_user(frame: FrameType) -> FrameType:
+    """The innermost frame around ``frame`` that is not a library's."""
+    found = frame
+    while found.f_back is not None and is_library(found.f_globals.get("__name__", "")):
+        found = found.f_back
+    return found
+
+
 @functools.cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Whether a module of Python, by its name, is part of torch, Thunder or shardtrace."""
     return module.partition(".")[0] in LIBRARIES
 
 

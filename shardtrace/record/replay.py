@@ -9,10 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from passes.checkpoint_activations import mark_block
-from passes.compat import add_note
-from passes.kernels.torch_call import Meta, TorchCall
+from passes.compat import add_note, name_as_user
+from passes.kernels.torch_call import Meta, TorchCall, enlist
 from shardtrace.record.kinds import Mark
-from shardtrace.record.recorder import Call, autocast_states
+from shardtrace.record.recorder import Call
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
 from shardtrace.record.values import Values
 
@@ -62,7 +62,6 @@ class Replay:
         self.values = Values(self._take, self._put)
         self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
         self._input_of, self._absent = input_of, absent
-        self._ambient = bool(autocast_states())
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -121,6 +120,9 @@ class Replay:
         for t, proxy in zip(old, new, strict=True):
             if id(t) not in written:
                 self.values.know(t, proxy)
+        if len(call.names) == len(call.results):
+            for t, name in zip(call.results, call.names, strict=True):
+                name_as_user(self.values.read(t), name)
         for t in call.written:
             self.values.write(t, next((p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)))
 
@@ -143,8 +145,6 @@ class Replay:
         else:
             old, compute = call.results, value
         if not call.autocast:
-            if self._ambient:
-                raise NotTrusted("autocast is off, but on around the module")
             return self._attempt(lambda: compute(call.function, args, kwargs), old), old
         try:
             return self._attempt(lambda: compute(call.function, args, kwargs), old), old
@@ -205,6 +205,7 @@ class Replay:
             self._unique(function), function, flat, spec, places, inputs=of_inputs, results=of_results,
             absent=self._absent, **options,
         )  # fmt: skip
+        enlist(get_compile_data())
         return call.symbol(*proxies)
 
     def _unique(self, function: Callable[..., Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardtrace.model.state import sharded_states
+from shardtrace.model.tracing import recorded
 from shardtrace.ranks.mesh import is_alone
 
 import thunder
@@ -109,16 +110,7 @@ class Generator:
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        cache = self._cache(keys, values, places)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            cache_position=places,
-            use_cache=True,
-        )
-        return output.logits[:, -1], cache.keys, cache.values
+        return _forward(self.model, self._cache, input_ids, positions, places, mask, keys, values)
 
     def _empty(self, rows: int, total: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         config = self.config
@@ -142,6 +134,29 @@ class Generator:
         if not is_alone(self.state.group):
             dist.all_reduce(left, group=self.state.group)
         return not left.item()
+
+
+@recorded
+def _forward(
+    model: Any,
+    cache_class: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    places: torch.Tensor,
+    mask: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    cache = cache_class(keys, values, places)
+    output = model(
+        input_ids=input_ids,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        cache_position=places,
+        use_cache=True,
+    )
+    return output.logits[:, -1], cache.keys, cache.values
 
 
 def _cache_class() -> Any:

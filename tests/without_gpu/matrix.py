@@ -20,7 +20,7 @@ from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat import fake_calls_on_cpu
 from shardtrace.fake import compile_only, fake_ranks
-from shardtrace.model.absent import claim
+from shardtrace.record.absent import claim
 from shardtrace.testing import text
 
 import thunder

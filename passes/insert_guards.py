@@ -1,0 +1,34 @@
+"""Pass over the prologue: guards that tell whether a compiled step is still right.
+
+A guard that raises makes Thunder look for another compiled step, and compile one if there is none. Guards run ahead of
+the checks of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from passes.comm.symbols import check_parameters
+
+from thunder.core import prims
+from thunder.core.codeutils import ContextObject
+from thunder.core.trace import TraceCtx, from_trace
+
+
+def insert_guards(prologue: TraceCtx, *, guards: Sequence[Callable[[], None]]) -> TraceCtx:
+    """Returns the prologue with a line for each guard.
+
+    It reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for an
+    error.
+    """
+    if not guards:
+        return prologue
+    lines = list(prologue.bound_symbols)
+    first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)
+    args = lines[first].output
+    lines[first + 1 : first + 1] = [
+        check_parameters.bind(ContextObject(f"guard_{i}", guard), args, output=None) for i, guard in enumerate(guards)
+    ]
+    new = from_trace(prologue)
+    new.bound_symbols = lines
+    return new
