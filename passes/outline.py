@@ -213,12 +213,6 @@ def traced_block(bsym: BoundSymbol) -> Block | None:
     return bsym.sym.id.block if isinstance(bsym.sym.id, Variant) else block_of(bsym)
 
 
-def gradients_of(bsym: BoundSymbol) -> frozenset[int] | None:
-    """The numbers of the arguments of a call that get a gradient. None for a line that calls no block, or one that is
-    lowered."""
-    return bsym.sym.id.needs.gradients if isinstance(bsym.sym.id, Variant) else None
-
-
 def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
     """Returns the computation with each call of a block as a call of the variant that it needs.
 

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.accumulate import accumulate_gradients
-from passes.analysis.calls import block_of, with_blocks
-from passes.analysis.loops import Rolled
+from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_issue
 from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
@@ -24,20 +23,17 @@ from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
-from passes.merge_arguments import merge_arguments, split_arguments
 from passes.merge_checks import merge_checks
-from passes.outline import Inner, gradients_of, outline, traced_block
+from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
 from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
-from passes.roll import roll
 from passes.save_shards import Swapped, save_shards
 from passes.schedule import schedule
 from passes.set_state import Setter, set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
 from passes.share_overflow import share_overflow
-from passes.unroll import unroll
 from passes.wait_copies import wait_copies
 
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -55,7 +51,6 @@ class Compilation:
         self.models: dict[str, None] = {}  # the names of the traced models, in order
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
-        self.rolled = Rolled()  # calls of blocks that Thunder does not see, for the passes after lowering
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
         self.known: dict[int, Any] = {}  # of the tracer: the wrapped parameters and buffers that it has met, by id
         self.guards: list[Callable[[], None]] = []  # of the tracer: raise if the step is not valid any more
@@ -142,14 +137,13 @@ class ShardParameters(Pass):
 class PassBeforeAutodiff(Pass):
     """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
-    ``name`` defaults to the function's. What ``remark`` becomes when it is printed is added to the trace's provenance.
+    ``name`` defaults to the function's.
     """
 
-    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None, remark: object = "") -> None:
+    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
         super().__init__(name or run.__name__)
         self.run = run
         self.compilation = compilation  # for a pass that runs before the trace has buckets
-        self.remark = remark
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -158,7 +152,7 @@ class PassBeforeAutodiff(Pass):
         with self.running(found):
             computation = self.run(computation_trace)
         if computation is not computation_trace:
-            self.sign(computation, str(self.remark))
+            self.sign(computation)
         return prologue_trace, computation, epilogue_trace
 
 
@@ -223,26 +217,15 @@ def _inner(users: Sequence[Pass]) -> Inner:
     return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
-def _synchronized(computation: TraceCtx, enlisted: Enlisted, *, merge: bool) -> TraceCtx:
-    new = insert_synchronize(computation, enlisted=enlisted)
-    return merge_arguments(new) if merge and any(map(block_of, new.bound_symbols)) else new
-
-
-def _roll(computation: TraceCtx, rolled: Rolled) -> TraceCtx:
-    new = roll(computation, rolled=rolled, gradients_of=gradients_of)
-    return merge_arguments(new) if any(map(traced_block, new.bound_symbols)) else new
-
-
 def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
     users = [t for t in transforms if isinstance(t, Pass)]
-    merge = not transforms  # the user's find a line for each input
     return [
         # first, because the next pass needs to know which inputs are parameters; they are shards from here on
         ShardParameters(compilation, merge=len(users) == len(transforms)),
         # before autodiff: the grad rule of a bucketed synchronize buckets backward too
         PassBeforeAutodiff(
-            lambda c: _synchronized(c, compilation.enlisted, merge=merge), "insert_synchronize", compilation
+            lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
         ),
         # before autodiff, which hands a line's tags on to its successors; before other passes split lines
         PassBeforeAutodiff(keep_random),
@@ -251,11 +234,6 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassBeforeAutodiff(checkpoint_activations),
         # before autodiff, which reads the tags; after the gathers are inserted
         PassBeforeAutodiff(regather),
-        # the first one after lowering: all others see all lines
-        PassAfterLowering(
-            lambda t: unroll(t if merge else split_arguments(t), rolled=compilation.rolled),
-            "unroll",
-        ),
         # after lowering, because it repairs the changes that fusions make to the saved values
         PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
         # after lowering, which splits the joint trace; after save_shards, which may save more shards
@@ -271,9 +249,6 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         *users,
         # after all passes that see blocks as they were traced: autodiff differentiates what it makes of their calls
         PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
-        # the last one before autodiff: until the next pass of ours, Thunder's passes see three of many calls in a row,
-        # and one line for all inputs
-        PassBeforeAutodiff(lambda c: _roll(c, compilation.rolled), "roll", remark=compilation.rolled),
         # last, because executors and fusions change the order of lines; then a stop after all copies from the host
         PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
         CompareRanks(compilation),

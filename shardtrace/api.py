@@ -26,11 +26,13 @@ from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import (
     Checkpointed,
+    Eager,
     Repeated,
     Wrap,
     blocks_of_a_kind,
     checkpointed_blocks,
     chosen_blocks,
+    eager_modules,
 )
 from shardtrace.options.blocks import (
     repeated_blocks as find_blocks,
@@ -82,6 +84,7 @@ def fsdp(
     reduce_wire: str | None = None,
     error_feedback: bool = False,
     repeated_blocks: Repeated = "once",
+    eager: Eager = "auto",
     cost_model: CostModel | None = None,
     accumulation_dtype: torch.dtype | None = torch.float32,
     gradient_divide_factor: float | None = None,
@@ -171,10 +174,12 @@ def fsdp(
             hybrid strategies) then gather the sum, rounded to int8.
         error_feedback: with ``reduce_wire``, add what a step's rounding has lost to the gradients of the next step.
             Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
-        repeated_blocks: "once" traces one block of each kind and calls it for the others, which takes a fraction of the
-            time. Blocks that differ in more than the values of their parameters, and in what is recomputed of them, are
-            traced by themselves. "inline" traces every block. A class (or several) names the blocks if they are not
-            those of "block" buckets.
+        repeated_blocks: "once" compiles blocks that make the same calls of torch once, and calls the function for each
+            of them. "inline" compiles every block. A class (or several) names the blocks if they are not those of
+            "block" buckets.
+        eager: the modules that PyTorch runs and differentiates, each as one line of the trace: names (or patterns) and
+            classes. "auto" chooses the smallest ones whose forward depends on the values of tensors (``.item()``,
+            ``nonzero``, a branch); the provenance of the trace names them. None: such a forward is an error.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
             of the group's first rank, else those of a slow link and a fast device.
@@ -225,6 +230,7 @@ def fsdp(
         kernels=kernels,
         sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
+        eager=eager,
         gather_dtype=gather_dtype,
         reduce_wire=reduce_wire,
         error_feedback=error_feedback,
@@ -233,6 +239,7 @@ def fsdp(
     ignored = tuple(ignored_params)
     found = _parameters_to_shard(module, options, ignored)
     checkpointed = checkpointed_blocks(module, options.checkpointing)
+    run_by_torch = eager_modules(module, options.eager)
     repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
     strategies = assign(options.rules, {p.name: p.parameter for p in found})
     current = found[0].parameter.device if found else None
@@ -292,7 +299,7 @@ def fsdp(
     state.claim_shards()
     if entries and target.type == "cpu":
         keep_freed_memory()
-    attach(module, state, checkpointed.values(), repeated, no_sync=no_sync)
+    attach(module, state, checkpointed.values(), repeated, run_by_torch, no_sync=no_sync)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from passes.analysis.recognise import is_unpack, names
-from passes.merge_arguments import unpack_inputs
 from passes.plan import Bucket
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
@@ -138,8 +137,6 @@ def read_line(bsym: BoundSymbol) -> Line:
 
 
 def _code(bsym: BoundSymbol) -> str:
-    if bsym.sym is unpack_inputs:
-        return f"# {', '.join(p.name for p in bsym.output)}"
     header = bsym.header.splitlines() if isinstance(bsym.header, str) else bsym.header
     first, *more = "\n".join(bsym.python(indent=0, print_depth=1)[len(header) :]).splitlines() or [""]
     parts = [first, *(line for line in more if not line.lstrip().startswith("#"))]  # more type comments

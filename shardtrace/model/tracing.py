@@ -25,7 +25,7 @@ from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
-from shardtrace.record.marks import CHECKPOINTED, PART_ATTRIBUTE, REPEATED
+from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
 from thunder.core.compile_data import get_compile_data
@@ -92,6 +92,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
+            fall_back=states[0].options.eager is not None,
             obstacle=_why_no_call(),
         )
     compilation.guards.append(traced.guard)
@@ -280,15 +281,19 @@ def attach(
     state: ShardedState,
     checkpointed: Collection[tuple[nn.Module, str]] = (),
     repeated: Mapping[str, nn.Module] | None = None,
+    eager: Iterable[nn.Module] = (),
     *,
     no_sync: Callable[..., Any] | None = None,
 ) -> None:
     """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed, have a ``save_pretrained``, or are ``repeated`` blocks (by their names)."""
+    checkpointed, have a ``save_pretrained``, or are ``repeated`` blocks (by their names). PyTorch runs those that are
+    ``eager``."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module, what in checkpointed:
         module.__dict__[CHECKPOINTED[what]] = True
+    for module in eager:
+        module.__dict__[EAGER] = True
     names = {module: name for name, module in (repeated or {}).items()}
     parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(
         (module for module, _ in checkpointed), names

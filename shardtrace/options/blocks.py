@@ -61,6 +61,30 @@ def blocks_of_a_kind(model: nn.Module, chosen: Any, buckets: Collection[str]) ->
     raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
 
 
+Eager = str | type[nn.Module] | Collection[str | type[nn.Module]] | None
+
+
+def eager_modules(model: nn.Module, chosen: Eager) -> list[nn.Module]:
+    """The modules that PyTorch runs: those of the ``chosen`` classes and names; none for "auto" and None.
+
+    A name may be a pattern. Raises ValueError for anything else, and for what no module matches.
+    """
+    if chosen is None or chosen == "auto":
+        return []
+    found: dict[nn.Module, None] = {}
+    for one in [chosen] if isinstance(chosen, str | type) else chosen:
+        if isinstance(one, str):
+            matching = [m for name, m in model.named_modules() if name and fnmatchcase(name, one)]
+        elif isinstance(one, type) and issubclass(one, nn.Module):
+            matching = [m for name, m in model.named_modules() if name and isinstance(m, one)]
+        else:
+            raise ValueError(f'eager={one!r}: pass "auto", None, or names and classes of modules')
+        if not matching:
+            raise ValueError(f"{type(model).__name__} has no module that eager={one!r} chooses")
+        found.update(dict.fromkeys(matching))
+    return list(found)
+
+
 Checkpointed = int | str | type[nn.Module] | Collection[type[nn.Module]] | Mapping[str, str] | Callable[..., Any] | None
 RECOMPUTED = ("full", "cheap")  # what a block recomputes: all of its activations, or those that are cheap to compute
 Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]

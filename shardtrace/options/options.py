@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.plan import Wire
-from shardtrace.options.blocks import Checkpointed, Repeated, Wrap, is_wrap
+from shardtrace.options.blocks import Checkpointed, Eager, Repeated, Wrap, is_wrap
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
@@ -43,6 +43,7 @@ class Options:
     kernels: bool
     sum_reductions: bool
     repeated_blocks: Repeated = field(repr=False)
+    eager: Eager = field(repr=False)
     gathers: WireRules = field(repr=False)
     reduction: Wire | None = field(repr=False)
     error_feedback: bool
@@ -65,6 +66,7 @@ def parse_options(
     kernels: bool,
     sum_reductions: bool,
     repeated_blocks: Any,
+    eager: Any,
     gather_dtype: Any,
     reduce_wire: Any,
     error_feedback: Any,
@@ -96,6 +98,7 @@ def parse_options(
         kernels=kernels,
         sum_reductions=sum_reductions,
         repeated_blocks=repeated_blocks,
+        eager=eager,
         gathers=parse_gather_dtype(gather_dtype),
         reduction=parse_reduce_wire(reduce_wire, error_feedback, precision),
         error_feedback=error_feedback,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
-from shardtrace.record.marks import REPEATED, recomputed
+from shardtrace.record.marks import EAGER, REPEATED, recomputed
 from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library, record
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.settled import check_recurrent, counted, only_written
@@ -188,7 +188,7 @@ def trace(
     found: Found,
     parameter_of: ParameterOf,
     state: str,
-    eager: Collection[nn.Module] | None = None,
+    fall_back: bool = True,
     obstacle: str = "",
 ) -> Traced:
     """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped values.
@@ -198,10 +198,10 @@ def trace(
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
         state: the name under which the tensors are packed that forward leaves on modules.
-        eager: the modules that PyTorch runs; None for those that must be.
+        fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
     """
-    front = Front(unwrap(module), eager)
+    front = Front(unwrap(module), fall_back=fall_back)
     while True:
         try:
             done = front.record(function, module, args, kwargs, found, known)
@@ -230,11 +230,12 @@ class Recorded(NamedTuple):
 class Front:
     """One call of a sharded module. Modules that cannot be recorded are left to PyTorch, the smallest that can be."""
 
-    def __init__(self, module: nn.Module, eager: Collection[nn.Module] | None) -> None:
-        self._module, self._auto = module, eager is None
+    def __init__(self, module: nn.Module, *, fall_back: bool) -> None:
+        self._module, self._auto = module, fall_back
         self._modules = dict(module.named_modules())
         self._names = {id(part): name for name, part in self._modules.items()}
-        self._eager, self._impossible = set(eager or ()), set[nn.Module]()
+        self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
+        self._impossible: set[nn.Module] = set()
         self._first: BaseException | None = None
         self.remarks: dict[str, None] = {}
 

@@ -6,6 +6,7 @@ from torch import nn
 
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule of a sharded model: the ShardedState around it
 REPEATED = "_shardtrace_block"  # of a block that is compiled once with others of its kind: its name
+EAGER = "_shardtrace_eager"  # of a module that PyTorch runs
 # Of a module whose activations are recomputed in backward: all of them, or the cheap ones.
 CHECKPOINTED = {"full": "_shardtrace_checkpointed", "cheap": "_shardtrace_checkpointed_cheap"}
 

@@ -262,7 +262,8 @@ def build(family: str, name: str) -> Case:
     model_class = getattr(transformers, class_name)
     config = configuration(family, kind)
     if not isinstance(config, model_class.config_class):  # a model of texts in a type that has images, too
-        config = next(value for value in vars(config).values() if isinstance(value, model_class.config_class))
+        nested = (value for value in vars(config).values() if isinstance(value, model_class.config_class))
+        config = next(nested, config)
     model = model_class(config).float()
     return Case(model, kwargs=inputs(family, kind, model))
 
