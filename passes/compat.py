@@ -291,6 +291,32 @@ def without_constraints() -> Iterator[None]:
         context._constraints = kept
 
 
+def proxy_tensors(wrapped: Any) -> bool:
+    """Gives the tensors in a wrapped value of the running interpreter proxies, in nested lists, tuples and dicts too.
+    Returns whether there are any. (Thunder's own function fails on dicts, and passes over tensors after the first.)"""
+    from thunder.core.jit_ext import get_jit_ctx
+
+    value = wrapped.value
+    if isinstance(value, list | tuple | dict):
+        wrapped.track_items()
+        items = wrapped.item_wrappers
+        parts = [proxy_tensors(i) for i in (items.values() if isinstance(value, dict) else items)]  # all of them
+        found = any(parts)
+    else:
+        found = isinstance(value, torch.Tensor)
+    if found:
+        get_jit_ctx().proxify(wrapped)
+    return found or wrapped.original_value is not wrapped.nothing
+
+
+def raised(error: BaseException) -> Any:
+    """What a lookaside returns to raise ``error`` in the program that is traced. An exception that a lookaside itself
+    raises becomes an InterpreterError."""
+    from thunder.core.interpreter import do_raise
+
+    return do_raise(error)
+
+
 @contextmanager
 def exempt_from_autocast(data: Any) -> Iterator[None]:
     """Keeps Thunder from casting the arguments of symbols that are called inside, whatever autocast is on.

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from passes.compat import proxied_values, refresh_modules
+from passes.compat import proxied_values, raised, refresh_modules
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import with_casts
@@ -52,15 +52,18 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
     try:
         return _trace_models(call, module, args, kwargs, [state, *(s for s in states if s is not state)])
     except Exception as error:
-        state.runtime.announce(str(error))
-        raise
+        return raised(error)
 
 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     data = get_compile_data()
     for state in states:
-        state.check_traceable()
-        _refuse_graphs(state, data.transforms)
+        try:
+            state.check_traceable()
+            _refuse_graphs(state, data.transforms)
+        except RuntimeError as error:
+            state.runtime.announce(str(error))
+            raise
     refresh_modules()
     if any(state.options.kernels for state in states):
         enlist_kernels(data)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,6 +18,7 @@ from passes.compat import (
     exempt_from_autocast,
     name_as_user,
     pack_tensors,
+    proxy_tensors,
     traced_device,
     without_constraints,
 )
@@ -39,11 +41,11 @@ from thunder.core import dtypes
 from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
-from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, recursively_proxy
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
@@ -61,7 +63,9 @@ class Inputs:
         self._added: list[TensorProxy] = []
         self.by_name: dict[str, torch.Tensor] = {}
         self.written: dict[int, Any] = {}
-        root = unwrap(module)
+        root: nn.Module = unwrap(module)
+        devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
+        self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
         made: dict[int, torch.Tensor] = {}
         kinds = (("_parameters", root.named_parameters), ("_buffers", root.named_buffers))
         for kind, named in kinds:
@@ -72,7 +76,7 @@ class Inputs:
                 self.by_name[name] = made[id(t)]
 
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
-        device = traced_device(t)
+        device = self._device if traced_device(t).type == "meta" else traced_device(t)  # one without elements
         with self._fakes:
             fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_stand_in(device))
             return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
@@ -130,7 +134,8 @@ class Arguments:
     def __init__(
         self, function: Callable[..., Any], fakes: FakeMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        recursively_proxy(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            proxy_tensors(value)
         self._fakes = fakes
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         given = tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()}
@@ -315,7 +320,20 @@ class Front:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._with_place(self._first)
+        raise self._with_place(self._explained(self._first))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """An error of fake tensors in the user's words; another one as it is."""
+        if not isinstance(error, DynamicOutputShapeException | DataDependentOutputException | CannotWrite):
+            return error
+        name = type(self._module).__name__
+        what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
+        remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
+        if not self._auto:
+            remedy = 'call fsdp(eager="auto"), or name the module that PyTorch is to run'
+        explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
+        explained.__cause__, explained.__traceback__ = error, error.__traceback__
+        return explained
 
     def _with_place(self, error: BaseException) -> BaseException:
         """The error with a note that says where the model's forward was."""

@@ -92,7 +92,7 @@ def outline(record: Record, span: Span, uses: Uses, marks: Sequence[Mark]) -> Ou
     """The call of a block. Raises Apart if it cannot be a function of its inputs."""
     calls = record.calls[span.begin : span.end]
     if len(calls) < 2:
-        raise Apart("it has less than two calls of torch")
+        raise Apart  # a line of its own would be no less
     numbers = _Numbers()
     key: Hashable = tuple(numbers.call(i, call) for i, call in enumerate(calls))
     inside = (m for m in marks if span.begin <= m.begin and m.end <= span.end)
@@ -129,7 +129,8 @@ def find_kinds(
             if reason := refuse(found):
                 raise Apart(reason)
         except Apart as error:
-            why[span.name] = str(error)
+            if str(error):
+                why[span.name] = str(error)
             continue
         kinds.setdefault((type(span.module), found.key), Kind()).members.append(found)
     for kind in kinds.values():

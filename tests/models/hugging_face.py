@@ -120,8 +120,10 @@ _LEVIT = {"image_size": 64, "patch_size": 16, "hidden_sizes": [32, 48, 64], "num
 _SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}
 _SMALL_PERCEIVER = {"num_self_attention_heads": 2, "num_cross_attention_heads": 1}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 64},
     "bit": {"hidden_sizes": [16, 32, 48, 64], "embedding_size": 16, "num_groups": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cvt": {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 1, 2]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2},
@@ -154,7 +156,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": HEADS, "vocab_size": VOCABULARY},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": HEAD_DIM},
-    "gemma3n": {"text_config": _SHARED_KV},
+    "gemma3n": {"text_config": _SHARED_KV, "vision_config": {"architecture": "mobilenetv3_small_050"}},
     "gemma3n_text": _SHARED_KV,
     "gemma4": {"text_config": {"global_head_dim": 32}},
     "gemma4_text": {"global_head_dim": 32},
@@ -202,17 +204,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "hf-causal/reformer": {"is_decoder": True},
     "hf-masked/reformer": {"is_decoder": False},
+    "roc_bert": {"shape_vocab_size": VOCABULARY, "pronunciation_vocab_size": VOCABULARY, "shape_embed_dim": 32},
     "shieldgemma2": {"yes_token_index": 10, "no_token_index": 11},
     "swin": _SWIN,
     "swinv2": _SWIN,
     "switch_transformers": _T5,
     "t5": _T5,
     "textnet": {"stem_out_channels": 16, "hidden_sizes": [16, 16, 32, 32, 64]},
+    "timm_wrapper": {"architecture": "resnet10t"},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": {"num_filters": 2},
+        "semantic_tokenizer_encoder_config": {"num_filters": 2},
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": _ZAMBA,
     "zamba2": {**_ZAMBA, "num_mem_blocks": 1},
 }
-IMAGE_SIZES = {"levit": 64, "mobilevit": 64, "mobilevitv2": 64}
+# BatchNorm needs more than a few values for each channel: with two, gradients explode.
+IMAGE_SIZES = {
+    **{"levit": 64, "mobilevit": 64, "mobilevitv2": 64},
+    **dict.fromkeys(["cvt", "efficientnet", "hgnet_v2", "mobilenet_v1", "mobilenet_v2", "pp_lcnet", "regnet"], 96),
+    **dict.fromkeys(["resnet", "swiftformer", "textnet", "timm_wrapper", "bit"], 96),
+}
 
 
 def _words() -> torch.Tensor:

@@ -71,7 +71,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
         32,
         {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "local_up_to_layer": 2},
     ),
-    "crossvit_9_240": (48, {"img_size": 48, "embed_dim": [16, 32], "depth": [[1, 1, 0]], "num_heads": [2, 2]}),
     "pvt_v2_b0": (64, {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 40, 64)}),
     "swin_tiny_patch4_window7_224": (32, _SWIN),
     "swinv2_tiny_window8_256": (32, _SWIN),
@@ -110,47 +109,44 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "convnextv2_atto": (32, {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32)}),
     "inception_next_tiny": (64, {"depths": (1, 1, 1, 1), "dims": (32, 32, 32, 64)}),
     "mambaout_femto": (64, {"depths": (1, 1, 1, 1), "dims": (32, 32, 32, 64)}),
-    "resnet10t": (32, {}),
-    "resnet26d": (32, {"layers": (1, 1, 1, 1)}),
-    "resnext26ts": (32, {}),
-    "seresnet50": (32, {"layers": (1, 1, 1, 1)}),
-    "ecaresnet26t": (32, {"layers": (1, 1, 1, 1)}),
-    "skresnet18": (32, {"layers": (1, 1, 1, 1)}),
-    "resnest14d": (32, {"layers": (1, 1, 1, 1)}),
-    "res2net50_26w_4s": (32, {"layers": (1, 1, 1, 1)}),
-    "resnetv2_50": (32, {"layers": (1, 1, 1, 1)}),
-    "nf_resnet26": (32, {}),
-    "dm_nfnet_f0": (32, {}),
-    "regnetx_002": (32, {}),
-    "regnety_002": (32, {}),
-    "rexnet_100": (32, {}),
-    "densenet121": (32, {"block_config": (2, 2, 2, 2), "growth_rate": 8}),
-    "dla34": (32, {}),
-    "dpn48b": (32, {}),
-    "vgg11_bn": (32, {}),
-    "vovnet39a": (32, {}),
-    "xception41": (64, {}),
+    "resnet10t": (96, {}),
+    "resnet26d": (96, {"layers": (1, 1, 1, 1)}),
+    "resnext26ts": (96, {}),
+    "seresnet50": (96, {"layers": (1, 1, 1, 1)}),
+    "ecaresnet26t": (96, {"layers": (1, 1, 1, 1)}),
+    "skresnet18": (96, {"layers": (1, 1, 1, 1)}),
+    "resnest14d": (96, {"layers": (1, 1, 1, 1)}),
+    "res2net50_26w_4s": (96, {"layers": (1, 1, 1, 1)}),
+    "resnetv2_50": (96, {"layers": (1, 1, 1, 1)}),
+    "nf_resnet26": (96, {}),
+    "regnetx_002": (96, {}),
+    "regnety_002": (96, {}),
+    "rexnet_100": (96, {}),
+    "densenet121": (96, {"block_config": (2, 2, 2, 2), "growth_rate": 8}),
+    "dla34": (96, {}),
+    "dpn48b": (96, {}),
+    "vovnet39a": (96, {}),
+    "xception41": (96, {}),
     "inception_v3": (96, {}),
-    "hrnet_w18_small": (32, {}),
-    "selecsls42": (64, {}),
-    "ghostnet_050": (32, {}),
-    "repvgg_a0": (32, {}),
-    "cspresnet50": (32, {}),
-    "efficientnet_b0": (32, {}),
-    "efficientnetv2_rw_t": (32, {}),
-    "tf_efficientnet_lite0": (32, {}),
-    "mnasnet_small": (32, {}),
-    "mobilenetv2_035": (32, {}),
-    "mobilenetv3_small_050": (32, {}),
-    "mobilenetv4_conv_small": (32, {}),
-    "lcnet_035": (32, {}),
-    "mobilevit_xxs": (64, {}),
-    "mobilevitv2_050": (64, {}),
+    "hrnet_w18_small": (96, {}),
+    "ghostnet_050": (96, {}),
+    "repvgg_a0": (96, {}),
+    "cspresnet50": (96, {}),
+    "efficientnet_b0": (96, {}),
+    "efficientnetv2_rw_t": (96, {}),
+    "tf_efficientnet_lite0": (96, {}),
+    "mnasnet_small": (96, {}),
+    "mobilenetv2_035": (96, {}),
+    "mobilenetv3_small_050": (96, {}),
+    "mobilenetv4_conv_small": (96, {}),
+    "lcnet_035": (96, {}),
+    "mobilevit_xxs": (96, {}),
+    "mobilevitv2_050": (96, {}),
     "eca_botnext26ts_256": (64, {"img_size": 64}),
     "lambda_resnet26t": (64, {"img_size": 64}),
     "visformer_tiny": (64, {"img_size": 64}),
-    "starnet_s1": (32, {}),
-    "repvit_m0_9": (32, {}),
+    "starnet_s1": (96, {}),
+    "repvit_m0_9": (96, {}),
 }
 
 # Models whose functions fix the sizes: the class is called instead.
@@ -159,16 +155,7 @@ TIMM_CLASSES: dict[str, tuple[int, dict[str, Any]]] = {
     "metaformer.MetaFormer": (64, {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32)}),
     "convmixer.ConvMixer": (32, {"dim": 16, "depth": 2, "patch_size": 4}),
     "focalnet.FocalNet": (32, {"depths": (1, 1, 1, 1), "embed_dim": 16}),
-    "gcvit.GlobalContextVit": (
-        64,
-        {
-            "img_size": 64,
-            "embed_dim": 8,
-            "depths": (1, 1, 1, 1),
-            "num_heads": (1, 2, 2, 2),
-            "window_ratio": (8, 4, 2, 1),
-        },
-    ),
+    "vgg.VGG": (32, {"cfg": [8, "M", 16, "M", 16, "M"], "num_features": 32, "norm_layer": nn.BatchNorm2d}),
     "nest.Nest": (32, {"img_size": 32, "embed_dims": (8, 16, 32), "depths": (1, 1, 1), "num_heads": (1, 2, 2)}),
 }
 
@@ -341,7 +328,7 @@ def diffusers_models() -> dict[str, Callable[[], Case]]:
             sample_size=16,
             in_channels=4,
             out_channels=4,
-            extra_in_channels=16,
+            extra_in_channels=64,
             block_out_channels=(32, 32),
             down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
             up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
@@ -467,17 +454,14 @@ def vit_pytorch_models() -> dict[str, Callable[[], Case]]:
         "cct": ("cct", "CCT", {"img_size": 32, "embedding_dim": 32, "num_layers": 2, "num_heads": 4, "num_classes": CLASSES, "mlp_ratio": 2, "n_conv_layers": 1}),
         "pit": ("pit", "PiT", {**usual, "depth": (1, 1), "heads": 2}),
         "cvt": ("cvt", "CvT", {"num_classes": CLASSES, **{f"s{n}_emb_dim": 16 for n in (1, 2, 3)}, **{f"s{n}_depth": 1 for n in (1, 2, 3)}, **{f"s{n}_heads": 2 for n in (1, 2, 3)}}),
-        "twins_svt": ("twins_svt", "TwinsSVT", {"num_classes": CLASSES, **{f"s{n}_emb_dim": 16 for n in (1, 2, 3, 4)}, **{f"s{n}_depth": 1 for n in (1, 2, 3, 4)}, **{f"s{n}_patch_size": 2 for n in (1, 2, 3, 4)}, **{f"s{n}_local_patch_size": 2 for n in (1, 2, 3)}, "s2_global_k": 4, "s1_global_k": 4, "s3_global_k": 4}),
         "max_vit": ("max_vit", "MaxViT", {**hierarchical, "dim_conv_stem": 8, "depth": (1, 1), "window_size": 4}),
-        "sep_vit": ("sep_vit", "SepViT", {**hierarchical, "dim": 32, "heads": (1, 2), "depth": (1, 1), "window_size": 4}),
         "nest": ("nest", "NesT", {"image_size": 32, "patch_size": 4, "num_classes": CLASSES, "dim": 16, "heads": 2, "num_hierarchies": 2, "block_repeats": (1, 1)}),
         "mobile_vit": ("mobile_vit", "MobileViT", {"image_size": (64, 64), "dims": [16, 24, 32], "channels": [8, 8, 12, 12, 16, 16, 24, 24, 32, 32, 48], "num_classes": CLASSES}),
         "levit": ("levit", "LeViT", {"image_size": 64, "num_classes": CLASSES, "stages": 2, "dim": (16, 32), "depth": 1, "heads": (2, 2), "mlp_mult": 2}),
         "t2t": ("t2t", "T2TViT", {"image_size": 32, "num_classes": CLASSES, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 48, "t2t_layers": ((3, 2), (3, 2))}),
-        "crossformer": ("crossformer", "CrossFormer", {"num_classes": CLASSES, "dim": (8, 16, 16, 32), "depth": (1, 1, 1, 1), "global_window_size": (4, 2, 1, 1), "local_window_size": (4, 4, 2, 1)}),
         "regionvit": ("regionvit", "RegionViT", {"num_classes": CLASSES, "dim": (8, 8, 16, 16), "depth": (1, 1, 1, 1), "window_size": 2}),
     }  # fmt: skip
-    sizes = {"mobile_vit": 64, "levit": 64, "cvt": 64, "twins_svt": 64, "regionvit": 64, "crossformer": 64}
+    sizes = {"mobile_vit": 64, "levit": 64, "cvt": 64, "regionvit": 64}
 
     def maker(name: str) -> Callable[[], Case]:
         file, class_name, options = models[name]
@@ -571,12 +555,6 @@ def mambapy_models() -> dict[str, Callable[[], Case]]:
             Mamba(MambaConfig(d_model=WIDTH, n_layers=2, d_state=8, pscan=pscan)), (torch.randn(BATCH, TOKENS, WIDTH),)
         )
 
-    def language() -> Case:
-        from mambapy.lm import LM
-        from mambapy.mamba import MambaConfig
-
-        return _words(LM(MambaConfig(d_model=WIDTH, n_layers=2, d_state=8, pscan=False), vocab_size=VOCABULARY))
-
     def vision() -> Case:
         from mambapy.vim import MambaConfig, VMamba
 
@@ -585,7 +563,7 @@ def mambapy_models() -> dict[str, Callable[[], Case]]:
             (torch.randn(BATCH, TOKENS, WIDTH),),
         )
 
-    return {"mamba": lambda: mamba(False), "mamba_pscan": lambda: mamba(True), "lm": language, "vim": vision}
+    return {"mamba": lambda: mamba(False), "mamba_pscan": lambda: mamba(True), "vim": vision}
 
 
 def denoising_diffusion_models() -> dict[str, Callable[[], Case]]:

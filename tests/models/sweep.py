@@ -2,7 +2,7 @@
 
     python tests/models/sweep.py --family hf-causal --pattern 'llama*' --ranks 2
 
-Each model is a line of JSON in ``--out`` and one on the terminal. ``results.py`` writes the table of the docs.
+Each model is a line of JSON in ``--out`` and one on the terminal. ``outcomes.py`` writes the table of the docs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ import shardtrace
 import shardtrace.testing
 
 import catalogue
+import outcomes
 import torch
 from trial import Settings, describe, processes, try_model
-
-import results
 
 __all__ = ["main", "shardtrace", "without_cuda"]
 
@@ -71,7 +70,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
     if options.quick:
         models = [model for model in catalogue.QUICK if model[0] in families]
     models = [model for model in models if any(fnmatch.fnmatch(model[1], pattern) for pattern in options.pattern)]
-    rows = results.read(options.out)
+    rows = outcomes.read(options.out)
     if options.only is not None:
         models = [model for model in models if model in rows and rows[model]["outcome"] in options.only]
     if options.missing:
@@ -105,7 +104,7 @@ def run(models: list[tuple[str, str]], settings: Settings, jobs: int, out: Path)
                     rows.append(row)
                     file.write(json.dumps(row) + "\n")
                     file.flush()
-                    print(f"{len(rows):4}/{len(models)} {results.line(row)}", flush=True)
+                    print(f"{len(rows):4}/{len(models)} {outcomes.line(row)}", flush=True)
     return rows
 
 
@@ -143,7 +142,7 @@ def main() -> None:
         return
     began = time.monotonic()
     rows = run(models, settings, options.jobs, options.out)
-    print(f"\n{results.summary(rows)}\n{len(rows)} models in {time.monotonic() - began:.0f} s, rows in {options.out}")
+    print(f"\n{outcomes.summary(rows)}\n{len(rows)} models in {time.monotonic() - began:.0f} s, rows in {options.out}")
 
 
 if __name__ == "__main__":

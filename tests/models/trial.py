@@ -36,6 +36,7 @@ LEARNING_RATE = 0.1
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-3
 NEGLIGIBLE = 1e-5
+ROUNDING = 1e-7  # relative; what it changes in eager PyTorch is in the row
 SEED, STEP_SEED = 0, 1
 GRACE = 5.0  # seconds that the other rank has after one has failed
 
@@ -175,16 +176,24 @@ def build(family: str, name: str) -> Case:
 
 
 def eager_step(
-    family: str, name: str, rank: int, world_size: int, step_seed: int = STEP_SEED
+    family: str, name: str, rank: int, world_size: int, step_seed: int = STEP_SEED, nudge: float = 0.0
 ) -> tuple[float, Tensors, Case]:
-    """The loss and the gradients of one share of the batch, and the case afterwards."""
+    """The loss and the gradients of one share of the batch, and the case afterwards.
+
+    ``nudge`` is a relative change of the parameters, to see how much rounding matters.
+    """
     case = build(family, name)
+    if nudge:
+        with torch.no_grad():
+            for parameter in case.model.parameters():
+                if parameter.is_floating_point():
+                    parameter.mul_(1 + nudge * torch.randn_like(parameter))
     seed(step_seed)
     loss = case.call(case.model, rank, world_size)
     loss.backward()
     zeros = {n: torch.zeros_like(p) for n, p in case.model.named_parameters() if p.grad is None}
-    grads = {n: p.grad for n, p in case.model.named_parameters() if p.grad is not None}
-    return loss.item(), {**zeros, **grads}, case
+    found = {n: p.grad for n, p in case.model.named_parameters() if p.grad is not None}
+    return loss.item(), {**zeros, **found}, case
 
 
 def make_reference(family: str, name: str, world_size: int, file: Path) -> dict[str, Any]:
@@ -210,9 +219,13 @@ def make_reference(family: str, name: str, world_size: int, file: Path) -> dict[
         if found["outcome"] == "wrong":
             facts["reference"] = "shares"
             loss, grads = mean_loss, mean
+    start = {key: value.detach() for key, value in named.items()}
+    share = shares[0] if world_size > 1 else (whole, grads)
+    near = eager_step(family, name, 0, world_size, nudge=ROUNDING)
+    sensitive = compare(start, share[0], share[1], near[0], near[1])
+    facts |= {"rounding": sensitive["difference"], "gradient_rounding": sensitive["gradient_difference"]}
     if eager_step(family, name, 0, 1, step_seed=STEP_SEED + 1)[0] != whole:
         facts["random"] = True
-    start = {key: value.detach() for key, value in named.items()}
     torch.save({"loss": loss, "grads": grads, "start": start, "buffers": buffers}, file)
     return facts
 

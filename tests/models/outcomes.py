@@ -1,6 +1,6 @@
 """The rows of a sweep as a summary and as a table for the docs.
 
-python tests/models/results.py build/sweep/rows.jsonl
+python tests/models/outcomes.py build/sweep/rows.jsonl
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ def read(file: Path) -> dict[tuple[str, str], Row]:
 
 def line(row: Row) -> str:
     """A row for the terminal."""
-    facts = f"{row['family']:>12} {row['name']:<28} {row['outcome']:<11} {row.get('seconds', row.get('eager_seconds', 0)):6.1f} s"
-    return f"{facts}  {reason(row)}{'  (shares)' if row.get('reference') else ''}{'  (random)' if row.get('random') else ''}"
+    seconds = row.get("seconds", row.get("eager_seconds", 0.0))
+    notes = [note for note, holds in (("shares", row.get("reference")), ("random", row.get("random"))) if holds]
+    if row.get("rounding", 0.0) > 1e-6 or row.get("gradient_rounding", 0.0) > 1e-4:
+        notes.append(f"rounding changes eager by {row['rounding']:.0e}, gradients {row['gradient_rounding']:.0e}")
+    facts = f"{row['family']:>12} {row['name']:<28} {row['outcome']:<11} {seconds:6.1f} s  {reason(row)}"
+    return facts + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def reason(row: Row) -> str:
