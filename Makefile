@@ -23,6 +23,12 @@ NVFUSER_VENV ?= .venv-nvfuser
 NVFUSER_TORCH := 2.10.0
 NVFUSER_WHEEL := $(shell grep -o 'nvfuser-cu[^"]*' pyproject.toml)
 
+# make sweep: SWEEP_ARGS has further options of tests/models/sweep.py
+MODELS_VENV ?= .venv-models
+FAMILY ?=
+PATTERN ?=
+SWEEP_ARGS ?=
+
 # make bench
 SETTING ?= loopback
 BENCH_ARGS ?=
@@ -30,7 +36,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train test sweep nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -45,6 +51,9 @@ train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in 
 test: lint  ## check style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --numprocesses=$(LANES) \
 		--dist=loadfile --no-loadscope-reorder
+
+sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
+	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
 
 nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuses with nvFuser's wheel (1 GB), PYTHON=python3.12
 	export LD_LIBRARY_PATH=$(abspath $(NVFUSER_VENV))/stubs OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
@@ -74,7 +83,7 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs
-	rm -rf $(VENV) $(NVFUSER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NVFUSER_VENV) $(MODELS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp records what is installed. It is checked again only when pyproject.toml changes. pip compiles with one core,
@@ -115,4 +124,12 @@ $(NVFUSER_VENV)/.ready: tests/without_gpu/cuda_stubs.py
 		pytest pytest-timeout expecttest hypothesis pandas
 	$(NVFUSER_VENV)/bin/pip install -q --no-deps --no-build-isolation -e .
 	$(NVFUSER_VENV)/bin/python $< $(NVFUSER_VENV)/stubs
+	@touch $@
+
+# A CPU build of torch, as above, and the libraries of the models, which shardtrace itself does not need.
+$(MODELS_VENV)/.ready: tests/models/requirements.txt tests/models/requirements-alone.txt
+	$(MAKE) VENV=$(MODELS_VENV) $(MODELS_VENV)/.torch
+	@echo '*' > $(MODELS_VENV)/.gitignore
+	$(MODELS_VENV)/bin/pip install -q -r tests/models/requirements.txt
+	$(MODELS_VENV)/bin/pip install -q --no-deps -r tests/models/requirements-alone.txt -e .
 	@touch $@

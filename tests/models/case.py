@@ -39,6 +39,16 @@ class Case:
         return (self.loss or loss_of)(model(*args, **kwargs))
 
 
+def in_float64(case: Case) -> Case:
+    """The case in double precision."""
+
+    def widen(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    args, kwargs = tree_map(widen, (case.args, dict(case.kwargs)))
+    return Case(case.model.double(), args, kwargs, case.loss)
+
+
 def seed(number: int) -> None:
     """Seeds every generator that a model may draw from."""
     torch.manual_seed(number)

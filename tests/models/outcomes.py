@@ -25,9 +25,15 @@ def read(file: Path) -> dict[tuple[str, str], Row]:
 def line(row: Row) -> str:
     """A row for the terminal."""
     seconds = row.get("seconds", row.get("eager_seconds", 0.0))
-    notes = [note for note, holds in (("shares", row.get("reference")), ("random", row.get("random"))) if holds]
-    if row.get("rounding", 0.0) > 1e-6 or row.get("gradient_rounding", 0.0) > 1e-4:
-        notes.append(f"rounding changes eager by {row['rounding']:.0e}, gradients {row['gradient_rounding']:.0e}")
+    notes = [
+        note
+        for note, holds in (
+            ("shares", row.get("reference")),
+            ("random", row.get("random")),
+            ("float64", row.get("dtype") == "float64"),
+        )
+        if holds
+    ]
     facts = f"{row['family']:>12} {row['name']:<28} {row['outcome']:<11} {seconds:6.1f} s  {reason(row)}"
     return facts + (f"  ({', '.join(notes)})" if notes else "")
 

@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
     """The families and names of the models to run."""
-    unknown = set(options.family) - set(catalogue.FAMILIES)
+    unknown = set(options.family) - {*catalogue.FAMILIES, "faults"}
     if unknown:
         sys.exit(f"no family {', '.join(sorted(unknown))}; there are {', '.join(catalogue.FAMILIES)}")
     families = options.family or catalogue.FAMILIES
