@@ -17,6 +17,18 @@ class Origin(NamedTuple):
     result: str
 
 
+class InModule(NamedTuple):
+    """A tag of a line: the qualified name of the module whose forward asked for it; empty for the traced model itself.
+    In a block's function it is that of the block's first call."""
+
+    name: str
+
+
+def module_of(bsym: BoundSymbol) -> str | None:
+    """The module whose forward asked for a line; None if the line has no tag."""
+    return next((tag.name for tag in bsym.tags if isinstance(tag, InModule)), None)
+
+
 def marked(bsym: BoundSymbol) -> BoundSymbol:
     """A traced line, tagged with its own first result if it has one."""
     results = bsym.flat_proxy_outs

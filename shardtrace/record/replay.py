@@ -8,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat import add_note, name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
@@ -19,6 +20,7 @@ from shardtrace.record.values import Values
 import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
+from thunder.core.codeutils import Positions
 from thunder.core.compile_data import get_compile_data
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import get_tracectx
@@ -66,10 +68,12 @@ class Replay:
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
         ``marks``: those of which all calls are among these, inner ones first."""
-        lines = get_tracectx().scopes[-1]
+        trace = get_tracectx()
+        lines = trace.scopes[-1]
         starts = []  # of each call: the number of its first line
         for call in calls:
             starts.append(len(lines))
+            trace.set_current_source_location(call.place.file, Positions(lineno=call.place.line))
             try:
                 with _modes(call):
                     self._write(call)
@@ -77,6 +81,9 @@ class Replay:
                 error.module = call.place.module
                 add_note(error, f"at {call.place}")
                 raise
+            for bsym in lines[starts[-1] :]:
+                bsym.tags.add(InModule(call.place.module))
+        trace.set_current_source_location(None, None)
         starts.append(len(lines))
         for _, group in groupby(range(len(calls)), lambda i: calls[i].checkpoint):
             numbers = list(group)
