@@ -11,7 +11,6 @@ from passes.analysis.calls import parts_in
 from passes.pipeline import REMARK
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
-from shardtrace.inspector.modules import map_modules
 from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, build_record
 from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
@@ -273,7 +272,6 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
         traces.backward,
         traces.prologue,
         model=name,
-        module_map=map_modules(module),
         forms=forms,
         plan=plan,
         notes=notes,

@@ -9,7 +9,7 @@ from passes.analysis.seconds import compute_seconds
 from passes.outline import traced_block
 from passes.plan import CostModel
 from shardtrace.inspector.lines import Function, Line, read_line
-from shardtrace.inspector.modules import ModuleMap, assign_modules, modules_of_traced
+from shardtrace.inspector.modules import assign_modules
 
 from thunder.core.symbol import BoundSymbol
 
@@ -17,8 +17,8 @@ from thunder.core.symbol import BoundSymbol
 class Reader:
     """Reads the traces of one compilation, which all stay alive meanwhile."""
 
-    def __init__(self, model: ModuleMap, cost: CostModel) -> None:
-        self._map, self._cost = model, cost
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
         self._lines: dict[Hashable, Line] = {}
         self._functions: dict[Part | Block, Function] = {}
 
@@ -37,14 +37,12 @@ class Reader:
 
     def _function(self, called: Part | Block) -> Function:
         if called not in self._functions:
-            traced = called.traced if isinstance(called, Part) else called.trace
             lines = called.trace.bound_symbols
-            origins = modules_of_traced(traced.bound_symbols, self._map, called.module)
             self._functions[called] = Function(
                 name=called.name,
                 module=called.module,
                 lines=self.lines(lines),
-                modules=tuple(assign_modules(lines, self._map, {}, origins, called.module)),
+                modules=tuple(assign_modules(lines, {}, called.module)),
                 seconds=tuple(compute_seconds(self._cost, b) for b in lines),
             )
         return self._functions[called]

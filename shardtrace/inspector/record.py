@@ -16,7 +16,7 @@ from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Table
-from shardtrace.inspector.modules import Branch, ModuleMap, Name, assign_modules, fold, modules_of_traced
+from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.reader import Reader
 from shardtrace.inspector.timeline import Timeline, measured, predicted
@@ -172,7 +172,6 @@ def build_record(
     prologue: Sequence[TraceCtx] = (),
     *,
     model: str,
-    module_map: ModuleMap,
     forms: Mapping[Name, str],
     plan: Plan | None = None,
     notes: Sequence[str] = (),
@@ -188,15 +187,14 @@ def build_record(
     buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))
     plan = buckets[0].plan if buckets else plan
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
-    reader = Reader(module_map, cost)
+    reader = Reader(cost)
     stages = _stages("forward", forward, reader) + _stages("backward", backward, reader)
     for part in parts_in(*last):
         stages += _stages(part.name, part.traces, reader)
     stages += _stages("prologue", prologue, reader)
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
-    traced = modules_of_traced(forward[0].bound_symbols, module_map) if last else {}
-    phases = _phases(last, stages, clocks, module_map, traced) if last else ()
+    phases = _phases(last, stages, clocks) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]
     shapes: dict[Name, list[Any]] = {}
@@ -256,15 +254,13 @@ def _phases(
     last: Sequence[TraceCtx],
     stages: Sequence[Stage],
     clocks: Sequence[Timeline],
-    module_map: ModuleMap,
-    traced: Mapping[str, Name],
 ) -> tuple[Phase, ...]:
     step = step_liveness(last[0], last[1] if len(last) > 1 else None)
     memories = [memory for memory in step if memory is not None]
     printed = {stage.phase: stage.lines for stage in stages}  # the last stage of each phase wins
     phases: list[Phase] = []
     for name, trace, memory, clock in zip(("forward", "backward"), last, memories, clocks, strict=False):
-        modules = assign_modules(trace.bound_symbols, module_map, modules_by_name(phases), traced)
+        modules = assign_modules(trace.bound_symbols, modules_by_name(phases))
         phases.append(_phase(name, printed[name], trace, memory, clock, modules))
     return tuple(phases)
 

@@ -150,12 +150,14 @@ class Recorder(TorchFunctionMode):
         self._drawn, self._inside = False, self._inside + 1
         self._watcher.pause()
         try:
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            changed = [t for i, t in given.items() if _version(t) != versions[i]]
+            self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         finally:
-            self._inside -= 1
             self._watcher.resume()
-        changed = [t for i, t in given.items() if _version(t) != versions[i]]
-        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
     def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
