@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from passes.analysis.calls import called_module
 from passes.analysis.origins import module_of
-from passes.analysis.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
+from passes.analysis.recognise import is_collective, is_offload, is_unpack
 
 from thunder.core.symbol import BoundSymbol
 
@@ -22,7 +22,7 @@ Name = str  # a module's qualified name; "" is the model itself
 
 
 def assign_modules(lines: Iterable[BoundSymbol], known: Mapping[str, Name], within: Name = "") -> list[Name | None]:
-    """The module of each line; None for lines that compute nothing, such as collectives and ``del``.
+    """The module of each line; None for collectives, ``del`` and the like.
 
     ``known`` has the modules of values that other traces computed, by name. ``within`` is the module whose lines they
     are.
@@ -50,7 +50,7 @@ def _tagged(bsym: BoundSymbol) -> Name | None:
 
 
 def _computes(bsym: BoundSymbol) -> bool:
-    return not (is_collective(bsym) or is_offload(bsym) or is_deletion(bsym) or is_return(bsym) or is_unpack(bsym))
+    return bool(bsym.flat_proxy_outs) and not (is_collective(bsym) or is_offload(bsym) or is_unpack(bsym))
 
 
 def ancestors(name: Name) -> Iterator[Name]:

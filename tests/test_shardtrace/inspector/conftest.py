@@ -25,4 +25,5 @@ def three_calls():
 
 
 def _three_blocks(**options):
-    return shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), torch.ones(2, 6), world_size=2, **options)
+    x = torch.ones(2, 6, requires_grad=True)  # else the first block, which then has no gradient to pass on, is unlike
+    return shardtrace.inspect(nn.Sequential(*(Block() for _ in range(3))), x, world_size=2, **options)

@@ -80,7 +80,7 @@ def test_modules(html):
 </span>
 <span>1.29 KiB</span>
 <span>660 B</span>
-<span>129</span>""",
+<span>150</span>""",
     )
     assert '0 … 2</a> <span class="times">&times;3</span>' in html
 
