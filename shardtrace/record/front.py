@@ -291,13 +291,15 @@ class Front:
         except CannotWrite:
             del lines[count:]
             raise
+        finally:
+            replay.values.clear()
         inputs.guard()
         excluded = [change.entry for change in only_written(done.changes, used)]
         snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             partial(_check_state, snapshot),
-            partial(apply, changes) if changes else None,
+            partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
         )
 
@@ -349,6 +351,11 @@ class Front:
                 "If the model runs without shardtrace, docs/guide.md#models-that-cannot-be-recorded says what to do.",
             )
         return error
+
+
+def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:
+    """A setter: what forward leaves on modules has a gradient only if it had one when it was recorded."""
+    apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
 
 
 def _check_state(snapshot: Snapshot) -> None:

@@ -304,7 +304,8 @@ def record(
             raise CannotRecord(recorder.failed) from error
         finally:
             mode.recorder = None
-    return recorder.record
+    found, recorder.record = recorder.record, Record()  # what refers to the recorder may live on, but no fake with it
+    return found
 
 
 @contextmanager

@@ -63,6 +63,11 @@ class Values:
             self._bases.pop(storage(t), None)
             self._writes.pop(storage(t), None)
 
+    def clear(self) -> None:
+        """Forgets all tensors, so that they die with the record."""
+        for known in (self._proxies, self._alive, self._bases, self._writes, self._valid):
+            known.clear()
+
     def is_written(self, t: torch.Tensor) -> bool:
         return bool(self._writes.get(storage(t)))
 

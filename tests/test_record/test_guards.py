@@ -1,0 +1,287 @@
+"""State that changes between steps: a step is right, as in eager PyTorch, or an error says what to do."""
+
+import contextvars
+import copy
+import random
+import types
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+D = 4
+FACTOR = 1.0
+COUNT = 0
+VARIABLE = contextvars.ContextVar("variable", default=1.0)
+ELSEWHERE = types.SimpleNamespace(scale=1.0)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(D, D)
+        self.build()
+
+    def build(self): ...
+
+
+class ListOnModule(Base):
+    def build(self):
+        self.scales = [1.0, 2.0]
+
+    def forward(self, x):
+        return self.linear(x) * sum(self.scales)
+
+    def change(self, step):
+        self.scales[0] += 1
+
+
+class Global(Base):
+    def forward(self, x):
+        return self.linear(x) * FACTOR
+
+    def change(self, step):
+        global FACTOR
+        FACTOR = float(step + 2)
+
+
+class GlobalCounter(Base):
+    def forward(self, x):
+        global COUNT
+        COUNT += 1
+        return self.linear(x) * COUNT
+
+    def start(self):
+        global COUNT
+        COUNT = 0
+
+
+class Closure(Base):
+    def build(self):
+        scale = 1.0
+
+        def forward(x):
+            return self.linear(x) * scale
+
+        def change(step):
+            nonlocal scale
+            scale += 1
+
+        self.inner, self.change = forward, change
+
+    def __deepcopy__(self, memo):
+        return type(self)()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class ObjectElsewhere(Base):
+    def forward(self, x):
+        return self.linear(x) * ELSEWHERE.scale
+
+    def change(self, step):
+        ELSEWHERE.scale = float(step + 2)
+
+
+class HookAdded(Base):
+    def forward(self, x):
+        return self.linear(x)
+
+    def change(self, step):
+        self.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class CounterRead(Base):
+    def build(self):
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        return self.linear(x) * self.n
+
+
+class CounterLeft(Base):
+    def build(self):
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        return self.linear(x)
+
+
+class TensorLeft(Base):
+    def build(self):
+        self.last = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.last = y.square().mean()
+        return y
+
+
+class TensorLeftInDict(Base):
+    def build(self):
+        self.losses = {}
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.losses["square"] = y.square().mean()
+        return y
+
+
+class BufferReassigned(Base):
+    def build(self):
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
+        return y * self.mean
+
+
+class Attribute(Base):
+    def build(self):
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+    def change(self, step):
+        self.scale = 1 if step == 0 else True if step == 1 else 3.0  # equal numbers of another type, too
+
+
+class SubmoduleAttribute(Base):
+    def forward(self, x):
+        return self.linear(x) * self.linear.scale
+
+    def build(self):
+        self.linear.scale = 1.0
+
+    def change(self, step):
+        self.linear.scale += 1
+
+
+class ClassAttribute(Base):
+    scale = 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+    def change(self, step):
+        type(self).scale = float(step + 2)
+
+    def start(self):
+        type(self).scale = 1.0
+
+
+class Config(Base):
+    def build(self):
+        self.config = types.SimpleNamespace(scale=1.0, unused=object())
+
+    def forward(self, x):
+        return self.linear(x) * self.config.scale
+
+    def change(self, step):
+        self.config.scale += 1
+
+
+class DictOnModule(Base):
+    def build(self):
+        self.options = {"scale": 1.0}
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * self.options["scale"] + len(self.options)
+
+    def change(self, step):
+        self.options[f"more{step}"] = None
+
+
+class Training(Base):
+    def forward(self, x):
+        return self.linear(x) * (2.0 if self.training else 3.0)
+
+    def change(self, step):
+        self.train(not self.training)
+
+
+class RequiresGrad(Base):
+    def forward(self, x):
+        return self.linear(x)
+
+    def change(self, step):
+        self.linear.weight.requires_grad_(step % 2 == 1)
+
+
+class GrowingCache(Base):
+    def build(self):
+        self.cache = {}
+
+    def forward(self, x):
+        rows = x.shape[0]
+        if rows not in self.cache:
+            self.cache[rows] = torch.arange(float(rows))[:, None]
+        return self.linear(x) + self.cache[rows]
+
+
+KINDS = [
+    ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
+    TensorLeftInDict, BufferReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
+    RequiresGrad, GrowingCache,
+]  # fmt: skip
+
+
+def run(model, call):
+    global FACTOR
+    FACTOR, ELSEWHERE.scale = 1.0, 1.0
+    getattr(model, "start", lambda: None)()
+    found = []
+    for step in range(4):
+        x = torch.randn(3 if step < 3 else 5, D, generator=torch.Generator().manual_seed(step))
+        out = call(x)
+        loss = out.sum() + (model.last if isinstance(getattr(model, "last", None), torch.Tensor) else 0)
+        loss = loss + sum(getattr(model, "losses", {}).values())
+        model.zero_grad()
+        loss.backward()
+        found += [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [b.clone() for b in model.buffers()] + [torch.tensor(getattr(model, "n", 0))]
+        getattr(model, "change", lambda step: None)(step)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_right(single_rank, kind):
+    eager, ours = kind(), kind()
+    expected = run(eager, eager)
+    jitted = thunder.jit(shardtrace.fsdp(ours))
+    try:
+        found = run(ours, jitted)
+    except RuntimeError as error:
+        assert kind in () and "fsdp(eager" in str(error)
+        return
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class PythonsRandom(Base):
+    def forward(self, x):
+        return self.linear(x) * random.random()
+
+
+class NumpysRandom(Base):
+    def forward(self, x):
+        import numpy as np
+
+        return self.linear(x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("kind", [PythonsRandom, NumpysRandom], ids=lambda kind: kind.__name__)
+def test_random_numbers_of_others_are_an_error(single_rank, kind):
+    with pytest.raises(RuntimeError, match="random"):
+        thunder.jit(shardtrace.fsdp(kind()))(torch.randn(3, D))
