@@ -184,42 +184,13 @@ def fake_argument(value: Any) -> Any:
 
 
 @contextmanager
-def fake_calls_on_cpu(device: torch.device) -> Iterator[None]:
-    """Lets Thunder call torch functions with fake tensors on the CPU in place of ``device``.
-
-    Thunder calls a function that it does not know, such as ``torch.addmm``, to see the shape of its result. A torch
-    that was built without CUDA aborts the process if autograd meets a fake tensor on CUDA. (torch's own stand-in for a
-    missing device, ``torch._C._ensureCUDADeviceGuardSet``, acts only in builds with CUDA, whose autograd then asks for
-    a context of CUDA.) It also finds no fused attention there, which every CUDA device has. Thunder has no hook for
-    these calls. This is the only place where functions of Thunder are replaced, for the compilation of a step that is
-    never run.
-    """
-    from thunder import torch as ltorch
-    from thunder.core.devices import to_device
-    from thunder.core.proxies import TensorProxy
+def attention_of_gpus() -> Iterator[None]:
+    """Lets Thunder choose the fused attention of a CUDA device where there is none, for the compilation of a step that
+    is never run: torch, which Thunder asks, finds none there. Thunder has no hook for this. This is the only place
+    where a function of Thunder is replaced."""
     from thunder.executors import sdpaex
 
-    there, cpu = to_device(device), torch.device("cpu")
-
-    def fake_argument(value: Any) -> Any:
-        if isinstance(value, TensorProxy | torch.Tensor) and to_device(value.device) == there:
-            return torch.empty(
-                tuple(value.shape), dtype=ltorch.to_torch_dtype(value.dtype), requires_grad=value.requires_grad
-            )
-        return cpu if value in (there, device) else to_fake(value)
-
-    def proxy_of(fake: Any) -> Any:
-        if not isinstance(fake, torch.Tensor):
-            return to_thunder(fake)
-        dtype = ltorch.to_dtype(fake.dtype)
-        return TensorProxy(shape=fake.shape, device=there, dtype=dtype, requires_grad=fake.requires_grad)
-
-    to_fake, to_thunder = ltorch._get_fake_arg, ltorch._fake_type_to_thunder
-    with (
-        mock.patch.object(ltorch, "_get_fake_arg", fake_argument),
-        mock.patch.object(ltorch, "_fake_type_to_thunder", proxy_of),
-        mock.patch.object(sdpaex, "_fused_sdp_choice", _usual_attention),
-    ):
+    with mock.patch.object(sdpaex, "_fused_sdp_choice", _usual_attention):
         yield
 
 

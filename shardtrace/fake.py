@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from passes.compat import fake_calls_on_cpu
+from passes.compat import attention_of_gpus
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.ranks.mesh import resolve_device
@@ -74,7 +74,7 @@ def compile_sharded(
     device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
     options = {**fsdp_options, "device": device, "param_init_fn": never_runs}
     ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
-    with fake_calls_on_cpu(device) if is_absent(device) else nullcontext():
+    with attention_of_gpus() if is_absent(device) else nullcontext():
         compile_only(ours, _on(device, arguments))
     return ours
 

@@ -18,7 +18,7 @@ import shardtrace  # isort: skip
 from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
-from passes.compat import fake_calls_on_cpu
+from passes.compat import attention_of_gpus
 from shardtrace.fake import compile_only, fake_ranks
 from shardtrace.record.absent import claim
 from shardtrace.testing import text
@@ -118,7 +118,7 @@ def compile_step(
         runtime = model._shardtrace.runtime
         runtime.keeps_gradients, runtime.kept.used = gradients == "kept", gradients == "added"
         jitted = thunder.jit(model, **(jit_options or {}))
-        with fake_calls_on_cpu(DEVICE):
+        with attention_of_gpus():
             compile_only(jitted, ((claim(TOKENS, DEVICE),), {}))
     return [thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]]
 
@@ -142,7 +142,7 @@ def plain() -> list[int]:
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(claim(parameter, DEVICE))
     jitted = thunder.jit(model)
-    with fake_calls_on_cpu(DEVICE):
+    with attention_of_gpus():
         compile_only(jitted, ((claim(TOKENS, DEVICE),), {}))
     return [count_regions(t[-1]) for t in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted))]
 
