@@ -219,7 +219,7 @@ def make_reference(family: str, name: str, world_size: int, file: Path, dtype: s
         raise ValueError("the loss or a gradient is not finite")
     if not any(value.any() for value in grads.values()):
         raise ValueError("no parameter has a gradient")
-    start = {key: value.detach() for key, value in model.named_parameters()}
+    start = {key: value.detach() for key, value in model.named_parameters()}  # forward may have written into them
     shares = [eager.step(rank, world_size) for rank in range(world_size)]
     near = eager.step(0, world_size, nudge=ROUNDING if dtype == "float32" else ROUNDING * 1e-8)
     rounding = compare(start, *shares[0][:2], *near[:2])
@@ -240,7 +240,9 @@ def make_reference(family: str, name: str, world_size: int, file: Path, dtype: s
         facts["reference"] = "shares"
         loss, grads = mean_loss, mean
     buffers = [_buffers(share[2]) for share in shares]
-    torch.save({"loss": loss, "grads": grads, "start": start, "buffers": buffers, "dtype": dtype}, file)
+    initial = {key: value.detach() for key, value in build(family, name, dtype).model.named_parameters()}
+    kept = {"loss": loss, "grads": grads, "initial": initial, "start": start, "buffers": buffers, "dtype": dtype}
+    torch.save(kept, file)
     return facts
 
 
@@ -318,7 +320,7 @@ def shard_and_compare(
     reference = torch.load(reference_file, weights_only=True)
     case = build(family, name, reference["dtype"])
     for key, value in case.model.named_parameters():
-        if not torch.equal(value, reference["start"][key]):
+        if not torch.equal(value, reference["initial"][key]):
             raise AssertionError(f"the sweep's own fault: {key} is initialized differently in each process")
     return _sharded_step(case, rank, settings, reference)
 
