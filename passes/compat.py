@@ -143,11 +143,6 @@ def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -
     return bsym.from_bsym(sym=other.sym, _call_ctx=other._call_ctx, **changes)
 
 
-def copied_line(bsym: BoundSymbol, **changes: Any) -> BoundSymbol:
-    """A copy of a line that is printed with objects of its own. ``changes``: its args, output and tags."""
-    return bsym.from_bsym(_object_ctx={}, **changes)
-
-
 def renamed(proxy: Proxy, name: str) -> Proxy:
     """A copy of a proxy with another name, which is not taken in any trace. Thunder's ``replace`` infers all metadata
     again."""
@@ -174,6 +169,14 @@ def differentiating_executor(bsym: BoundSymbol) -> Executor | None:
 
     executor: Executor | None = _get_gradfn_and_executor(bsym)[1]
     return executor
+
+
+def symbols_of_torch() -> dict[Any, Symbol]:
+    """Thunder's symbols by the functions of torch that they stand for."""
+    from thunder.torch import _torch_to_thunder_function_map
+
+    found: dict[Any, Symbol] = _torch_to_thunder_function_map
+    return found
 
 
 def fake_argument(value: Any) -> Any:

@@ -10,16 +10,19 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from passes.compat import symbols_of_torch
+
 import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
+from thunder.core.prims import OpTags
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
-from thunder.torch import _torch_to_thunder_function_map as SYMBOLS
 from torch import nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 F = nn.functional
+SYMBOLS = symbols_of_torch()
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "__add__": operator.add, "__radd__": lambda a, b: operator.add(b, a),
@@ -53,6 +56,11 @@ TRUSTED = frozenset(
     zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
     """.split()  # noqa: SIM905
 )
+CASTS = {
+    "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
+    "bool": torch.bool, "int": torch.int32, "long": torch.int64,
+}  # fmt: skip
+WITHOUT_GRADIENT = ("detach", "new_zeros", "new_ones", "new_full")
 
 
 class NotTrusted(Exception):
@@ -103,8 +111,13 @@ def value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     _check(name, args, kwargs)
     if name in OPERATORS:
         return OPERATORS[name](*args)
+    if name in CASTS and len(args) == 1 and not kwargs:
+        return ltorch.to(args[0], CASTS[name])
     if function in SYMBOLS:
-        return SYMBOLS[function](*args, **kwargs)
+        symbol = SYMBOLS[function]
+        if OpTags.AUTO_REGISTERED in (symbol.tags or ()) and name not in WITHOUT_GRADIENT:
+            raise NotTrusted("Thunder's symbol calls torch's function")
+        return symbol(*args, **kwargs)
     if is_method(function) and isinstance(args[0], TensorProxy):
         found = getattr(args[0], name)
         return found(*args[1:], **kwargs) if getattr(function, "__name__", "") != "__get__" else found
@@ -131,12 +144,33 @@ def _indexed_by_tensors(a: Any, index: Any) -> bool:
     return any(isinstance(i, TensorProxy) for i in (index if isinstance(index, tuple) else (index,)))
 
 
-# conditions under which a function is not trusted, with its parameters
+def _has_bool(a: Any, *args: Any, unbiased: Any = None, **kwargs: Any) -> bool:
+    """Whether a variance is asked for by ``unbiased``."""
+    return unbiased is not None or any(isinstance(v, bool) for v in args[:1])
+
+
+def _is_no_plain_number(a: Any, exponent: Any) -> bool:
+    return type(exponent) not in (int, float) or exponent == 0 or not isinstance(a, TensorProxy)
+
+
+def _is_special_embedding(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *args: Any, **kwargs: Any
+) -> bool:
+    return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
+
+
+def _has_empty(tensors: Any, *args: Any, **kwargs: Any) -> bool:
+    return any(0 in t.shape for t in tensors)
+
+
+# conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
     "__getitem__": _indexed_by_tensors,
-    "embedding": lambda input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False,
-    sparse=False: max_norm is not None or scale_grad_by_freq or sparse or (padding_idx is not None and padding_idx < 0),
-    "pow": lambda a, exponent: not isinstance(exponent, int | float | NumberProxy),
-    "__pow__": lambda a, exponent: not isinstance(exponent, int | float | NumberProxy),
-    "mean": lambda a, dim=None, keepdim=False, *, dtype=None: False,
-}  # fmt: skip
+    "__pow__": _is_no_plain_number,
+    "pow": _is_no_plain_number,
+    "embedding": _is_special_embedding,
+    "div": lambda a, b, *, rounding_mode=None: rounding_mode is not None,
+    "cat": _has_empty,
+    "stack": _has_empty,
+    "var": _has_bool,
+}
