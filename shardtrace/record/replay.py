@@ -117,7 +117,7 @@ class Replay:
             raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
         args, kwargs = self._map((call.args, call.kwargs))
         try:
-            new, old = self._by_symbol(call, args, kwargs)
+            new, old = self._by_symbol(call, *self._on_device((args, kwargs)))
         except Exception as why:  # whatever Thunder raises for arguments that it does not take
             if isinstance(why, CannotWrite):
                 raise
@@ -140,6 +140,15 @@ class Replay:
             return PYTHON_TYPES.get(v, v) if isinstance(v, type) else v
 
         return pytree.tree_map(leaf, values)
+
+    def _on_device(self, values: Any) -> Any:
+        """Arguments with the device of the step in the place of the CPU, if fakes are there in its place."""
+        if self._absent is None:
+            return values
+        cpu = torch.device("cpu")
+        return pytree.tree_map(
+            lambda v: self._absent if isinstance(v, torch.device) and v == cpu else v, values, is_leaf=_is_proxy
+        )
 
     def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         """The new values by Thunder's symbols, and the tensors that hold them."""
