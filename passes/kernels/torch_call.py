@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from passes.comm.properties import Property
 from passes.compat import keeps_graph, symbol_that_calls
 
+import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes
+from thunder.core import dtypes, prims
 from thunder.core.devices import to_device
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, TensorProxy
@@ -107,10 +108,13 @@ class Part(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the backward of a line needs: the numbers of its inputs. ``flops``: those of the forward line."""
+    """What a line does. ``inputs``: the numbers of those that backward needs. ``flops``: those of forward. ``saved``:
+    what the list holds besides results. ``known``: False if there is no fake kernel that tells."""
 
     inputs: tuple[int, ...]
-    flops: int
+    flops: int = 0
+    saved: tuple[Meta, ...] = ()
+    known: bool = True
 
 
 class TorchCall:
@@ -164,8 +168,9 @@ class TorchCall:
             for state in self.autocast:
                 stack.enter_context(state())
             found = self.function(*args, **kwargs)
-        tensors_in = (*pytree.tree_leaves(found), *(flat[self.places[n]] for n in sorted(self.written)))
-        return tuple(t for t in tensors_in if isinstance(t, torch.Tensor))
+        clones = [flat[self.places[n]] for n in sorted(self.written)]
+        made = (t for t in pytree.tree_leaves(found) if not any(t is clone for clone in clones))
+        return tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
 
     def run(self, *tensors: torch.Tensor) -> Tensors:
         """The line where nothing is differentiated."""
@@ -225,10 +230,12 @@ class TorchCall:
         everything = range(len(self.inputs))
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
-                self._forward([m.empty() for m in self.inputs], everything, read)
+                *outs, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception:  # whatever the function raises on fake tensors
-            return Reads(tuple(everything), 0)
-        return Reads(tuple(sorted(read)), counter.get_total_flops())
+            return Reads(tuple(everything), known=False)
+        known = {_storage(o) for o in outs}
+        kept = tuple(Meta.of(t) for t in {_storage(t): t for t in saved}.values() if _storage(t) not in known)
+        return Reads(tuple(sorted(read)), counter.get_total_flops(), kept)
 
     def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
         return tuple(m.proxy(self.absent) for m in self.results)
@@ -285,30 +292,45 @@ class TorchCalls(OperatorExecutor):
     """Differentiates and lowers calls of torch. Has no state: the symbols know their calls."""
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
-        return isinstance(bsym.sym.id, TorchCall)
+        return isinstance(bsym.sym.id, TorchCall) or super().can_execute(bsym)
 
     def get_grad_transform(self, sym: Symbol) -> Any:
-        return sym.id.differentiate
+        return sym.id.differentiate if isinstance(sym.id, TorchCall) else super().get_grad_transform(sym)
 
     def get_execution_transform(self, bsym: BoundSymbol) -> Any:
-        return bsym.sym.id.execute
+        own = isinstance(bsym.sym.id, TorchCall)
+        return bsym.sym.id.execute if own else super().get_execution_transform(bsym)
 
 
 executor = TorchCalls("torch_calls", version="0.1")
 
 
+def _zeros(*shape: Any, device: Any = None, dtype: Any = None) -> TensorProxy:
+    filled: TensorProxy = prims.full((), 0, device=to_device(device), dtype=dtypes.to_dtype(dtype))
+    return filled
+
+
+# Thunder's own operator has no shape to give to torch.zeros, for the gradient of a result that nothing reads
+executor.register_implementation(
+    ltorch.zeros, checker=lambda *shape, **options: shape in ((), ((),)), execution_transform=_zeros
+)
+
+
 def enlist(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
-        data.executors_list = (*data.executors_list, executor)
+        data.executors_list = (executor, *data.executors_list)
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
 
 
 def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:
     """Which of the ``inputs`` a tensor is or is a view of; None if that is not certain."""
     if t.layout != torch.strided or t.is_conj() or t.is_neg():
         return None
-    there = t.untyped_storage()._cdata
-    same = [(i, a) for i, a in inputs.items() if a.untyped_storage()._cdata == there and a.dtype == t.dtype]
+    same = [(i, a) for i, a in inputs.items() if _storage(a) == _storage(t) and a.dtype == t.dtype]
     for i, a in same:
         if (a.size(), a.stride(), a.storage_offset()) == (t.size(), t.stride(), t.storage_offset()):
             return Part(i)

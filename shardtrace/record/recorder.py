@@ -146,6 +146,7 @@ class Recorder(TorchFunctionMode):
         """Calls ``func`` and keeps the call, as one of ``function``."""
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         versions = {i: _version(t) for i, t in given.items()}
+        shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
         self._drawn, self._inside = False, self._inside + 1
         self._watcher.pause()
@@ -154,6 +155,7 @@ class Recorder(TorchFunctionMode):
                 result = func(*args, **kwargs)
             finally:
                 self._inside -= 1
+            _check_shapes(func, given, shapes)
             changed = [t for i, t in given.items() if _version(t) != versions[i]]
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         finally:
@@ -363,6 +365,14 @@ def _whole(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
 def storage(t: torch.Tensor) -> int:
     """A key that tensors share if they share memory."""
     return t.untyped_storage()._cdata
+
+
+def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
+    """Raises NotImplementedError if a function has changed the shape of a tensor that it was given."""
+    for i, shape in shapes.items():
+        if (given[i].size(), given[i].stride()) != shape:
+            name = getattr(function, "__name__", str(function))
+            raise NotImplementedError(f"{name} changes the shape of its argument in place: use what {name} returns")
 
 
 def _version(t: torch.Tensor) -> int:

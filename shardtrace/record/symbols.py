@@ -16,7 +16,7 @@ import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.prims import OpTags
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from torch import nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
@@ -115,7 +115,7 @@ def value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return ltorch.to(args[0], CASTS[name])
     if function in SYMBOLS:
         symbol = SYMBOLS[function]
-        if OpTags.AUTO_REGISTERED in (symbol.tags or ()) and name not in WITHOUT_GRADIENT:
+        if OpTags.AUTO_REGISTERED in (getattr(symbol, "tags", None) or ()) and name not in WITHOUT_GRADIENT:
             raise NotTrusted("Thunder's symbol calls torch's function")
         return symbol(*args, **kwargs)
     if is_method(function) and isinstance(args[0], TensorProxy):
