@@ -171,11 +171,11 @@ def differentiating_executor(bsym: BoundSymbol) -> Executor | None:
     return executor
 
 
-def symbols_of_torch() -> dict[Any, Symbol]:
-    """Thunder's symbols by the functions of torch that they stand for."""
+def symbols_of_torch() -> dict[Any, Callable[..., Any]]:
+    """Thunder's symbols, or functions that choose one, by the functions of torch that they stand for."""
     from thunder.torch import _torch_to_thunder_function_map
 
-    found: dict[Any, Symbol] = _torch_to_thunder_function_map
+    found: dict[Any, Callable[..., Any]] = _torch_to_thunder_function_map
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,19 +19,20 @@ from passes.analysis.flops import is_library_call
 from passes.analysis.symbols import identity, is_foreign, properties
 from passes.comm.properties import Property
 from passes.compat import function_of
+from passes.kernels.torch_call import Line, Saved
 from passes.plan import Bucket, PlainRuntime
 from passes.plan.host_memory import DONE, HostMemory
 
 import torch
 from thunder.core import dtypes, prims
-from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import AnyProxy, FutureTensorProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.torch import scaled_dot_product_attention
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Values = dict[str, Any]  # by name: a meta tensor, or what a collective returned as its future
+Values = dict[str, Any]  # by name: a meta tensor, what a collective returned as its future, or a list that is saved
 
 
 class Result(NamedTuple):
@@ -54,13 +55,33 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
         args, kwargs = _concrete((bsym.args, bsym.kwargs), values)
         meter = _Meter([*values.values(), [wire_state(a) for a in args if isinstance(a, Bucket)]])
         try:
+            args = _with_graph(bsym, args)
             with torch.no_grad(), meter:
                 outputs = _named(bsym, function(*args, **kwargs))
         except Exception:  # no kernel for meta tensors, or a value is asked for
             outputs = None
         if outputs is not None:
             return Result(outputs, meter.peak - meter.live())
-    return Result({o.name: blank(o) for o in _outputs(bsym)}, 0)
+    return Result({o.name: blank(o) for o in _outputs(bsym)} | saved_by(bsym), 0)
+
+
+def saved_by(bsym: BoundSymbol) -> Values:
+    """The lists that a call of torch saves for its backward, or reads there, by name: contiguous meta tensors."""
+    line = bsym.sym.id
+    lists = [p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, AnyProxy)]
+    if not isinstance(line, Line):
+        return {}
+    saved = line.call.reads.saved
+    return {name: [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in saved] for name in lists}
+
+
+def _with_graph(bsym: BoundSymbol, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a line. One that goes back through a graph of torch gets a graph of its own."""
+    line = bsym.sym.id
+    if not (isinstance(line, Line) and line.kind == "_backward"):
+        return args
+    given = (torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in line.call.inputs)
+    return line.call.forward(*given)[-1], *args[1:]
 
 
 def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:
@@ -184,7 +205,7 @@ def _outputs(bsym: BoundSymbol) -> list[TensorProxy | FutureTensorProxy]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and not isinstance(value, Saved):
         for part in value:
             yield from _leaves(part)
     else:
@@ -204,6 +225,8 @@ def _named(bsym: BoundSymbol, result: Any) -> Values | None:
             if not isinstance(value, torch.Tensor) or not value.is_meta or value.shape != tuple(proxy.shape):
                 return None
             found[proxy.name] = value
+        elif isinstance(proxy, AnyProxy):
+            found[proxy.name] = list(value)
     return found
 
 

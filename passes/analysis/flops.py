@@ -15,6 +15,7 @@ from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat import shape_of
 from passes.kernels.registration import kernel_id
+from passes.kernels.torch_call import Line, call_of
 from passes.plan.cost import Work
 
 from thunder.core.prims import PrimIDs
@@ -30,6 +31,11 @@ def flops(bsym: BoundSymbol) -> int:
 
 def work(bsym: BoundSymbol) -> Work:
     """The arithmetic of a line, by the rate at which it is done."""
+    call = call_of(bsym.sym)
+    if call is not None:
+        id = bsym.sym.id
+        backward = isinstance(id, Line) and id.kind == "_backward"
+        return _products(call.reads.flops * (2 if backward else 1), _tensors(bsym.flat_proxy_outs))
     function = differentiated(bsym.sym)
     found = identity(bsym.sym) if function is None else function
     rule = FLOPS.get(found)
@@ -38,10 +44,9 @@ def work(bsym: BoundSymbol) -> Work:
         # A function's gradient takes its arguments and the output's gradient. It recomputes the output and then
         # usually computes two gradients of the same cost.
         count = rule(tensors, outs) if function is None else 3 * rule(tensors[:-1], tensors[-1:])
-        half = outs[0].dtype.bytes <= 2
         if rule in ATTENTIONS:
-            return Work(half_attention=count) if half else Work(attention=count)
-        return Work(half=count) if half else Work(full=count)
+            return Work(half_attention=count) if _is_half(outs) else Work(attention=count)
+        return _products(count, outs)
     if found in SPECIAL:
         return Work(special=max(map(_elements, _tensors(bsym.flat_proxy_outs)), default=0))
     total = Work()
@@ -50,8 +55,20 @@ def work(bsym: BoundSymbol) -> Work:
     return total
 
 
+def _products(count: int, outs: Sequence[TensorProxy]) -> Work:
+    """The FLOPs of products with these results."""
+    return Work(half=count) if _is_half(outs) else Work(full=count)
+
+
+def _is_half(outs: Sequence[TensorProxy]) -> bool:
+    return bool(outs) and outs[0].dtype.bytes <= 2
+
+
 def is_library_call(sym: Symbol) -> bool:
-    """True for a symbol that fusions leave to a library. Its inputs and outputs are in memory."""
+    """True for a costly symbol that fusions leave to a library. Its inputs and outputs are in memory."""
+    call = call_of(sym)
+    if call is not None:
+        return call.reads.flops > 0 or not call.reads.known
     return identity(sym) in FLOPS
 
 

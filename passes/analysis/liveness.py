@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import Part, part_of
-from passes.analysis.dry_run import Result, Values, blank, dry_run, silent, storage_key, storages, wire_state
+from passes.analysis.dry_run import Result, Values, blank, dry_run, saved_by, silent, storage_key, storages, wire_state
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -379,12 +379,15 @@ def _unpacked(part: Part) -> list[TensorProxy]:
 
 
 def _saved_for_calls(trace: TraceCtx) -> Values:
-    """Contiguous stand-ins for the lists that the calls of blocks in a backward read, by the names of the lists."""
+    """Contiguous stand-ins for the lists that calls of blocks and of torch in a backward read, by the lists' names."""
     found: Values = {}
     for bsym in trace.bound_symbols:
         part = part_of(bsym)
         if part is not None and part.saved:
-            found[bsym.args[0].name] = [blank(o) for o in _unpacked(part)]
+            inside = {name: value for b in part.trace.bound_symbols for name, value in saved_by(b).items()}
+            found[bsym.args[0].name] = [inside[o.name] if o.name in inside else blank(o) for o in _unpacked(part)]
+        elif is_backward(trace):
+            found |= saved_by(bsym)
     return found
 
 
