@@ -94,7 +94,7 @@ HOW = {
     "multinomial": (sampled, ["int64"]),
     "no grad": (lambda b, x: b.up(x) * without_grad(b, x), ["bool8"]),
     "batch norm": (lambda b, x: b.norm(x), []),
-    "in place": (in_place, ["float32"]),
+    "in place": (in_place, []),  # a value is made anew: nothing is written into
     "checkpoint inside": (
         lambda b, x: checkpoint(lambda t: F.dropout(b.up(t), 0.5), x, use_reentrant=False),
         ["bool8"],

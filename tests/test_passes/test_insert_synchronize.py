@@ -115,8 +115,8 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize(
     "view",
-    [torch.ravel, torch.positive, torch.detach, lambda p: p.to(torch.bfloat16), lambda p: p.view(2, 2).moveaxis(0, 1)],
-    ids=["ravel", "positive", "detach", "cast", "moveaxis"],
+    [torch.ravel, torch.positive, torch.detach, lambda p: p.view(2, 2).moveaxis(0, 1)],
+    ids=["ravel", "positive", "detach", "moveaxis"],
 )
 def test_views_that_are_updated_in_place_are_refused(fake_ranks, view):
     """Thunder's own list of symbols that return views lacks some of these."""
@@ -125,6 +125,7 @@ def test_views_that_are_updated_in_place_are_refused(fake_ranks, view):
         compile_fake(lambda: Counts(view), torch.ones(3, 4))
 
 
-def test_results_may_be_updated_in_place(fake_ranks):
+@pytest.mark.parametrize("result", [lambda p: p + 1, lambda p: p.to(torch.bfloat16)], ids=["sum", "cast"])
+def test_results_may_be_updated_in_place(fake_ranks, result):
     fake_ranks(2)
-    compile_fake(lambda: Counts(lambda p: p + 1), torch.ones(3, 4))
+    compile_fake(lambda: Counts(result), torch.ones(3, 4))

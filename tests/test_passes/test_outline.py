@@ -68,18 +68,18 @@ del t4
 ft6 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
 (t7, t8, t9) = wait_all_gather(ft1, b_blocks_0)
 del ft1
-(t10, saved57) = Block_forward(t5, t7, t8, t9)
+(t10, saved49) = Block_forward(t5, t7, t8, t9)
 del t7, t8, t9
 ft11 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
 (t12, t13, t14) = wait_all_gather(ft6, b_blocks_1)
 del ft6
-(t15, saved75) = Block_forward(t10, t12, t13, t14)
+(t15, saved67) = Block_forward(t10, t12, t13, t14)
 del t12, t13, t14
 (t16, t17, t18) = wait_all_gather(ft11, b_blocks_2)
 del ft11
-(t19, saved93) = Block_forward(t15, t16, t17, t18)
+(t19, saved85) = Block_forward(t15, t16, t17, t18)
 del t16, t17, t18
-return {'output': (t19,), 'flat_args': [x, t_blocks_0_down_weight, t_blocks_0_up_bias, t_blocks_0_up_weight, t_blocks_1_down_weight, t_blocks_1_up_bias, t_blocks_1_up_weight, t_blocks_2_down_weight, t_blocks_2_up_bias, t_blocks_2_up_weight, t_scale], 'flat_output': (t19,)}, ((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t15, t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t10, t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t5, x), (saved93, saved75, saved57))""",
+return {'output': (t19,), 'flat_args': [x, t_blocks_0_down_weight, t_blocks_0_up_bias, t_blocks_0_up_weight, t_blocks_1_down_weight, t_blocks_1_up_bias, t_blocks_1_up_weight, t_blocks_2_down_weight, t_blocks_2_up_bias, t_blocks_2_up_weight, t_scale], 'flat_output': (t19,)}, ((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t15, t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t10, t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t5, x), (saved85, saved67, saved49))""",
     )
     assert_expected_inline(
         text(backward),
@@ -95,7 +95,7 @@ t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t2, \\
 t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t3, x, = C0
 clear_mutable_collection(C0)
 del C0
-saved93, saved75, saved57, = C1
+saved85, saved67, saved49, = C1
 clear_mutable_collection(C1)
 del C1
 bw_ft4 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
@@ -104,24 +104,24 @@ bw_ft5 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_w
 del t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight
 (bw_t6, bw_t7, bw_t8) = wait_all_gather(bw_ft4, b_blocks_2)
 del bw_t7, bw_ft4
-(t9, t10, t11, t12) = Block_backward(saved93, t1, bw_t6, bw_t8, t0)
-del saved93, t1, bw_t6, bw_t8, t0
+(t9, t10, t11, t12) = Block_backward(saved85, t1, bw_t6, bw_t8, t0)
+del saved85, t1, bw_t6, bw_t8, t0
 ft13 = reduce_scatter((t10, t11, t12), b_blocks_2)
 del t10, t11, t12
 (bw_t14, bw_t15, bw_t16) = wait_all_gather(bw_ft5, b_blocks_1)
 del bw_t15, bw_ft5
 bw_ft17 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
 del t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight
-(t18, t19, t20, t21) = Block_backward(saved75, t2, bw_t14, bw_t16, t9)
-del saved75, t2, bw_t14, bw_t16, t9
+(t18, t19, t20, t21) = Block_backward(saved67, t2, bw_t14, bw_t16, t9)
+del saved67, t2, bw_t14, bw_t16, t9
 (t22, t23, t24) = wait_reduce_scatter(ft13, b_blocks_2)
 del ft13
 ft25 = reduce_scatter((t19, t20, t21), b_blocks_1)
 del t19, t20, t21
 (bw_t26, bw_t27, bw_t28) = wait_all_gather(bw_ft17, b_blocks_0)
 del bw_t27, bw_ft17
-(t29, t30, t31, t32) = Block_backward(saved57, t3, bw_t26, bw_t28, t18)
-del saved57, t3, bw_t26, bw_t28, t18
+(t29, t30, t31, t32) = Block_backward(saved49, t3, bw_t26, bw_t28, t18)
+del saved49, t3, bw_t26, bw_t28, t18
 ft33 = reduce_scatter((t30, t31, t32), b_blocks_0)
 del t30, t31, t32
 t34 = torch.mul(x, t29)
@@ -141,15 +141,15 @@ return (None, t42, t41, t40, t38, t37, t36, t24, t23, t22, t43)""",
     assert_expected_inline(
         text(functions(cmodel)["Block_forward"].trace),
         """\
-t0 = linear(input, t_blocks_0_up_weight, t_blocks_0_up_bias)
+t0 = linear(t1, t_blocks_0_up_weight, t_blocks_0_up_bias)
 del t_blocks_0_up_weight, t_blocks_0_up_bias
-t1 = tanh(t0)
+t2 = tanh(t0)
 del t0
-t2 = linear(t1, t_blocks_0_down_weight, None)
+t3 = linear(t2, t_blocks_0_down_weight, None)
 del t_blocks_0_down_weight
-t3 = torch.add(input, t2, alpha=1)
-del input, t2
-return (t3, [t1])""",
+t4 = torch.add(t1, t3, alpha=1)
+del t1, t3
+return (t4, [t2])""",
     )
     assert_expected_inline(
         text(functions(cmodel)["Block_backward"].trace),
@@ -166,11 +166,11 @@ t5 = linear_backward_input(t4, t_blocks_0_up_weight)
 del t_blocks_0_up_weight
 t6 = torch.add(t2, t5, alpha=1)
 del t2, t5
-t7 = linear_backward_weight(t4, input)
-del input
-t8 = torch.sum(t4, (0,), False, dtype=None)
+t7 = linear_backward_weight(t4, t8)
+del t8
+t9 = torch.sum(t4, (0,), False, dtype=None)
 del t4
-return (t6, t7, t8, t3)""",
+return (t6, t7, t9, t3)""",
     )
 
 
@@ -187,20 +187,45 @@ def test_parameters_are_passed_and_never_in_the_list(fake_ranks, strategy):
 
 
 class Frozen(Net):
-    """The first block needs no gradient of its input."""
+    """The first block gets an input without a gradient."""
 
     def __init__(self):
         super().__init__()
         self.scale.requires_grad_(False)
 
 
-def test_calls_that_need_other_gradients_have_a_function_of_their_own(fake_ranks):
+def test_a_call_with_an_input_without_a_gradient_is_of_another_kind(fake_ranks):
     fake_ranks(1)
     cmodel = compile_fake(Frozen, torch.ones(2, WIDTH))
     found = functions(cmodel)
-    assert sorted(found) == ["Block_2_backward", "Block_2_forward", "Block_backward", "Block_forward"]
-    results = {name: len(found[name].trace.bound_symbols[-1].args[0]) for name in found if "backward" in name}
-    assert results == {"Block_backward": 3, "Block_2_backward": 4}
+    assert sorted(found) == ["Block_backward", "Block_forward"]
+    assert len(found["Block_backward"].trace.bound_symbols[-1].args[0]) == 4
+    assert sum(part_of(b) is not None for b in traces(cmodel)[0].bound_symbols) == 2
+
+
+class Two(Block):
+    def forward(self, x):
+        return super().forward(x), torch.sin(x)
+
+
+class LastUnread(Net):
+    """Nobody reads the second result of the last block."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, y = block(x)
+            x = x + y if block is not self.blocks[-1] else x
+        return x
+
+
+def test_calls_whose_results_get_other_gradients_have_a_function_of_their_own(fake_ranks):
+    fake_ranks(1)
+    cmodel = compile_fake(lambda: LastUnread(Two(), Two(), Two()), torch.ones(2, WIDTH, requires_grad=True))
+    found = functions(cmodel)
+    assert sorted(found) == ["Two_2_backward", "Two_2_forward", "Two_backward", "Two_forward"]
+    given = {name: len(found[name].trace.args) for name in found if "backward" in name}
+    assert given["Two_2_backward"] < given["Two_backward"]
+    assert not any(b.sym.name in ("cos", "sin") for b in found["Two_2_backward"].trace.bound_symbols)
 
 
 class Pair(Block):
@@ -223,7 +248,7 @@ class Pairs(Net):
 
 def test_results_without_a_gradient(fake_ranks):
     fake_ranks(1)
-    cmodel = compile_fake(lambda: Pairs(Pair(), Pair(), Pair()), torch.ones(2, WIDTH))
+    cmodel = compile_fake(lambda: Pairs(Pair(), Pair(), Pair()), torch.ones(2, WIDTH, requires_grad=True))
     _, backward = traces(cmodel)
     calls = [b for b in backward.bound_symbols if part_of(b) is not None]
     assert len(calls) == 3

@@ -33,19 +33,19 @@ def test_forward_and_backward(fake_ranks):
     assert_expected_inline(
         origins(thunder.last_traces(cmodel)[-1]),
         """\
-t4: linear
+t0: linear
 hidden: tanh
-t6: mul""",
+t2: mul""",
     )
     assert_expected_inline(
         origins(thunder.last_backward_traces(cmodel)[-1]),
         """\
-t6: mul
+t2: mul
 None: add
 hidden: tanh_backward
-t4: linear_backward_input
-t4: linear_backward_weight
-t4: sum""",
+t0: linear_backward_input
+t0: linear_backward_weight
+t0: sum""",
     )
 
 
