@@ -74,7 +74,7 @@ class Replay:
     """
 
     def __init__(self, input_of: Leaf, absent: torch.device | None = None) -> None:
-        self.values = Values(self._take, self._put)
+        self.values = Values(self._take, self._put, self._keep)
         self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
         self._input_of, self._absent = input_of, absent
 
@@ -88,7 +88,7 @@ class Replay:
             starts.append(len(lines))
             trace.set_current_source_location(call.place.file, Positions(lineno=call.place.line))
             try:
-                with _modes(call):
+                with _grad_mode(call.grad):
                     self._write(call)
             except CannotWrite as error:
                 error.module = call.place.module
@@ -144,7 +144,8 @@ class Replay:
             for t, name in zip(call.results, call.names, strict=True):
                 name_as_user(self.values.read(t), name)
         for t in call.written:
-            self.values.write(t, next((p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)))
+            found = next(p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)
+            self.values.write(t, found, tracked=call.grad and t.requires_grad)
 
     def _map(self, values: Any) -> Any:
         def leaf(v: Any) -> Any:
@@ -240,7 +241,8 @@ class Replay:
             absent=self._absent, **options,
         )  # fmt: skip
         enlist(get_compile_data())
-        return call.symbol(*proxies)
+        with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on
+            return call.symbol(*proxies)
 
     def _unique(self, function: Callable[..., Any]) -> str:
         """A name for the lines of a function: Thunder finds a line's function by its name, the last one of each."""
@@ -264,6 +266,9 @@ class Replay:
         args = (now, base.stride(), new, tuple(t.shape), t.stride(), offset)
         return self.line(put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
 
+    def _keep(self, now: Any, base: torch.Tensor, new: Any) -> Any:
+        return self.line(keep_gradient, (now, new), {}, [base], inputs=[base, base.detach()], grad=True)[0]
+
 
 def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
     base = _laid_out(base, base_stride)
@@ -277,6 +282,22 @@ def put_view(base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offs
     out = _laid_out(base, base_stride).clone()
     out.as_strided(size, stride, out.storage_offset() + offset).copy_(new)
     return out
+
+
+class KeepGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return new.view_as(new)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+def keep_gradient(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The values ``new`` with the gradient of ``old``: a write that autograd does not see."""
+    found: torch.Tensor = KeepGradient.apply(old, new)
+    return found
 
 
 def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
@@ -314,10 +335,10 @@ def _check_tensors(call: Call) -> None:
 
 
 @contextmanager
-def _modes(call: Call) -> Iterator[None]:
-    """Thunder's modes as they were at the call."""
+def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Thunder's grad mode for some lines."""
     data = get_compile_data()
-    before, data.is_grad_enabled = data.is_grad_enabled, call.grad
+    before, data.is_grad_enabled = data.is_grad_enabled, enabled
     try:
         yield
     finally:

@@ -16,13 +16,16 @@ import torch
 # (base's proxy, base, view) -> the view's proxy; (base's proxy, base, view, new value) -> the base's proxy
 Take = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 Put = Callable[[Any, torch.Tensor, torch.Tensor, Any], Any]
+# (base's proxy, base, new proxy) -> the base's proxy
+Keep = Callable[[Any, torch.Tensor, Any], Any]
 
 
 class Values:
-    """The proxies of fakes. ``take`` and ``put`` write the lines that read and replace a part of a base."""
+    """The proxies of fakes. ``take`` and ``put`` write the lines that read and replace a part of a base, ``keep`` that
+    which gives a base other values and the gradient that it has."""
 
-    def __init__(self, take: Take, put: Put) -> None:
-        self._take, self._put = take, put
+    def __init__(self, take: Take, put: Put, keep: Keep) -> None:
+        self._take, self._put, self._keep = take, put, keep
         self._proxies: dict[int, Any] = {}
         self._alive: list[torch.Tensor] = []  # keeps ids from being used again
         self._bases: dict[int, tuple[torch.Tensor, Any]] = {}  # of a storage
@@ -48,13 +51,17 @@ class Values:
             self.know(t, now if same_place(base, t) else self._take(now, base, t))
         return self._proxies[id(t)]
 
-    def write(self, t: torch.Tensor, proxy: Any) -> None:
-        """``t`` holds ``proxy`` from here on, and all tensors that share its memory follow."""
+    def write(self, t: torch.Tensor, proxy: Any, *, tracked: bool = True) -> None:
+        """``t`` holds ``proxy`` from here on, and all tensors that share its memory follow. ``tracked``: whether
+        autograd sees the write. Gradients ignore another one."""
         s = storage(t)
         base, now = self._bases[s]
-        self._bases[s] = base, proxy if same_place(base, t) else self._put(now, base, t, proxy)
+        new = proxy if same_place(base, t) else self._put(now, base, t, proxy)
+        keeps = not tracked and base.requires_grad
+        self._bases[s] = base, self._keep(now, base, new) if keeps else new
         self._writes[s] += 1
-        self.know(t, proxy)
+        if not keeps:
+            self.know(t, proxy)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forgets tensors, and what their memory holds."""
