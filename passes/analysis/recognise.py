@@ -11,6 +11,7 @@ from passes.comm.properties import Property
 from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
+from passes.kernels.torch_call import Line
 from passes.plan import Bucket
 
 import torch
@@ -111,6 +112,8 @@ RANDOM_NAMES = (
 def is_random(bsym: BoundSymbol) -> bool:
     """True if a line may draw random numbers."""
     sym = bsym.sym
+    if isinstance(sym.id, Line):  # backward inherits the tags of its forward line, and draws nothing
+        return Property.RANDOM in properties(sym)
     if identity(sym) == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
         return False
     if prims.OpTags.AUTO_REGISTERED in (sym.tags or ()) and not is_foreign(sym):

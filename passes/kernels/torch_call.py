@@ -88,6 +88,18 @@ class Saved(list[Any]):
         self.results, self.inputs, self.given = {}, (), {}
 
 
+class _Source(torch.autograd.Function):
+    """Where the graph of a line begins. (The node of a leaf would keep the leaf, a gathered parameter perhaps.)"""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("the gradients of its results are what is asked for")
+
+
 class Part(NamedTuple):
     """A tensor that is an input of the line, or a view of it. ``of_whole`` is the stride of that input, None if the
     tensor is the input itself."""
@@ -184,8 +196,12 @@ class TorchCall:
     def _forward(self, tensors: Sequence[torch.Tensor], readable: Sequence[int], read: set[int]) -> tuple[Any, ...]:
         """Adds to ``read`` the numbers of the ``readable`` inputs that backward will read."""
         saved = Saved()
-        leaves = [t.detach().requires_grad_() if i in self.wanted else t for i, t in enumerate(tensors)]
-        inputs = {i: leaves[i] for i in readable}
+        given = list(tensors)
+        with torch.enable_grad():
+            sources = _Source.apply(torch.empty(0, requires_grad=True), *(tensors[i] for i in self.wanted))
+        for i, t in zip(self.wanted, sources, strict=True):
+            given[i] = t
+        inputs = {i: given[i] for i in readable}
 
         def pack(t: torch.Tensor) -> int | Part:
             part = _part_of(t, inputs)
@@ -200,9 +216,9 @@ class TorchCall:
             return found
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            outs = self._call(leaves)
+            outs = self._call(given)
         saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
-        saved.inputs = [get_gradient_edge(leaves[i]) for i in self.wanted]
+        saved.inputs = [get_gradient_edge(given[i]) for i in self.wanted]
         return (*(o.detach() for o in outs), saved)
 
     def backward(self, saved: Saved, *values: torch.Tensor) -> Tensors:
