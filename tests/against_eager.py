@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,8 @@ def check(build: Callable[[], nn.Module], inputs: Inputs, *, steps: int = 2, **o
     Returns the jitted model. ``options`` are those of fsdp."""
     torch.manual_seed(0)
     eager = build()
-    sharded = copy.deepcopy(eager)
+    torch.manual_seed(0)
+    sharded = build()
     cmodel = thunder.jit(shardtrace.fsdp(sharded, **options))
     for step in range(steps):
         torch.manual_seed(step)
