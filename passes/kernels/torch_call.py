@@ -181,7 +181,8 @@ class TorchCall:
                 stack.enter_context(state())
             found = self.function(*args, **kwargs)
         clones = [flat[self.places[n]] for n in sorted(self.written)]
-        made = (t for t in pytree.tree_leaves(found) if not any(t is clone for clone in clones))
+        same = {id(t) for t in (*flat, *tensors)}  # inputs that the function returns as they are, and what is written
+        made = (t for t in pytree.tree_leaves(found) if id(t) not in same)
         return tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
 
     def run(self, *tensors: torch.Tensor) -> Tensors:

@@ -53,7 +53,7 @@ def blocks_of_a_kind(model: nn.Module, chosen: Any, buckets: Collection[str]) ->
     """
     if chosen == "inline":
         return {}
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if chosen == "once":
         return {name: modules[name] for name in buckets}
     elif is_wrap(chosen) and (isinstance(chosen, type) or not callable(chosen)):

@@ -39,7 +39,12 @@ class EagerModule:
 
     def __call__(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
         with self._running(), _reparametrize_module(self.module, dict(own)):
-            return self._original(self.module, *args, **kwargs)
+            result = self._original(self.module, *args, **kwargs)
+            for name, buffer in self.module.named_buffers(remove_duplicate=False):
+                if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
+                    with torch.no_grad():
+                        given.copy_(buffer)
+            return result
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EagerModule) and other.module is self.module

@@ -95,6 +95,10 @@ class Inputs:
             self._found(t, wrapped)
         return self._known[id(t)].value
 
+    def name(self, fake: torch.Tensor) -> str:
+        """The qualified name of the parameter or buffer of a fake."""
+        return self._names[id(fake)][1]
+
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
         """The parameter or buffer of a fake, or ``fake``."""
         return self._names[id(fake)][2] if id(fake) in self._names else fake
@@ -384,6 +388,11 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
     for fake in {id(t): t for t in fakes}.values():
         if fake not in replay.values or not replay.values.is_written(fake):
             continue
+        if isinstance(inputs.tensor(fake), nn.Parameter):
+            raise RuntimeError(
+                f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: make "
+                "it a buffer, or change it outside of forward in shardtrace.full_params"
+            )
         before = _first_of(inputs.proxy(fake), arguments.proxy(fake))
         ltorch.copy_(before, replay.values.read(fake))
 

@@ -164,7 +164,8 @@ class Recorder(TorchFunctionMode):
 
     def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
         written = tuple({storage(t): t for t in reversed(changed)}.values())
-        results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        same = {id(t) for t in pytree.tree_leaves((args, kwargs))} - set(map(id, written))  # passed on as they are
+        results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
         if not written and not results:
             return
         frame = _frame_of_user(sys._getframe(2))

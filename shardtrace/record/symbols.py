@@ -154,7 +154,13 @@ def _is_no_plain_number(a: Any, exponent: Any) -> bool:
 
 
 def _is_special_embedding(
-    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *args: Any, **kwargs: Any
+    input: Any,
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    *args: Any,
+    **kwargs: Any,
 ) -> bool:
     return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
 
