@@ -29,7 +29,8 @@ def attention(z, dropout):
     return F.multi_head_attention_forward(q, q, q, 4, 1, into, None, None, None, False, dropout, out, bias)[0]
 
 
-REFUSED = {
+# functions whose gradient Thunder would take from numbers drawn anew
+DRAWN_AGAIN = {
     "dropout2d": lambda z: F.dropout2d(z, 0.5),
     "alpha_dropout": lambda z: F.alpha_dropout(z, 0.5, training=True),
     "gumbel_softmax": F.gumbel_softmax,
@@ -85,11 +86,29 @@ def test_nothing_random(fake_ranks):
     assert not any("keep_random" in str(t.get_provenance()) for t in thunder.last_traces(cmodel))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_functions_that_the_gradient_would_call_again(fake_ranks, name):
+@pytest.mark.parametrize("name", DRAWN_AGAIN)
+def test_in_a_model_their_gradients_are_those_of_torch(single_rank, name):
+    """Equal to eager with the same seed."""
+
+    def step(compiled):
+        torch.manual_seed(0)
+        net, x = Net(DRAWN_AGAIN[name]), torch.randn(2, 1, 4, 4)
+        model = thunder.jit(shardtrace.fsdp(net)) if compiled else net
+        torch.manual_seed(1)
+        y = model(x)
+        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        return [y.detach(), *(p.grad for p in net.parameters())]
+
+    torch.testing.assert_close(step(True), step(False))
+
+
+@pytest.mark.parametrize("name", DRAWN_AGAIN)
+def test_around_a_model_they_are_refused(fake_ranks, name):
     fake_ranks(2)
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    step = thunder.jit(lambda x: DRAWN_AGAIN[name](model(x)))
     with pytest.raises(NotImplementedError, match=rf"^torch\.nn\.functional\.{name} is random"):
-        compile_fake(lambda: Net(REFUSED[name]), torch.ones(2, 1, 4, 4))
+        step(torch.ones(2, 1, 4, 4))
 
 
 def without_grad(z):
@@ -103,12 +122,14 @@ def without_grad(z):
     [without_grad, lambda z: F.dropout2d(z, 0.5, training=False), lambda z: attention(z, 0.0)],
     ids=["no grad", "evaluated", "probability of 0"],
 )
-def test_the_same_functions_where_no_harm_is_done(fake_ranks, how):
+def test_around_a_model_where_no_harm_is_done(fake_ranks, how):
     fake_ranks(2)
-    compile_fake(lambda: Net(how), torch.ones(2, 1, 4, 4))
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    thunder.jit(lambda x: how(model(x)))(torch.ones(2, 1, 4, 4)).sum().backward()
 
 
-def test_a_call_that_is_not_differentiated(fake_ranks):
+def test_around_a_model_that_is_not_differentiated(fake_ranks):
     fake_ranks(2)
+    model = shardtrace.fsdp(nn.Linear(4, 4))
     with torch.no_grad():
-        compile_fake(lambda: Net(REFUSED["dropout2d"]), torch.ones(2, 1, 4, 4), backward=False)
+        thunder.jit(lambda x: DRAWN_AGAIN["dropout2d"](model(x)))(torch.ones(2, 1, 4, 4))

@@ -31,15 +31,14 @@ def test_inputs_are_shards(cmodel):
     }
 
 
-def test_the_prologue_checks_shards_and_guards_the_model(fake_ranks):
+def test_the_prologue_checks_shards(fake_ranks):
     fake_ranks(2)
     cmodel = compile_fake(two_linear, torch.ones(3, 6), transforms=[Transform()])  # checks are not merged for this one
     trace = stage(cmodel, "shard_parameters", thunder.last_prologue_traces)
-    checks = [line for line in text(trace).splitlines() if "check_tensor" in line or "check_parameters" in line]
+    checks = [line for line in text(trace).splitlines() if "check_tensor" in line]
     assert_expected_inline(
         "\n".join(checks),
         """\
-check_parameters(guard_0, args)
 prims.check_tensor_shape_and_metadata(input, (3, 6), 'cpu', torch.float32, False)
 prims.check_tensor_shape_and_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)
 prims.check_tensor_shape_and_metadata(t_0_bias, (32,), 'cpu', torch.float32, True)
