@@ -36,7 +36,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test sweep nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test sweep nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -47,6 +47,10 @@ train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in 
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
 		examples/gpt2/train.py --model $(MODEL) --sharding-strategy $(STRATEGY) --steps $(STEPS) \
 		--device $(DEVICE) $(TRAIN_ARGS)
+
+moe: $(VENV)/.examples  ## train a small mixture of experts (Mixtral) on 2 CPU ranks with ZeRO-3
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
+		examples/huggingface.py --config mixtral $(TRAIN_ARGS)
 
 test: lint  ## check style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --numprocesses=$(LANES) \

@@ -33,7 +33,10 @@ try:
 except ImportError:
     sys.exit("this example needs transformers: pip install 'shardtrace[examples]'")
 
-CONFIGS = ("llama", "gpt2", "gpt_neox", "gemma", "gemma2", "mistral", "phi3", "qwen2", "qwen3")  # Thunder traces these
+CONFIGS = (
+    *("llama", "gpt2", "gpt_neox", "gemma", "gemma2", "mistral", "phi3", "qwen2", "qwen3"),
+    *("mixtral", "qwen3_moe"),  # mixtures of experts
+)
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -42,6 +45,10 @@ SMALL = {
     "head_dim": 32,
     "max_position_embeddings": 256,
     "vocab_size": 256,  # the bytes
+    "num_local_experts": 8,
+    "num_experts": 8,  # likewise
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 EVAL_BATCHES = 4

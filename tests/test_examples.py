@@ -282,14 +282,14 @@ def test_huggingface_saves_what_from_pretrained_loads(tmp_path):
     assert not torch.equal(before.transformer.wte.weight, after.transformer.wte.weight)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "phi3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "phi3", "qwen3", "qwen3_moe"])
 def test_huggingface_configs_are_small(name, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="pip install 'shardtrace[examples]'")
     monkeypatch.syspath_prepend(EXAMPLES)
     huggingface = importlib.import_module("huggingface")
     config = transformers.AutoConfig.for_model(name, num_hidden_layers=1, **huggingface.SMALL)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) < 300_000
+    assert sum(p.numel() for p in model.parameters()) < (600_000 if name == "qwen3_moe" else 300_000)
 
 
 def test_litgpt_reduces_only_adapters(tmp_path):
