@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ref
 
 from passes.comm.properties import Property
 from passes.compat import keeps_graph, symbol_that_calls
@@ -121,7 +122,7 @@ class Part(NamedTuple):
 
 class Reads(NamedTuple):
     """What a line does. ``inputs``: the numbers of those that backward needs. ``flops``: those of forward. ``saved``:
-    what the list holds besides results. ``known``: False if there is no fake kernel that tells."""
+    what the list holds. ``known``: False if there is no fake kernel that tells."""
 
     inputs: tuple[int, ...]
     flops: int = 0
@@ -203,21 +204,27 @@ class TorchCall:
         for i, t in zip(self.wanted, sources, strict=True):
             given[i] = t
         inputs = {i: given[i] for i in readable}
+        the_list = ref(saved)  # the nodes, which it holds, hold the functions below
 
         def pack(t: torch.Tensor) -> int | Part:
+            saved = the_list()
+            assert saved is not None
             part = _part_of(t, inputs)
             if part is None:
-                saved.append(t)
+                saved.append(t.detach())
                 return len(saved) - 1
             read.add(part.number)
             return part
 
         def unpack(x: int | Part) -> torch.Tensor:
+            saved = the_list()
+            assert saved is not None
             found: torch.Tensor = saved[x] if isinstance(x, int) else x.take(saved.given[x.number])
             return found
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             outs = self._call(given)
+        inputs.clear()
         saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
         saved.inputs = [get_gradient_edge(given[i]) for i in self.wanted]
         return (*(o.detach() for o in outs), saved)
@@ -247,11 +254,10 @@ class TorchCall:
         everything = range(len(self.inputs))
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
-                *outs, saved = self._forward([m.empty() for m in self.inputs], everything, read)
+                *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception:  # whatever the function raises on fake tensors
             return Reads(tuple(everything), known=False)
-        known = {_storage(o) for o in outs}
-        kept = tuple(Meta.of(t) for t in {_storage(t): t for t in saved}.values() if _storage(t) not in known)
+        kept = tuple(Meta.of(t) for t in {_storage(t): t for t in saved}.values())
         return Reads(tuple(sorted(read)), counter.get_total_flops(), kept)
 
     def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
