@@ -29,7 +29,7 @@ def check(build: Callable[[], nn.Module], inputs: Inputs, *, steps: int = 2, **o
         args = inputs(step)
         expected = take_step(eager, eager, args, step)
         found = take_step(sharded, cmodel, args, step, expected["differentiable"])
-        for name in ("structure", "differentiable"):
+        for name in ("structure", "differentiable", "frozen"):
             assert found.pop(name) == expected.pop(name)
         torch.testing.assert_close(found, expected, msg=lambda text, step=step: f"step {step}: {text}")
     return cmodel
@@ -54,7 +54,8 @@ def take_step(
         "results": [t.detach() for t in results],
         "structure": (spec, [v for v in leaves if not isinstance(v, torch.Tensor)]),
         "differentiable": into,
-        "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        "gradients": {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad},
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad and p.grad is None],
         "gradients of inputs": [t.grad for t in inputs if t.grad is not None],
         "inputs": [t.detach() for t in inputs],
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
@@ -65,6 +66,11 @@ def take_step(
                 p -= RATE * p.grad
                 p.grad = None
     return seen
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    """The gradient; zeros if there is none: a compiled step always has one."""
+    return torch.zeros_like(p) if p.grad is None else p.grad
 
 
 class Model(nn.Module):

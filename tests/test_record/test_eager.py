@@ -1,0 +1,326 @@
+"""Modules that depend on the values of tensors are run by PyTorch. What cannot be, is refused with its place."""
+
+import shardtrace
+from passes.compat import notes_of
+from passes.pipeline import ShardParameters
+
+import pytest
+import thunder
+import torch
+from against_eager import check, rows
+from ranks import on_ranks
+from torch import nn
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+
+class Branch(Part):
+    def forward(self, x):
+        x = self.fc(x)
+        if x.sum() > 0:
+            return x
+        return -2 * x
+
+
+class Item(Part):
+    def forward(self, x):
+        return self.fc(x) / max(x.abs().max().item(), 1.0)
+
+
+class Nonzero(Part):
+    """Rows are chosen by their values."""
+
+    def forward(self, x):
+        out = x.new_zeros(x.shape)
+        chosen = (x[:, 0] > 0).nonzero()[:, 0]
+        return out.index_add(0, chosen, self.fc(x[chosen]))
+
+
+class Experts(nn.Module):
+    """As in Mixtral: each expert gets the rows that choose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(3))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, which = torch.where(chosen == number)
+            out.index_add_(0, row, expert(x[row]) * weights[row, which, None])
+        return out
+
+
+class Counting(Part):
+    """Writes into a buffer, returns a dict and its input, draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        if self.count.item() < 0:
+            x = -x
+        return {"y": nn.functional.dropout(self.fc(x), 0.5), "x": x}
+
+
+class Skips(Part):
+    """Returns its input or a new tensor, by its values."""
+
+    def forward(self, x):
+        return x if x.sum() > 0 else self.fc(x)
+
+
+class CountingNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), Counting()
+
+    def forward(self, x):
+        found = self.part(self.first(x))
+        return found["y"] + found["x"], self.part.count * 2
+
+
+def around(cls):
+    return lambda: nn.Sequential(nn.Linear(4, 4), cls(), nn.Tanh(), nn.Linear(4, 4))
+
+
+def remarks(cmodel):
+    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, ShardParameters))
+    return first.compilation.remarks
+
+
+@pytest.mark.parametrize(
+    ("build", "remark"),
+    [
+        (around(Branch), "1 (Branch) is run by PyTorch"),
+        (around(Item), "1 (Item) is run by PyTorch"),
+        (around(Skips), "1 (Skips) is run by PyTorch"),
+        (around(Nonzero), "1 (Nonzero) is run by PyTorch"),
+        (around(Experts), "1 (Experts) is run by PyTorch"),
+        (CountingNet, "part (Counting) is run by PyTorch"),
+        (lambda: nn.Sequential(nn.Sequential(Item(), nn.Linear(4, 4)), Item()), "0.0 (Item) is run by PyTorch"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_depends_on_values(build, remark, single_rank):
+    cmodel = check(build, rows)
+    assert remark in remarks(cmodel)
+
+
+def test_its_lines_of_the_trace(fake_ranks):
+    """One line forward, one backward; in ZeRO-3 its parameters are gathered for both, and none is saved."""
+    fake_ranks(2)
+    cmodel = thunder.jit(shardtrace.fsdp(around(Experts)(), sharding_strategy="zero3"))
+    cmodel(torch.randn(3, 4)).sum().backward()
+    names = [
+        [b.sym.name for b in trace[-1].bound_symbols if "eager" in b.sym.name]
+        for trace in (thunder.last_traces(cmodel), thunder.last_backward_traces(cmodel))
+    ]
+    assert names == [["torch_eager_Experts_0_forward"], ["torch_eager_Experts_0_backward"]]
+    assert (
+        len(shardtrace.inspect(cmodel).collectives) == 8
+    )  # of three layers, of which backward does not read the first
+
+
+@on_ranks(2)
+def test_on_two_ranks():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    eager = around(Experts)()
+    torch.manual_seed(0)
+    model = shardtrace.fsdp(around(Experts)(), sharding_strategy="zero3")
+    cmodel = thunder.jit(model)
+    mine = x.chunk(2)[torch.distributed.get_rank()]
+    for _ in range(3):
+        for call, parameters, batch in ((eager, eager.parameters(), x), (cmodel, cmodel.parameters(), mine)):
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            optimizer.zero_grad()
+            call(batch).square().mean().backward()
+            optimizer.step()
+    found = shardtrace.full_state_dict(model)
+    if torch.distributed.get_rank() == 0:
+        torch.testing.assert_close(found, dict(eager.state_dict()))
+
+
+def test_chosen_modules(single_rank):
+    """By name, pattern and class, although they can be recorded."""
+    cmodel = check(lambda: nn.Sequential(nn.Linear(4, 4), Part(), nn.Tanh()), lambda step: (), steps=0)
+    model = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())  # noqa: E731
+    for chosen, names in (
+        (["1"], ["torch_eager_Linear_0"]),
+        (["[01]"], ["torch_eager_Linear_0", "torch_eager_Linear_1"]),
+        ([nn.Linear], ["torch_eager_Linear_0", "torch_eager_Linear_1"]),
+        (["0", nn.Tanh], ["torch_eager_Linear_0", "torch_eager_Tanh_0"]),
+    ):
+        cmodel = check(model, rows, eager=chosen)
+        assert [b.sym.name for b in thunder.last_traces(cmodel)[0].bound_symbols if "eager" in b.sym.name] == names
+    with pytest.raises(ValueError, match=r"Sequential has no module that eager='2\.fc' chooses"):
+        shardtrace.fsdp(model(), eager=["2.fc"])
+
+
+# ---- what is refused ----
+
+
+def text_of(error):
+    """The message with its notes, which Python 3.10 has in the message."""
+    return f"{error}{notes_of(error)}"
+
+
+def refused(model, *args, **options):
+    cmodel = thunder.jit(shardtrace.fsdp(model, **options))
+    try:
+        cmodel(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("it was recorded")
+
+
+X = torch.randn(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("cls", "line"),
+    [
+        (Branch, "if x.sum() > 0:"),
+        (Item, "return self.fc(x) / max(x.abs().max().item(), 1.0)"),
+        (Nonzero, "chosen = (x[:, 0] > 0).nonzero()[:, 0]"),
+    ],
+)
+def test_without_pytorch(fake_ranks, cls, line):
+    fake_ranks(2)
+    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, eager=None)
+    assert type(found) is RuntimeError
+    assert str(found).startswith("the forward of Sequential cannot be recorded: it depends on the values of tensors")
+    assert 'call fsdp(eager="auto"), or name the module that PyTorch is to run' in str(found)
+    place, source, hint = text_of(found).split("\n")[-3:]
+    assert place.startswith(f"shardtrace was recording Sequential, at {__file__}:")
+    assert place.endswith(" in forward:")
+    assert source == f"    {line}"
+    assert "docs/guide.md#models-that-cannot-be-recorded" in hint
+
+
+def test_the_model_itself(fake_ranks):
+    fake_ranks(2)
+    found = refused(Branch(), X)
+    assert "the forward of Branch cannot be recorded: it depends on the values of tensors" in str(found)
+    assert "move that part into a submodule that takes and returns tensors" in str(found)
+    assert f"shardtrace was recording Branch, at {__file__}:" in text_of(found)
+
+
+def test_in_a_jitted_function(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Branch())
+    with pytest.raises(RuntimeError) as info:
+        thunder.jit(lambda x: model(x).sum())(X)
+    assert "shardtrace was recording Branch, at" in text_of(info.value)
+
+
+class Sizes(Part):
+    """The number of rows that it returns depends on their values."""
+
+    def forward(self, x):
+        return self.fc(x)[x[:, 0] > 0]
+
+
+def test_shapes_that_depend_on_values(fake_ranks):
+    fake_ranks(2)
+    found = refused(nn.Sequential(nn.Linear(4, 4), Sizes()), torch.randn(100, 4))
+    assert "the forward of Sequential cannot be recorded: it depends on the values of tensors" in str(found)
+    assert "return self.fc(x)[x[:, 0] > 0]" in text_of(found)
+
+
+class Rare(Part):
+    """Returns a row less only where a value is far from those that it is tried on."""
+
+    def forward(self, x):
+        return self.fc(x)[1:] if x.max() > 100 else self.fc(x)
+
+
+def test_a_shape_that_has_never_been_seen(single_rank):
+    cmodel = check(lambda: nn.Sequential(Rare(), nn.Tanh()), rows)
+    with pytest.raises(RuntimeError, match="Rare, which PyTorch runs, has returned other shapes or values than when"):
+        cmodel(torch.full((3, 4), 1000.0))
+
+
+class Hides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.Parameter(torch.randn(4))]
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x) * self.hidden[0]
+
+
+def test_parameters_in_a_plain_list(fake_ranks):
+    fake_ranks(2)
+    found = refused(Hides(), X)
+    assert "a tensor of shape (4,) requires a gradient and is neither a parameter of the module nor" in text_of(found)
+    assert "make it an nn.Parameter of the module" in text_of(found)
+    assert "return self.fc(x) * self.hidden[0]" in text_of(found) or f"{__file__}:" in text_of(found)
+
+
+class Refuses(Part):
+    def forward(self, x):
+        if x.shape[0] != 3:
+            raise ValueError("not three rows")
+        return self.fc(x)
+
+
+class Replaces(Part):
+    def forward(self, x):
+        try:
+            return self.fc(x).no_such_method()
+        except AttributeError as error:
+            raise KeyError("no such method") from error
+
+
+class Generator(Part):
+    def forward(self, x):
+        return sum(row for row in self.rows(self.fc(x)))
+
+    def rows(self, x):
+        yield x.no_such_method()
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "line"),
+    [
+        (Refuses, ValueError, 'raise ValueError("not three rows")'),
+        (Replaces, KeyError, 'raise KeyError("no such method") from error'),
+        (Generator, AttributeError, "yield x.no_such_method()"),
+    ],
+)
+@pytest.mark.parametrize("eager", ["auto", None])
+def test_errors_of_the_model_stay_as_they_are(fake_ranks, cls, error, line, eager):
+    fake_ranks(2)
+    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, eager=eager)
+    assert type(found) is error
+    assert "cannot be recorded" not in str(found)
+    assert f"shardtrace was recording Sequential, at {__file__}:" in text_of(found)
+    assert f"    {line}\n" in text_of(found)
+
+
+def test_recovering_from_an_error(single_rank):
+    class Recovers(Part):
+        def forward(self, x):
+            try:
+                x.no_such_method()
+            except AttributeError:
+                x = self.fc(x)
+            return x
+
+    check(Recovers, rows)
+
+
+def test_weights_in_a_list(single_rank):
+    """The list of an nn.LSTM holds the parameters that the module holds."""
+    check(lambda: nn.LSTM(4, 4), lambda step: (torch.randn(5, 3, 4),))
