@@ -18,6 +18,7 @@ from passes.compat import (
     exempt_from_autocast,
     name_as_user,
     pack_tensors,
+    proxied_values,
     proxy_tensors,
     traced_device,
     without_constraints,
@@ -32,6 +33,7 @@ from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_librar
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.state import is_plain
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -144,6 +146,7 @@ class Arguments:
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         given = tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()}
         self._made: dict[str, torch.Tensor] = {}
+        self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
         self._name_after(function, args, kwargs)
         self.args, self.kwargs = pytree.tree_map(self._fake, given, is_leaf=lambda x: isinstance(x, Proxy))
 
@@ -167,6 +170,9 @@ class Arguments:
                 )  # fmt: skip
                 fake = fake.clone() if computed else fake
             self._made[value.name] = fake
+            real = self._originals.get(value.name)
+            if isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
+                fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
             self.by_fake[id(fake)] = fake, value
         return self._made[value.name]
 
@@ -214,6 +220,8 @@ def trace(
     while True:
         try:
             done = front.record(function, module, args, kwargs, found, known)
+            if front.has_rebuilt(done.changes):
+                continue
             traced = front.write(done, parameter_of, state, obstacle)
             break
         except CannotRecord as error:
@@ -246,7 +254,9 @@ class Front:
         self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
         self._impossible: set[nn.Module] = set()
         self._first: BaseException | None = None
+        self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
+        self._rebuilt = False
 
     def record(
         self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any, found: Found, known: dict[int, Any]
@@ -264,7 +274,7 @@ class Front:
                 done = record(
                     function, (self._module, *arguments.args), arguments.kwargs, mode=fakes, modules=self._names,
                     watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
-                    eager=self._eager, watcher=watcher,
+                    eager=self._eager, watcher=watcher, compiling=self._compiling[0],
                 )  # fmt: skip
             return done, effects.found
 
@@ -307,6 +317,19 @@ class Front:
             "; ".join(filter(None, (str(blocks), *self.remarks))),
         )
 
+    def has_rebuilt(self, changes: Iterable[Change]) -> bool:
+        """Whether the forward has put another submodule in the place of one, which stays: such as BigBird's attention
+        after a look at the length of its input. The forward is then recorded again."""
+        found = [c for c in changes if c.kind == "submodule" and isinstance(c.new, nn.Module) and c.new is not c.old]
+        own = {*self._module.parameters(), *self._module.buffers()}
+        if not found or self._rebuilt or any(not own.issuperset(_tensors_of(c.new)) for c in found):
+            return False
+        for change in (c for c in changes if c in found or is_plain(c.new)):  # the choice, and that it was made
+            change.put(change.new)
+        self.__init__(self._module, fall_back=self._auto)  # type: ignore[misc]
+        self._rebuilt = True
+        return True
+
     def modules_around(self, name: str) -> list[nn.Module]:
         """The modules from the root to the one of this qualified name."""
         parts = name.split(".") if name else []
@@ -316,6 +339,10 @@ class Front:
         """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
         the first error if there is none."""
         self._first = self._first or error
+        if len(self._compiling) > 1:
+            self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
+            return
+        self._compiling = [True]
         for module in reversed(modules[1:]):
             if module in self._eager:
                 self._eager.remove(module)
@@ -371,6 +398,10 @@ def _check_state(snapshot: Snapshot) -> None:
 def _stand_in(device: torch.device) -> torch.device:
     """The device of fakes: the CPU stands in for an absent one."""
     return torch.device("cpu") if is_absent(device) else device
+
+
+def _tensors_of(module: nn.Module) -> set[torch.Tensor]:
+    return {*module.parameters(), *module.buffers()}
 
 
 def _first_of(*values: Any) -> Any:

@@ -285,6 +285,7 @@ def record(
     watched: Collection[nn.Module] = (),
     eager: Eager = frozenset(),
     watcher: CodeWatcher,
+    compiling: bool = True,
 ) -> Record:
     """Calls ``function`` and returns what it did.
 
@@ -294,12 +295,13 @@ def record(
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
         watcher: sees the functions that run, apart from those of torch.
+        compiling: whether models are told that they are being compiled. Some then do without the values of tensors.
 
     Raises:
         CannotRecord: from what the function raised. It names the modules that ran.
     """
     recorder = Recorder(modules, watched, eager, watcher)
-    with _in_place_of_torchs(recorder), mode, recorder:
+    with _in_place_of_torchs(recorder, compiling), mode, recorder:
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
@@ -312,9 +314,9 @@ def record(
 
 
 @contextmanager
-def _in_place_of_torchs(recorder: Recorder) -> Iterator[None]:
-    """Lets the recorder see calls of modules, autograd functions and checkpoints. Models are told that they are being
-    compiled: some then do without the values of tensors."""
+def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
+    """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
+    being compiled."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
 
     def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -330,8 +332,8 @@ def _in_place_of_torchs(recorder: Recorder) -> Iterator[None]:
             with recorder.checkpoint():
                 return function(*args)
 
-    def yes(*args: Any) -> bool:
-        return True
+    def is_compiling(*args: Any) -> bool:
+        return compiling
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         return checkpoint(function, *args, **kwargs)
@@ -344,9 +346,9 @@ def _in_place_of_torchs(recorder: Recorder) -> Iterator[None]:
         (torch._C.ScriptMethod, "__call__", _whole(recorder, torch._C.ScriptMethod.__call__)),
         (checkpoints, "_checkpoint_without_reentrant_generator", generator),
         (checkpoints, "CheckpointFunction", Reentrant),
-        (torch.compiler, "is_compiling", yes),
-        (torch.compiler, "is_dynamo_compiling", yes),
-        (torch._dynamo, "is_compiling", yes),
+        (torch.compiler, "is_compiling", is_compiling),
+        (torch.compiler, "is_dynamo_compiling", is_compiling),
+        (torch._dynamo, "is_compiling", is_compiling),
     ]
     with ExitStack() as stack:
         for owner, name, new in patches:
