@@ -421,8 +421,8 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
             raise RuntimeError(
-                f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: make "
-                "it a buffer, or change it outside of forward in shardtrace.full_params"
+                f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: "
+                "make it a buffer, or change it outside of forward in shardtrace.full_params"
             )
         before = _first_of(inputs.proxy(fake), arguments.proxy(fake))
         ltorch.copy_(before, replay.values.read(fake))

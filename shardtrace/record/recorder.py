@@ -195,7 +195,9 @@ class Recorder(TorchFunctionMode):
             return
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
+        self._watcher.pause()
         self._keep(func, args, kwargs, result, changed, draws)
+        self._watcher.resume()
 
     def _place(self, frame: FrameType) -> Place:
         module = self._modules[id(self._stack[-1])] if self._stack else ""
@@ -235,7 +237,9 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
+        self._watcher.pause()
         self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
+        self._watcher.resume()
         return trial.result
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:

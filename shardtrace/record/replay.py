@@ -12,6 +12,7 @@ from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat import add_note, name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
+from shardtrace.record.eager import EagerModule
 from shardtrace.record.kinds import Mark
 from shardtrace.record.recorder import Call
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
@@ -179,8 +180,12 @@ class Replay:
         try:
             return self._attempt(lambda: compute(call.function, args, kwargs), old), old
         except Exception:  # autocast has cast the arguments
-            args, kwargs = pytree.tree_map(partial(_cast, old[0].dtype), (args, kwargs), is_leaf=_is_proxy)
-            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+            cast = partial(_cast, old[0].dtype)
+
+            def compute_cast() -> Any:
+                return compute(call.function, *pytree.tree_map(cast, (args, kwargs), is_leaf=_is_proxy))
+
+            return self._attempt(compute_cast, old), old
 
     def _attempt(self, compute: Callable[[], Any], expected: Sequence[torch.Tensor]) -> list[Any]:
         """What ``compute`` returns, if these are tensors like those ``expected``. Else raises, and leaves no line."""
@@ -206,6 +211,8 @@ class Replay:
         if name_of(function) in LIKE and len(tensors) == 1:
             function, tensors = Like(function), []
             args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
+        if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
+            args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
         written = [i for i, t in enumerate(tensors) if id(t) in into]
         made = [t for t in call.results if id(t) not in into]
@@ -234,7 +241,10 @@ class Replay:
         for i in places:
             flat[i] = None
         grad = grad and any(t.requires_grad for t in inputs)
-        of_inputs = [Meta.of(t)._replace(grad=grad and t.requires_grad) for t in inputs]
+        of_inputs = [
+            Meta.of(t)._replace(dtype=dtypes.to_torch_dtype(p.dtype), grad=grad and t.requires_grad)
+            for t, p in zip(inputs, proxies, strict=True)
+        ]
         of_results = [Meta.of(t)._replace(grad=grad and _differentiable(t)) for t in results]
         call = TorchCall(
             self._unique(function), function, flat, spec, places, inputs=of_inputs, results=of_results,
@@ -304,6 +314,15 @@ def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
     if base.stride() == tuple(stride):
         return base
     return torch.empty_strided(base.shape, stride, dtype=base.dtype, device=base.device).copy_(base)
+
+
+def _is_lowered(call: Call) -> bool:
+    """Whether autocast casts the arguments of a call to its own dtype."""
+    if not call.autocast or call.written or not call.results or isinstance(call.function, EagerModule):
+        return False
+    dtype = call.results[0].dtype
+    given = [t.dtype for t in call.tensors() if t.is_floating_point()]
+    return dtype in (state.dtype for state in call.autocast) and torch.float32 in given and len(given) > 1
 
 
 def _without_values(value: Any) -> Any:
