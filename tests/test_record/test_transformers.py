@@ -28,7 +28,7 @@ class Causal(nn.Module):
     def __init__(self, name, **options):
         super().__init__()
         config = transformers.AutoConfig.for_model(name, **SMALL | options)
-        self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).double()  # rounding decides nothing
 
     def forward(self, batch):
         return self.model(**batch, use_cache=False)
