@@ -28,7 +28,9 @@ class Causal(nn.Module):
     def __init__(self, name, **options):
         super().__init__()
         config = transformers.AutoConfig.for_model(name, **SMALL | options)
-        self.model = transformers.AutoModelForCausalLM.from_config(config).double()  # rounding decides nothing
+        self.model = transformers.AutoModelForCausalLM.from_config(config)
+        if "output_hidden_states" in options:
+            self.double()  # their gradients are large
 
     def forward(self, batch):
         return self.model(**batch, use_cache=False)
