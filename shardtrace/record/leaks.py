@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
@@ -34,6 +35,8 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (
     if not fakes:
         return
     gc.collect()
+    for cache in {id(c): c for fake in fakes for c in _caches(fake(), 2)}.values():
+        cache.cache_clear()  # functools.lru_cache: the next call computes again
     alive = [t for fake in fakes if (t := fake()) is not None]
     t = None
     ignored = {id(alive), *map(id, ours)}
@@ -43,6 +46,15 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (
                 f"forward leaves a tensor of shape {tuple(tensor.shape)} in {holder}, where no step would set it: "
                 "return it, set it as an attribute of a module, or leave the module to PyTorch with fsdp(eager=[...])"
             )
+
+
+def _caches(value: object, depth: int) -> Iterator[Any]:
+    """The caches of functools that hold a value, by itself or in a container."""
+    for holder in gc.get_referrers(value) if value is not None else ():
+        if isinstance(holder, _lru_cache_wrapper):
+            yield holder
+        elif isinstance(holder, (tuple, list, dict)) and depth:
+            yield from _caches(holder, depth - 1)
 
 
 def _holder(value: object, ignored: set[int], depth: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from types import CellType
@@ -111,7 +112,13 @@ def _reader(owner: object) -> Read | None:
         return operator.getitem
     if isinstance(owner, set):
         return _member
+    if isinstance(owner, ContextVar):
+        return _context
     return None if isinstance(owner, tuple) else getattr
+
+
+def _context(variable: ContextVar[Any], key: str = "value") -> Any:
+    return variable.get(MISSING)
 
 
 def _member(members: set[Any], member: Any) -> Any:
@@ -163,7 +170,11 @@ def _take(
         if isinstance(owner, CellType):
             state.add(Holder(owner, name, _contents(owner), "cell", counted=False))
         else:
-            state.add(Holder(owner, name, {k: owner[k] for k in keys if k in owner}, counted=False))
+            found = {k: owner[k] for k in keys if k in owner}
+            state.add(Holder(owner, name, found, counted=False))
+            for variable in (v for v in found.values() if isinstance(v, ContextVar)):
+                entries = {"value": _context(variable)}
+                state.add(Holder(variable, f"the context variable {variable.name}", entries, counted=False))
     return state.holders
 
 

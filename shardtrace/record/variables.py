@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import CodeType, FrameType
 
 STORES = ("STORE_FAST", "STORE_DEREF")
+IGNORED = ("CACHE", "NOP", "EXTENDED_ARG")
 
 
 def assigned(frame: FrameType) -> tuple[str, ...]:
@@ -20,15 +21,20 @@ def assigned(frame: FrameType) -> tuple[str, ...]:
 @functools.lru_cache(4096)
 def _stores(code: CodeType) -> dict[int, tuple[str, ...]]:
     """The variables to which the result of each instruction is assigned, by its offset."""
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "NOP", "EXTENDED_ARG")]
+    instructions = list(dis.get_instructions(code))
+    ends = [i.offset for i in instructions[1:]] + [len(code.co_code)]  # behind the caches, where a call may stand
+    kept = [(i, end) for i, end in zip(instructions, ends, strict=True) if i.opname not in IGNORED]
     found: dict[int, tuple[str, ...]] = {}
-    for i, (before, after) in enumerate(pairwise(instructions)):
+    for n, ((before, end), (after, _)) in enumerate(pairwise(kept)):
+        names: tuple[str, ...] = ()
         if after.opname.startswith(STORES):
-            found[before.offset] = (_name(after),)
+            names = (_name(after),)
         elif after.opname == "UNPACK_SEQUENCE":
-            stores = instructions[i + 2 : i + 2 + (after.arg or 0)]
+            stores = [i for i, _ in kept[n + 2 : n + 2 + (after.arg or 0)]]
             if all(s.opname.startswith(STORES) for s in stores) and len(stores) == after.arg:
-                found[before.offset] = tuple(map(_name, stores))
+                names = tuple(map(_name, stores))
+        if names:
+            found.update(dict.fromkeys(range(before.offset, end, 2), names))
     return found
 
 
