@@ -1,0 +1,79 @@
+"""Which lines have Thunder's symbol, and which call torch's own function."""
+
+from shardtrace.record.symbols import OPERATORS, TRUSTED, is_method, name_of
+
+import pytest
+import thunder
+import torch
+from against_eager import Model, check
+from torch.nn import functional as F
+
+X = torch.randn(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "method"),
+    [
+        (torch.add, "add", False),
+        (torch.Tensor.add, "add", True),
+        (torch.Tensor.add_, "add_", True),
+        (torch.Tensor.T.__get__, "T", True),
+        (torch.Tensor.__getitem__, "__getitem__", True),
+        (F.gelu, "gelu", False),
+        (F.scaled_dot_product_attention, "scaled_dot_product_attention", False),
+        (torch.fft.rfft, "rfft", False),
+        (torch.linalg.norm, "norm", False),
+        (torch.ops.aten.sin.default, "default", False),
+        (lambda x: x, "<lambda>", False),
+    ],
+)
+def test_names(function, name, method):
+    assert name_of(function) == name
+    assert is_method(function) is method
+
+
+def test_trusted_names_are_torchs():
+    for name in TRUSTED:
+        assert any(hasattr(owner, name) for owner in (torch, torch.Tensor, F)), name
+    assert all(hasattr(torch.Tensor, name) for name in OPERATORS)
+
+
+def lines_of(function, x=X):
+    """The names of the lines of a function of a model and its input, which computes what torch does."""
+    cmodel = check(lambda: Model(function), lambda step: (x,), steps=1)
+    names = [b.sym.name for b in thunder.last_traces(cmodel)[0].bound_symbols]
+    return [name for name in names if name not in ("unpack_trivial", "python_return")]
+
+
+@pytest.mark.parametrize(
+    ("function", "lines"),
+    [
+        (lambda m, x: F.gelu(m.fc(x)), ["linear", "gelu"]),
+        (lambda m, x: -(m.fc(x) ** 2), ["linear", "pow", "neg"]),
+        (lambda m, x: m.fc(x).t()[1:].T, ["linear", "t", "getitem", "transpose"]),
+        (lambda m, x: m.fc(x).double().float(), ["linear", "to", "to"]),
+        (lambda m, x: m.fc(x).matmul(x.t()), ["linear", "t", "matmul"]),
+        (lambda m, x: m.fc(x).add_(1).relu_(), ["linear", "add", "relu"]),
+        (lambda m, x: m.fc(x) * x.clone().fill_(2), ["linear", "clone", "full_like", "mul"]),
+    ],
+)
+def test_symbols(function, lines, single_rank):
+    assert lines_of(function) == lines
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (lambda m, x: m.fc(x).logcumsumexp(0), "torch_logcumsumexp_0"),  # Thunder has no symbol
+        (lambda m, x: m.fc(x).amax(), "torch_amax_0"),  # and divides a gradient among equal values
+        (lambda m, x: x ** m.fc(x).abs(), "torch_pow_0"),  # a tensor as exponent
+        (lambda m, x: m.fc(x)[torch.tensor([0, 2])], "torch_getitem_0"),  # tensors as indices
+        (lambda m, x: F.embedding(torch.tensor([1, 1]), m.fc.weight, scale_grad_by_freq=True), "torch_embedding_0"),
+        (lambda m, x: torch.view_as_complex(m.fc(x).view(3, 2, 2)).abs(), "torch_abs_0"),  # complex numbers
+        (lambda m, x: m.fc(x).narrow(0, 1, 2), "torch_narrow_0"),  # Thunder would call torch's function
+        (lambda m, x: torch.dropout(m.fc(x), 0.5, True), "torch_dropout_0"),
+        (lambda m, x: torch.add(m.fc(x).detach(), 1, out=torch.empty(3, 4)) * m.fc(x), "torch_add_0"),
+    ],
+)
+def test_torchs_own_functions(function, line, single_rank):
+    assert line in lines_of(function, X.abs())
