@@ -26,6 +26,7 @@ from passes.keep_secondary import Kept, keep_secondary
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.plan import Enlisted, Runtime
+from passes.rebuild_result import Rebuild, rebuild_result
 from passes.refuse_double_backward import insert_refusal
 from passes.regather import regather
 from passes.save_shards import Swapped, save_shards
@@ -55,6 +56,7 @@ class Compilation:
         self.known: dict[int, Any] = {}  # of the tracer: the wrapped parameters and buffers that it has met, by id
         self.guards: list[Callable[[], None]] = []  # of the tracer: raise if the step is not valid any more
         self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
+        self.rebuild: Rebuild | None = None  # likewise: makes what a jitted model returns, if Thunder cannot
         self.remarks = ""  # likewise: what it says of blocks and modules, in the trace's provenance
         self._tracing: Any = None
 
@@ -63,7 +65,7 @@ class Compilation:
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
             self.models, self.known, self.remarks = {}, {}, ""
-            self.guards, self.setters = [], {}
+            self.guards, self.setters, self.rebuild = [], {}, None
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -131,6 +133,7 @@ class ShardParameters(Pass):
         if epilogue_trace is not None and self.compilation.models:
             epilogue_trace = set_state(epilogue_trace, setters=self.compilation.setters)
             epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
+            epilogue_trace = rebuild_result(epilogue_trace, rebuild=self.compilation.rebuild)
         return prologue, computation, epilogue_trace
 
 

@@ -101,6 +101,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     compilation.guards.append(traced.guard)
     if traced.setter is not None:
         compilation.setters[name] = traced.setter
+    compilation.rebuild = traced.rebuild
     compilation.remarks = "; ".join(filter(None, (compilation.remarks, traced.remark)))
     for state in states:
         compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))

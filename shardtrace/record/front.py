@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -31,6 +31,8 @@ from shardtrace.record.leaks import check_leaks, no_other_random_numbers
 from shardtrace.record.marks import EAGER, REPEATED, recomputed
 from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library, record
 from shardtrace.record.replay import CannotWrite, Replay
+from shardtrace.record.results import Rebuild, map_tensors, tensors_in
+from shardtrace.record.results import is_plain as is_returnable
 from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.state import is_plain
@@ -185,12 +187,14 @@ class Traced(NamedTuple):
 
     ``guard`` raises if the record is not valid any more. ``setter`` sets after a step what forward sets, from the
     tensors that were packed under the given name; None if it sets nothing. ``remark`` is about blocks and modules.
+    ``rebuild`` makes what the jitted model returns of the tensors that are the result; None if they are that.
     """
 
     result: Any
     guard: Callable[[], None]
     setter: Setter | None
     remark: str
+    rebuild: Rebuild | None
 
 
 def trace(
@@ -228,7 +232,9 @@ def trace(
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
-    made = [ref(t) for call in done.record.calls for t in call.results]
+    made: list[ref[torch.Tensor]] = [
+        ref(t) for call in done.record.calls for t in call.results if isinstance(t, FakeTensor)
+    ]
     del done
     check_leaks(made)
     return traced
@@ -297,9 +303,15 @@ class Front:
         )  # fmt: skip
         try:
             with exempt_from_autocast(get_compile_data()):
-                blocks.write([*_tensors(record.result), *left])
+                blocks.write([*tensors_in(record.result), *left])
                 _write_back(replay, inputs, arguments)
-                result = _with_proxies(record.result, replay)
+                rebuild = None
+                if get_compile_data().fn is self._module and not is_returnable(record.result):
+                    rebuild = Rebuild(record.result)
+                    result: Any = tuple(map(replay.proxy, rebuild.tensors))
+                    rebuild.release()
+                else:
+                    result = map_tensors(record.result, replay.proxy)
                 if changes:
                     pack_tensors(state, tuple(map(replay.proxy, left)))
         except CannotWrite:
@@ -315,6 +327,7 @@ class Front:
             partial(_check_state, snapshot),
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
+            rebuild,
         )
 
     def has_rebuilt(self, changes: Iterable[Change]) -> bool:
@@ -426,38 +439,3 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
             )
         before = _first_of(inputs.proxy(fake), arguments.proxy(fake))
         ltorch.copy_(before, replay.values.read(fake))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for v in (*value.values(), *vars(value).values()) if type(value) is not dict else value.values():
-            yield from _tensors(v)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _tensors(v)
-
-
-def _with_proxies(value: Any, replay: Replay) -> Any:
-    """What the model returned, with proxies in the place of fakes."""
-
-    def out(v: Any) -> Any:
-        if isinstance(v, torch.Tensor):
-            return replay.proxy(v)
-        if type(v) is dict:
-            return {k: out(x) for k, x in v.items()}
-        if isinstance(v, dict):
-            new = v.__class__.__new__(v.__class__)
-            new.__dict__.update({k: out(x) for k, x in v.__dict__.items()})
-            for k, x in v.items():
-                super(type(v), new).__setitem__(k, out(x))
-            return new
-        if type(v) in (list, tuple):
-            return type(v)(map(out, v))
-        if isinstance(v, tuple):
-            return tuple(map(out, v)) if type(v).__module__ == "torch.return_types" else type(v)(*map(out, v))
-        return v
-
-    return out(value)

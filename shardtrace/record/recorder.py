@@ -27,6 +27,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
@@ -131,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self._inside = 0  # calls of torch that run
         self._drawn = False
         self._checkpoints: list[int] = []
+        self._of_functions: set[int] = set()  # ids of results of autograd functions
         self._count = 0
         self._watcher = watcher
 
@@ -145,6 +147,7 @@ class Recorder(TorchFunctionMode):
     def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call, as one of ``function``."""
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self.check_known(list(given.values()))
         versions = {i: _version(t) for i, t in given.items()}
         shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
@@ -184,6 +187,15 @@ class Recorder(TorchFunctionMode):
         )
         self.record.calls.append(call)
 
+    def check_known(self, values: Any) -> None:
+        """Raises NotImplementedError for the result of an autograd function that was called by a reference to its
+        ``apply`` from before: its forward was seen, and its backward was not."""
+        for t in pytree.tree_leaves(values):
+            custom = isinstance(t, torch.Tensor) and isinstance(t.grad_fn, BackwardCFunction)
+            if custom and id(t) not in self._of_functions:
+                name = type(t.grad_fn).__name__.removesuffix("Backward")
+                raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
+
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains."""
         draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -217,6 +229,7 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
+                self.check_known(result)
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -249,7 +262,9 @@ class Recorder(TorchFunctionMode):
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():
-            return self._make(function, function, args, kwargs)
+            result = self._make(function, function, args, kwargs)
+        self._of_functions |= {id(t) for t in pytree.tree_leaves(result)}
+        return result
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -309,6 +324,7 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
+            recorder.check_known(recorder.record.result)
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:

@@ -1,5 +1,7 @@
 """Modules that depend on the values of tensors are run by PyTorch. What cannot be, is refused with its place."""
 
+import copy
+
 import shardtrace
 from passes.compat import notes_of
 from passes.pipeline import ShardParameters
@@ -325,3 +327,34 @@ def test_recovering_from_an_error(single_rank):
 def test_weights_in_a_list(single_rank):
     """The list of an nn.LSTM holds the parameters that the module holds."""
     check(lambda: nn.LSTM(4, 4), lambda step: (torch.randn(5, 3, 4),))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 5 * grad * x * x  # on purpose: not that of its forward
+
+
+cube = Cube.apply  # before any recording
+
+
+class Cubes(nn.Module):
+    def forward(self, x):
+        return cube(x)
+
+
+def test_a_reference_to_the_apply_of_an_autograd_function(single_rank):
+    """Its forward would be seen without its backward."""
+    model = nn.Sequential(nn.Linear(4, 4), Cubes(), nn.Linear(4, 4))
+    expected = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    thunder.jit(shardtrace.fsdp(model))(x).sum().backward()
+    expected(x).sum().backward()
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
