@@ -53,7 +53,7 @@ class Compilation:
         self.at_end_of_tracing: list[Callable[[], None]] = []
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
-        self.known: dict[int, Any] = {}  # of the tracer: the wrapped parameters and buffers that it has met, by id
+        self.known: dict[int, Any] = {}  # of the tracer: the parameters and buffers that it has met, by id
         self.guards: list[Callable[[], None]] = []  # of the tracer: raise if the step is not valid any more
         self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
         self.rebuild: Rebuild | None = None  # likewise: makes what a jitted model returns, if Thunder cannot

@@ -7,6 +7,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -57,16 +58,24 @@ Found = Callable[[torch.Tensor, Any], None]
 Setter = Callable[[tuple[torch.Tensor, ...]], None]
 
 
+@dataclass
+class Known:
+    """A parameter or buffer that is an input of the trace, and what it holds after the calls so far."""
+
+    wrapped: Any
+    now: Any
+
+
 class Inputs:
     """The tensors that a trace takes from a module: its parameters and buffers, by their fakes."""
 
-    def __init__(self, module: Any, fakes: FakeMode, found: Found, known: dict[int, Any]) -> None:
+    def __init__(self, module: Any, fakes: FakeMode, found: Found, known: dict[int, Known]) -> None:
         self.module, self._fakes, self._found, self._known = module, fakes, found, known
         self._records: dict[str, ProvenanceRecord] = {"": module.provenance}
         self._names: dict[int, tuple[str, str, torch.Tensor]] = {}  # of a fake: its kind, its name, the tensor
         self._added: list[TensorProxy] = []
         self.by_name: dict[str, torch.Tensor] = {}
-        self.written: dict[int, Any] = {}
+        self.replaced: set[int] = set()  # fakes of buffers that get another value after the step
         root: nn.Module = unwrap(module)
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
@@ -87,17 +96,27 @@ class Inputs:
 
     def proxy(self, fake: torch.Tensor) -> Any:
         """The proxy of a parameter or buffer, which becomes an input of the trace; None for another fake."""
-        if id(fake) not in self._names:
+        if not self.has(fake):
             return None
         kind, name, t = self._names[id(fake)]
         if id(t) not in self._known:
             path, _, last = name.rpartition(".")
             with without_constraints():
                 wrapped = wrap(t, provenance=_item(self._record(path), kind, last))
-            self._known[id(t)] = wrapped
+            self._known[id(t)] = Known(wrapped, wrapped.value)
             self._added.append(wrapped.value)
             self._found(t, wrapped)
-        return self._known[id(t)].value
+        now = self._known[id(t)].now
+        return ltorch.clone(now) if id(fake) in self.replaced else now  # backward may read what was there before
+
+    def write(self, fake: torch.Tensor, new: Any) -> None:
+        """Adds the line that writes ``new`` into the buffer of a fake. Later calls of the module read it."""
+        known = self._known[id(self.tensor(fake))]
+        ltorch.copy_(known.wrapped.value, new)
+        known.now = new
+
+    def has(self, fake: torch.Tensor) -> bool:
+        return id(fake) in self._names
 
     def name(self, fake: torch.Tensor) -> str:
         """The qualified name of the parameter or buffer of a fake."""
@@ -213,7 +232,7 @@ def trace(
     """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped values.
 
     Args:
-        known: the wrapped values of parameters and buffers that an earlier call has met, by their ids.
+        known: the parameters and buffers that an earlier call has met, by their ids.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
         state: the name under which the tensors are packed that forward leaves on modules.
@@ -294,6 +313,7 @@ class Front:
         changes, left = numbered(done.changes)
         lines = get_tracectx().scopes[-1]
         count = len(lines)
+        inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
         replay = Replay(lambda t: _first_of(inputs.proxy(t), arguments.proxy(t)), _absent_device(self._module))
         blocks = Blocks(
             record, replay,
@@ -437,5 +457,8 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
                 f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: "
                 "make it a buffer, or change it outside of forward in shardtrace.full_params"
             )
-        before = _first_of(inputs.proxy(fake), arguments.proxy(fake))
-        ltorch.copy_(before, replay.values.read(fake))
+        new = replay.values.read(fake)
+        if inputs.has(fake):
+            inputs.write(fake, new)
+        else:
+            ltorch.copy_(arguments.proxy(fake), new)

@@ -169,6 +169,16 @@ class BufferReassigned(Base):
         return y * self.mean
 
 
+class BufferReadThenReassigned(BufferReassigned):
+    """Backward needs the value from before."""
+
+    def forward(self, x):
+        y = self.linear(x) * (self.mean + 1) * self.mean.add(2)
+        y = y * self.mean
+        self.mean = self.mean * 0.9 + y.detach().mean(0) + 1
+        return y
+
+
 class Attribute(Base):
     def build(self):
         self.scale = 1.0
@@ -256,7 +266,7 @@ class GrowingCache(Base):
 
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
-    TensorLeftInDict, BufferReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
+    TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
     RequiresGrad, GrowingCache,
 ]  # fmt: skip
 
@@ -306,3 +316,35 @@ class NumpysRandom(Base):
 def test_random_numbers_of_others_are_an_error(single_rank, kind):
     with pytest.raises(RuntimeError, match="random"):
         thunder.jit(shardtrace.fsdp(kind()))(torch.randn(3, D))
+
+
+class Statistics(Base):
+    def build(self):
+        self.norm = nn.BatchNorm1d(D)
+        self.register_buffer("seen", torch.zeros(D))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        self.seen.add_(y.detach().abs().mean(0))
+        return y * self.seen.clone()
+
+
+def test_two_calls_in_a_step(single_rank):
+    """The second one reads the buffers that the first one has written."""
+    ours, eager = Statistics(), Statistics()
+    shardtrace.fsdp(ours)
+
+    def step(model, x):
+        return (model(x) * model(x * 2 + 1)).sum()
+
+    jitted = thunder.jit(lambda x: step(ours, x))
+    for seed in range(2):
+        x = torch.randn(3, D, generator=torch.Generator().manual_seed(seed))
+        found, expected = jitted(x), step(eager, x)
+        torch.testing.assert_close(found, expected)
+        for loss in (found, expected):
+            loss.backward()
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(ours.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
