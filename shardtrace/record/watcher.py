@@ -38,14 +38,15 @@ class CodeWatcher:
     _seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
     _closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     _previous: Any = None
+    _active: bool = False
 
     def __enter__(self) -> CodeWatcher:
-        self._previous = sys.getprofile()
+        self._previous, self._active = sys.getprofile(), True
         self.resume()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        previous, self._previous = self._previous, None
+        previous, self._previous, self._active = self._previous, None, False
         if previous is None or callable(previous):
             sys.setprofile(previous)
         else:  # cProfile before Python 3.12
@@ -53,10 +54,12 @@ class CodeWatcher:
             previous.enable()
 
     def pause(self) -> None:
-        sys.setprofile(None)
+        if self._active:
+            sys.setprofile(None)
 
     def resume(self) -> None:
-        sys.setprofile(self._called)
+        if self._active:
+            sys.setprofile(self._called)
 
     def _called(self, frame: FrameType, event: str, arg: object) -> None:
         if event != "call":
