@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -271,7 +272,7 @@ def proxy_tensors(wrapped: Any) -> bool:
     from thunder.core.jit_ext import get_jit_ctx
 
     value = wrapped.value
-    if isinstance(value, list | tuple | dict):
+    if type(value) in (list, tuple, dict, OrderedDict):  # others have constructors of their own
         wrapped.track_items()
         items = wrapped.item_wrappers
         parts = [proxy_tensors(i) for i in (items.values() if isinstance(value, dict) else items)]  # all of them
@@ -281,6 +282,13 @@ def proxy_tensors(wrapped: Any) -> bool:
     if found:
         get_jit_ctx().proxify(wrapped)
     return found or wrapped.original_value is not wrapped.nothing
+
+
+def is_input(wrapped: Any) -> bool:
+    """Whether a wrapped value of the running interpreter was passed to the jitted function, by itself or in another."""
+    from thunder.core.jit_ext import should_register_for_prologue
+
+    return bool(should_register_for_prologue(wrapped.provenance))
 
 
 def raised(error: BaseException) -> Any:

@@ -7,11 +7,13 @@ the checks of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from passes.comm.symbols import check_parameters
+from passes.comm.symbols import check_parameters, symbol
 
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
+from thunder.core.prims import OpTags
 from thunder.core.trace import TraceCtx, from_trace
 
 
@@ -32,3 +34,11 @@ def insert_guards(prologue: TraceCtx, *, guards: Sequence[Callable[[], None]]) -
     new = from_trace(prologue)
     new.bound_symbols = lines
     return new
+
+
+def _run_check(check: ContextObject, value: Any) -> None:
+    check.obj(value)
+
+
+# A line of the prologue that tracing adds: raises if an argument is not what the step was compiled for.
+check_value = symbol("check_value", lambda check, value: None, _run_check, tags=[OpTags.DONT_DCE])

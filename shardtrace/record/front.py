@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,14 +16,12 @@ from passes.compat import (
     add_note,
     constraints,
     exempt_from_autocast,
-    name_as_user,
     pack_tensors,
-    proxied_values,
-    proxy_tensors,
     traced_device,
     without_constraints,
 )
 from shardtrace.record.absent import is_absent
+from shardtrace.record.arguments import Arguments, stand_in
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change, Effects
@@ -42,17 +39,14 @@ from shardtrace.record.watcher import CodeWatcher
 import torch
 from thunder import clang
 from thunder import torch as ltorch
-from thunder.core import dtypes
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 Found = Callable[[torch.Tensor, Any], None]
 Setter = Callable[[tuple[torch.Tensor, ...]], None]
@@ -91,7 +85,7 @@ class Inputs:
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
         device = self._device if traced_device(t).type == "meta" else traced_device(t)  # one without elements
         with self._fakes:
-            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_stand_in(device))
+            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=stand_in(device))
             return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
     def proxy(self, fake: torch.Tensor) -> Any:
@@ -153,52 +147,6 @@ def _constant(value: str) -> ProvenanceRecord:
 def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
     for tensor in tensors:
         clang.check_tensor_shape_and_metadata(tensor)
-
-
-class Arguments:
-    """The arguments of the call, with fakes in the place of proxies."""
-
-    def __init__(
-        self, function: Callable[..., Any], fakes: FakeMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        for value in (*args, *kwargs.values()):
-            proxy_tensors(value)
-        self._fakes = fakes
-        self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
-        given = tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()}
-        self._made: dict[str, torch.Tensor] = {}
-        self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
-        self._name_after(function, args, kwargs)
-        self.args, self.kwargs = pytree.tree_map(self._fake, given, is_leaf=lambda x: isinstance(x, Proxy))
-
-    def _name_after(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Names the arguments after the parameters of ``function``, if they fit."""
-        with suppress(TypeError, ValueError):
-            for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
-                name_as_user(unwrap(value), name)
-
-    def _fake(self, value: Any) -> Any:
-        if not isinstance(value, TensorProxy):
-            return value
-        if value.name not in self._made:
-            device = to_torch_device(value.device)
-            dtype = dtypes.to_torch_dtype(value.dtype)
-            computed = value.history is None and dtypes.is_inexact_dtype(value.dtype)
-            with self._fakes:
-                fake = torch.empty(
-                    tuple(value.shape), dtype=dtype, device=_stand_in(device),
-                    requires_grad=value.requires_grad or computed,
-                )  # fmt: skip
-                fake = fake.clone() if computed else fake
-            self._made[value.name] = fake
-            real = self._originals.get(value.name)
-            if isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
-                fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
-            self.by_fake[id(fake)] = fake, value
-        return self._made[value.name]
-
-    def proxy(self, fake: torch.Tensor) -> Any:
-        return self.by_fake.get(id(fake), (None, None))[1]
 
 
 class Traced(NamedTuple):
@@ -301,6 +249,7 @@ class Front:
                     watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
                     eager=self._eager, watcher=watcher, compiling=self._compiling[0],
                 )  # fmt: skip
+            arguments.check_unchanged()
             return done, effects.found
 
         done, changes = run()
@@ -426,11 +375,6 @@ def _check_state(snapshot: Snapshot) -> None:
     """A guard: raises RuntimeError if the state of Python's objects is another one than when the forward ran."""
     if difference := snapshot.difference():
         raise RuntimeError(f"{difference} has changed")  # Thunder then compiles another step
-
-
-def _stand_in(device: torch.device) -> torch.device:
-    """The device of fakes: the CPU stands in for an absent one."""
-    return torch.device("cpu") if is_absent(device) else device
 
 
 def _tensors_of(module: nn.Module) -> set[torch.Tensor]:

@@ -1,0 +1,117 @@
+"""What a model may be given: tensors in any object are inputs, everything else is compared before each step."""
+
+import collections
+import copy
+import dataclasses
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+Pair = collections.namedtuple("Pair", "x k")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    k: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    x: torch.Tensor
+    k: float
+
+
+class Plain:
+    def __init__(self, x, k):
+        self.x, self.k, self.own = x, k, self
+
+
+class Mapping(collections.UserDict): ...
+
+
+GIVEN = {
+    "dataclass": Batch,
+    "slots": Slots,
+    "object": Plain,
+    "named tuple": Pair,
+    "user dict": lambda x, k: Mapping(x=x, k=k),
+    "dict": lambda x, k: {"x": x, "k": k},
+    "ordered dict": lambda x, k: collections.OrderedDict(x=x, k=k),
+    "list": lambda x, k: [x, k],
+    "nested": lambda x, k: [Batch(x, k), {"k": (k, Plain(x * 2, k))}],
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        if type(batch) is list and isinstance(batch[0], Batch):
+            x, k = batch[0].x + batch[1]["k"][1].x, batch[1]["k"][0]
+        elif isinstance(batch, (dict, Mapping)):
+            x, k = batch["x"], batch["k"]
+        else:
+            x, k = (batch[0], batch[1]) if isinstance(batch, list) else (batch.x, batch.k)
+        y = self.linear(x) * k
+        return y + len(batch) if hasattr(batch, "__len__") else y
+
+
+def both():
+    model = Net()
+    return copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_each_call_reads_its_own(single_rank, given):
+    eager, ours = both()
+    for k in (1.0, 2.0, 2.0, 1):
+        batch = GIVEN[given](torch.randn(3, 4), k)
+        found, expected = ours(batch), eager(batch)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+    torch.testing.assert_close(ours.get_parameter("linear.weight").grad, eager.linear.weight.grad)
+
+
+@pytest.mark.parametrize("given", ["dict", "list", "user dict"])
+def test_a_container_that_has_more(single_rank, given):
+    eager, ours = both()
+    batch = GIVEN[given](torch.randn(3, 4), 1.0)
+    torch.testing.assert_close(ours(batch), eager(batch))
+    batch.append(None) if given == "list" else batch.update(more=None)
+    torch.testing.assert_close(ours(batch), eager(batch))
+
+
+def test_the_same_structure_compiles_once(single_rank):
+    _, ours = both()
+    for _ in range(3):
+        ours(Batch(torch.randn(3, 4), 1.0))
+    assert thunder.cache_misses(ours) == 1
+
+
+def test_in_a_jitted_function(single_rank):
+    eager, _ = both()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    step = thunder.jit(lambda batch: model(batch).sum())
+    for k in (1.0, 2.0):
+        batch = Batch(torch.randn(3, 4), k)
+        torch.testing.assert_close(step(batch), eager(batch).sum())
+
+
+class Appends(Net):
+    def forward(self, cache):
+        y = self.linear(cache.x)
+        cache.x = y
+        return y
+
+
+def test_an_argument_that_forward_changes_is_an_error(single_rank):
+    with pytest.raises(RuntimeError, match="forward changes its argument, a Plain"):
+        thunder.jit(shardtrace.fsdp(Appends()))(Plain(torch.randn(3, 4), 1.0))
