@@ -15,7 +15,7 @@ from passes.compat import set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
@@ -56,7 +56,9 @@ class Block:
         return symbol_of_call(self.name, self._meta, self, tags=[OpTags.RANDOM_OP] if self.is_random else [])
 
     def _meta(self, *args: Any) -> tuple[TensorProxy, ...]:
-        return tuple(TensorProxy(like=o, tags=set(o.tags)) for o in self.outputs)
+        # one result that is detached would detach the whole line
+        detached = {ProxyTag.DETACHED_AUTOGRAD_GRAPH}
+        return tuple(TensorProxy(like=o, tags=o.tags - detached) for o in self.outputs)
 
     @cached_property
     def differentiable(self) -> frozenset[int]:

@@ -567,3 +567,46 @@ def test_any_mix_of_blocks(many):
         assert called(cmodel) == [" ".join(names) for names in kinds.values() if len(names) > 1]
     finally:
         dist.destroy_process_group()
+
+
+class Measures(nn.Module):
+    """Returns and keeps what it has measured without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(D, D), None
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        with torch.no_grad():
+            scale = y.square().mean(-1, keepdim=True)
+            self.last = scale * 2
+        return y, scale
+
+
+class UsesMeasures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(D, D), nn.ModuleList([Measures(), Measures(), Measures()])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            y, scale = block(x)
+            x = x + y * scale
+        return x
+
+
+def test_results_without_gradients_leave_those_of_others(single_rank):
+    ours = UsesMeasures()
+    eager = UsesMeasures()
+    eager.load_state_dict(ours.state_dict())
+    jitted = thunder.jit(shardtrace.fsdp(ours))
+    for _ in range(2):
+        x = torch.randn(3, D)
+        for call in (jitted, eager):
+            call(x).square().sum().backward()
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(ours.blocks[1].last, eager.blocks[1].last)
+    assert any(block_of(b) for b in thunder.last_traces(jitted)[0].bound_symbols)
