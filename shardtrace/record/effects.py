@@ -14,6 +14,7 @@ from shardtrace.record.state import MISSING, MODULE_STATE, Entry, Holder, State,
 from torch import nn
 
 OUTSIDE_DEPTH = 2  # containers and objects, one in another, below a global variable
+OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
 LARGEST_COPY = 10_000  # entries of a container that is copied
 
 
@@ -131,4 +132,9 @@ def _is_internal(holder: Holder, name: Any) -> bool:
     """Whether an attribute belongs to Python, to nn.Module or to shardtrace."""
     if holder.kind != "attribute" or not isinstance(name, str):
         return False
-    return name in MODULE_STATE or name.startswith(("_shardtrace", "_abc_")) or name[:2] == name[-2:] == "__"
+    return (
+        name in MODULE_STATE
+        or name in OF_RNNS
+        or name.startswith(("_shardtrace", "_abc_"))
+        or name[:2] == name[-2:] == "__"
+    )

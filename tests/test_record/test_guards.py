@@ -348,3 +348,22 @@ def test_two_calls_in_a_step(single_rank):
         torch.testing.assert_close(a.grad, b.grad)
     for a, b in zip(ours.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+MODULES = {
+    "LSTM": (lambda: nn.LSTM(D, D, 2), lambda out: out[0]),
+    "attention": (lambda: nn.MultiheadAttention(D, 2), lambda out: out[0]),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)), lambda out: out),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), lambda out: out),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)), lambda out: out),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch_are_recorded_once(single_rank, name):
+    build, result = MODULES[name]
+    jitted = thunder.jit(shardtrace.fsdp(build()))
+    for _ in range(3):
+        x = torch.randn(3, D)
+        result(jitted(x, x, x) if name == "attention" else jitted(x)).sum().backward()
+    assert thunder.cache_misses(jitted) == 1
