@@ -28,9 +28,10 @@ from shardtrace.record import front
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
-from thunder.core.compile_data import get_compile_data
+from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
+from thunder.core.options import CACHE_OPTIONS
 from thunder.core.transform_common import Transform
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
@@ -57,6 +58,11 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     data = get_compile_data()
+    if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
+        raise RuntimeError(
+            'a sharded model is recorded for the shapes of one call: call thunder.jit without cache="symbolic values", '
+            "which would use the step for other shapes"
+        )
     for state in states:
         try:
             state.check_traceable()

@@ -115,3 +115,9 @@ class Appends(Net):
 def test_an_argument_that_forward_changes_is_an_error(single_rank):
     with pytest.raises(RuntimeError, match="forward changes its argument, a Plain"):
         thunder.jit(shardtrace.fsdp(Appends()))(Plain(torch.randn(3, 4), 1.0))
+
+
+@pytest.mark.filterwarnings("ignore:The 'symbolic values' cache option")
+def test_symbolic_values_are_refused(single_rank):
+    with pytest.raises(RuntimeError, match="recorded for the shapes of one call"):
+        thunder.jit(shardtrace.fsdp(Net()), cache="symbolic values")(Batch(torch.randn(3, 4), 1.0))
