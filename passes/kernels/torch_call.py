@@ -90,7 +90,7 @@ class Saved(list[Any]):
 
 
 class _Source(torch.autograd.Function):
-    """Where the graph of a line begins. (The node of a leaf would keep the leaf, a gathered parameter perhaps.)"""
+    """Where the graph of a line begins. (A leaf's own node would keep the leaf alive: a gathered parameter.)"""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> Tensors:

@@ -1,11 +1,10 @@
 """The hook into ``thunder.jit``: a sharded module enlists its own passes when Thunder traces its forward.
 
 The class of a sharded module is swapped for a subclass, and so are the classes of submodules that own shards or are
-checkpointed. Thunder's interpreter finds a lookaside for the ``forward`` of such a class. The lookaside of the sharded
-module enlists the passes and puts full-shape stand-ins in place. The lookaside of a submodule checks that the stand-ins
-are there. It also marks the lines that a checkpointed block adds to the trace. Without Thunder, the plain ``forward``
-raises an error that says what to do. (A hook on each module could also check this, but Thunder's interpreter takes half
-as long again to trace modules with hooks.)
+checkpointed. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward`` of a sharded module. It enlists
+the passes, puts full-shape stand-ins in place, and records the call (:mod:`shardtrace.record`). The ``forward`` of a
+submodule checks that the stand-ins are there. Without Thunder, the plain ``forward`` raises an error that says what to
+do.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Arguments:
         if not _holds_tensor(value, set()):
             return value
         if isinstance(value, tuple):
-            entries = [self._converted(v, _step(record, PseudoInst.BINARY_SUBSCR, i)) for i, v in enumerate(value)]
+            entries = [self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, i)) for i, v in enumerate(value)]
             return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
         if id(value) in self._known:
             return self._known[id(value)]
@@ -75,13 +75,13 @@ class Arguments:
         self._known[id(value)] = made  # it may refer to itself
         if isinstance(value, list):
             for i, v in enumerate(value):
-                list.__setitem__(made, i, self._converted(v, _step(record, PseudoInst.BINARY_SUBSCR, i)))
+                list.__setitem__(made, i, self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, i)))
         elif isinstance(value, dict):
             set_item = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
             for k, v in dict.items(value):
-                set_item(made, k, self._converted(v, _step(record, PseudoInst.BINARY_SUBSCR, k)))
+                set_item(made, k, self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, k)))
         for name, v in _attributes(value):
-            object.__setattr__(made, name, self._converted(v, _step(record, PseudoInst.LOAD_ATTR, name)))
+            object.__setattr__(made, name, self._converted(v, step(record, PseudoInst.LOAD_ATTR, name)))
         self._copies.append((value, made, list(_contents(made))))
         return made
 
@@ -116,7 +116,7 @@ def _name_after(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
             name_as_user(unwrap(value), name)
 
 
-def _step(owner: ProvenanceRecord, kind: PseudoInst, key: Any) -> ProvenanceRecord:
+def step(owner: ProvenanceRecord, kind: PseudoInst, key: Any) -> ProvenanceRecord:
     """Thunder's record of ``owner[key]`` or ``owner.key``."""
     return ProvenanceRecord(kind, inputs=[owner, ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=key)])
 

@@ -21,7 +21,7 @@ from passes.compat import (
     without_constraints,
 )
 from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, stand_in
+from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change, Effects
@@ -136,12 +136,7 @@ class Inputs:
 
 def _item(owner: ProvenanceRecord, members: str, name: str) -> ProvenanceRecord:
     """Thunder's record of ``owner.members[name]``."""
-    found = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[owner, _constant(members)])
-    return ProvenanceRecord(PseudoInst.BINARY_SUBSCR, inputs=[found, _constant(name)])
-
-
-def _constant(value: str) -> ProvenanceRecord:
-    return ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=value)
+    return step(step(owner, PseudoInst.LOAD_ATTR, members), PseudoInst.BINARY_SUBSCR, name)
 
 
 def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
