@@ -77,8 +77,8 @@ class Autocast(NamedTuple):
 
 
 class Saved(list[Any]):
-    """What the graph of a line saves, and its nodes: of each result that has a gradient (by its number), and of the
-    inputs that want one. ``given`` are the inputs of the line, while backward runs."""
+    """The tensors saved by the autograd graph of a line, and its nodes: those of the results that have a gradient (by
+    number) and of the inputs that want one. ``given`` are the inputs of the line, while backward runs."""
 
     results: Mapping[int, Any]
     inputs: Sequence[Any]

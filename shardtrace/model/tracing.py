@@ -266,8 +266,8 @@ def _with_lookaside(cls: Any) -> Callable[..., Any]:
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose first argument is a sharded model, as a function that Thunder records as a whole, like a call
-    of the model."""
+    """Makes Thunder record ``function`` as a whole, as it does a call of the model. The first argument of ``function``
+    is a sharded model."""
 
     @functools.wraps(function)
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

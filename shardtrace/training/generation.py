@@ -101,16 +101,8 @@ class Generator:
             self.model.train(training)
         return tokens
 
-    def _forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        places: torch.Tensor,
-        mask: torch.Tensor,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        return _forward(self.model, self._cache, input_ids, positions, places, mask, keys, values)
+    def _forward(self, *tensors: Any) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        return _forward(self.model, self._cache, *tensors)
 
     def _empty(self, rows: int, total: int, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         config = self.config
