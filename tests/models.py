@@ -21,6 +21,19 @@ class Block(nn.Module):
         return x + F.linear(torch.tanh(self.up(y)), self.down.t())
 
 
+class Net(nn.Module):
+    """Calls its blocks one after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Zoo(nn.Module):
     """Parameters of every special kind, two blocks, an embedding that is tied to the head."""
 

@@ -8,6 +8,7 @@ from shardtrace.record.watcher import CodeWatcher
 
 import pytest
 import torch
+from models import Net
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,17 +23,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.function(self, x)
-
-
-class Net(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def recorded(net):

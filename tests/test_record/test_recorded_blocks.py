@@ -16,24 +16,12 @@ import torch.utils.checkpoint
 from against_eager import check, rows
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from models import Net
 from thunder.core.transform_common import Transform
 from torch import nn
 from torch.nn import functional as F
 
 D = 4
-
-
-class Net(nn.Module):
-    """Calls its blocks one after the other."""
-
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Plain(nn.Module):
