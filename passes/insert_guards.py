@@ -14,23 +14,29 @@ from passes.comm.symbols import check_parameters, symbol
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
 from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
+Guard = Callable[[], None]
 
-def insert_guards(prologue: TraceCtx, *, guards: Sequence[Callable[[], None]]) -> TraceCtx:
-    """Returns the prologue with a line for each guard.
+
+def insert_guards(prologue: TraceCtx, *, guards: Sequence[Guard], last: Sequence[Guard] = ()) -> TraceCtx:
+    """Returns the prologue with a line for each guard: the ``last`` ones run if all checks have passed.
 
     It reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for an
     error.
     """
-    if not guards:
+    if not guards and not last:
         return prologue
     lines = list(prologue.bound_symbols)
     first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)
     args = lines[first].output
-    lines[first + 1 : first + 1] = [
-        check_parameters.bind(ContextObject(f"guard_{i}", guard), args, output=None) for i, guard in enumerate(guards)
-    ]
+
+    def line(name: str, guard: Guard) -> BoundSymbol:
+        return check_parameters.bind(ContextObject(name, guard), args, output=None)
+
+    lines[-1:-1] = [line(f"last_guard_{i}", guard) for i, guard in enumerate(last)]
+    lines[first + 1 : first + 1] = [line(f"guard_{i}", guard) for i, guard in enumerate(guards)]
     new = from_trace(prologue)
     new.bound_symbols = lines
     return new

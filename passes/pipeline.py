@@ -19,7 +19,7 @@ from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
 from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
-from passes.insert_guards import insert_guards
+from passes.insert_guards import Guard, insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import Kept, keep_secondary
@@ -54,7 +54,8 @@ class Compilation:
         self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
         self.kept: list[Kept] = []  # second shards that forward saves, likewise
         self.known: dict[int, Any] = {}  # of the tracer: the parameters and buffers that it has met, by id
-        self.guards: list[Callable[[], None]] = []  # of the tracer: raise if the step is not valid any more
+        self.guards: list[Guard] = []  # of the tracer: raise if the step is not valid any more
+        self.last_guards: list[Guard] = []  # likewise, if all other checks have passed
         self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
         self.rebuild: Rebuild | None = None  # likewise: makes what a jitted model returns, if Thunder cannot
         self.remarks = ""  # likewise: what it says of blocks and modules, in the trace's provenance
@@ -65,7 +66,7 @@ class Compilation:
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
             self.models, self.known, self.remarks = {}, {}, ""
-            self.guards, self.setters, self.rebuild = [], {}, None
+            self.guards, self.last_guards, self.setters, self.rebuild = [], [], {}, None
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -124,7 +125,8 @@ class ShardParameters(Pass):
             self.compilation.end()
             prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
             of_ranks = [functools.partial(r.check_step, enlisted.step_of(r)) for r in enlisted.runtimes]
-            prologue = insert_guards(prologue, guards=[*of_ranks, *self.compilation.guards])
+            guards: list[Guard] = [*of_ranks, *self.compilation.guards]
+            prologue = insert_guards(prologue, guards=guards, last=self.compilation.last_guards)
             if self.merge and computation is not computation_trace:
                 prologue = merge_checks(prologue)
         if computation is not computation_trace:

@@ -89,6 +89,7 @@ def fsdp(
     accumulation_dtype: torch.dtype | None = torch.float32,
     gradient_divide_factor: float | None = None,
     check_steps: bool | None = None,
+    check_recording: bool | int = True,
     timeout: float = 300.0,
     **spelling: Any,
 ) -> M:
@@ -191,6 +192,9 @@ def fsdp(
             step is compiled (False), or only before a step other than the one that followed the same predecessor last
             time (default), such as an evaluation after training, or a forward after a skipped backward.
             SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
+        check_recording: record the forward again before steps 2, 4, 8, 16, ... (True), before each step whose number is
+            a multiple of this one, or never (False). If it calls torch otherwise than when the step was compiled, it
+            reads what no guard sees, and an error names the first call that differs.
         timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
             if ``fsdp`` makes the process group.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
@@ -225,6 +229,7 @@ def fsdp(
         accumulation_dtype=accumulation_dtype,
         gradient_divide_factor=gradient_divide_factor,
         check_steps=check_steps,
+        check_recording=check_recording,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         kernels=kernels,

@@ -109,6 +109,7 @@ class ShardedState:
         self.entries = entries
         self.cost = cost
         self.ignored = ignored  # parameters that a step may use although they are not sharded
+        self.difference = ""  # of a forward that was recorded again, if it was another one
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.tracing = False  # stand-ins are in place
@@ -252,6 +253,14 @@ class ShardedState:
         if self.unsharded:
             raise RuntimeError(
                 f"a jitted {self.model_name} was called inside full_params: call the model itself, or leave the context"
+            )
+        if self.difference:
+            difference, self.difference = self.difference, ""
+            raise RuntimeError(
+                f"the forward of {self.model_name} is not what was compiled ({difference}): it reads something that is "
+                "not compared before each step, such as an object that a call returns. Steps since it was compared "
+                "last may have been wrong. Keep what it reads on a module, pass it as an argument, or leave the module "
+                "to PyTorch with fsdp(eager=[...])"
             )
         if left := self.runtime.kept.left_behind():
             self.runtime.kept.clear()

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,6 +25,8 @@ from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.record.recorder import Record
+from shardtrace.record.recording import Comparison, Recording, is_comparable
 
 import torch
 from thunder.core.compile_data import get_cache_option, get_compile_data
@@ -100,10 +102,13 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
+            compare=functools.partial(_comparison, states),
             fall_back=states[0].options.eager is not None,
             obstacle=_why_no_call(),
         )
     compilation.guards.append(traced.guard)
+    if traced.last_guard is not None:
+        compilation.last_guards.append(traced.last_guard)
     if traced.setter is not None:
         compilation.setters[name] = traced.setter
     compilation.rebuild = traced.rebuild
@@ -112,6 +117,25 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
         compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
     return traced.result
+
+
+def _comparison(states: Sequence[ShardedState], recording: Recording, done: Record) -> Comparison | None:
+    """What records a step's forward again; None if it is not asked for."""
+    how = states[0].options.check_recording
+
+    @contextmanager
+    def with_stand_ins() -> Iterator[None]:
+        with ExitStack() as stack:
+            for state in states:
+                stack.enter_context(state.stand_ins())
+            yield
+
+    def report(difference: str) -> None:
+        states[0].difference = difference
+
+    if not how or not is_comparable(done):
+        return None
+    return Comparison(recording, done, every=None if how is True else how, around=with_stand_ins, report=report)
 
 
 def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:

@@ -38,6 +38,7 @@ class Options:
     accumulation_dtype: torch.dtype | None
     gradient_divide_factor: float | None
     check_steps: bool | None
+    check_recording: bool | int
     offload: CPUOffloadPolicy | None
     checkpointing: Checkpointed = field(repr=False)
     kernels: bool
@@ -61,6 +62,7 @@ def parse_options(
     accumulation_dtype: torch.dtype | None,
     gradient_divide_factor: Any,
     check_steps: bool | None,
+    check_recording: Any,
     offload_policy: Any,
     activation_checkpointing: Checkpointed,
     kernels: bool,
@@ -93,6 +95,7 @@ def parse_options(
         accumulation_dtype=accumulation_dtype,
         gradient_divide_factor=_parse_factor(gradient_divide_factor),
         check_steps=_check_steps_of_environment() if check_steps is None else check_steps,
+        check_recording=_parse_check_recording(check_recording),
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
         kernels=kernels,
@@ -134,6 +137,12 @@ def _parse_offload(policy: Any) -> CPUOffloadPolicy | None:
             f"not {policy if isinstance(policy, bool) else type(policy).__name__}"
         )
     return policy if isinstance(policy, CPUOffloadPolicy) else None
+
+
+def _parse_check_recording(value: Any) -> bool | int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"check_recording must be True, False or a number of steps, not {value!r}")
+    return value
 
 
 def _check_steps_of_environment() -> bool | None:

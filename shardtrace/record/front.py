@@ -5,12 +5,10 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import ref
 
 from passes.compat import (
     add_note,
@@ -24,10 +22,10 @@ from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.changes import apply, numbered
-from shardtrace.record.effects import Change, Effects
-from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library, record
+from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library
+from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
@@ -46,10 +44,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.nn.utils.stateless import _reparametrize_module
 
 Found = Callable[[torch.Tensor, Any], None]
 Setter = Callable[[tuple[torch.Tensor, ...]], None]
+Compare = Callable[[Recording, Record], Callable[[], None] | None]
 
 
 @dataclass
@@ -147,13 +145,15 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more. ``setter`` sets after a step what forward sets, from the
-    tensors that were packed under the given name; None if it sets nothing. ``remark`` is about blocks and modules.
-    ``rebuild`` makes what the jitted model returns of the tensors that are the result; None if they are that.
+    ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
+    recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
+    name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
+    returns of the tensors that are the result; None if they are that.
     """
 
     result: Any
     guard: Callable[[], None]
+    last_guard: Callable[[], None] | None
     setter: Setter | None
     remark: str
     rebuild: Rebuild | None
@@ -169,6 +169,7 @@ def trace(
     found: Found,
     parameter_of: ParameterOf,
     state: str,
+    compare: Compare,
     fall_back: bool = True,
     obstacle: str = "",
 ) -> Traced:
@@ -179,6 +180,7 @@ def trace(
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
         state: the name under which the tensors are packed that forward leaves on modules.
+        compare: makes the last guard of a recording and its record, or None.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
     """
@@ -188,28 +190,25 @@ def trace(
             done = front.record(function, module, args, kwargs, found, known)
             if front.has_rebuilt(done.changes):
                 continue
-            traced = front.write(done, parameter_of, state, obstacle)
+            traced = front.write(done, parameter_of, state, obstacle, compare)
             break
         except CannotRecord as error:
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
-    made: list[ref[torch.Tensor]] = [
-        ref(t) for call in done.record.calls for t in call.results if isinstance(t, FakeTensor)
-    ]
-    del done
-    check_leaks(made)
+    check_no_fakes(done.record)
     return traced
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, and the code that ran."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, and how to record it again."""
 
     record: Record
     inputs: Inputs
     arguments: Arguments
     changes: list[Change]
     watcher: CodeWatcher
+    recording: Recording
 
 
 class Front:
@@ -233,24 +232,17 @@ class Front:
         arguments = Arguments(self._module.forward, fakes, args, kwargs)
         inputs = Inputs(module, fakes, found, known)
 
-        def run() -> tuple[Record, list[Change]]:
-            with ExitStack() as stack:
-                stack.enter_context(_reparametrize_module(self._module, inputs.by_name))
-                stack.enter_context(no_other_random_numbers())
-                effects = stack.enter_context(Effects(self._module, type(self._module).__name__))
-                stack.enter_context(watcher)
-                done = record(
-                    function, (self._module, *arguments.args), arguments.kwargs, mode=fakes, modules=self._names,
-                    watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
-                    eager=self._eager, watcher=watcher, compiling=self._compiling[0],
-                )  # fmt: skip
-            arguments.check_unchanged()
-            return done, effects.found
+        recording = Recording(
+            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
+            watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
+            eager=frozenset(self._eager), compiling=self._compiling[0],
+        )  # fmt: skip
+        record, changes = recording(watcher)
+        arguments.check_unchanged()
+        changes = counted(changes, lambda: recording(watcher)[1])
+        return Recorded(record, inputs, arguments, changes, watcher, recording)
 
-        done, changes = run()
-        return Recorded(done, inputs, arguments, counted(changes, lambda: run()[1]), watcher)
-
-    def write(self, done: Recorded, parameter_of: ParameterOf, state: str, obstacle: str) -> Traced:
+    def write(self, done: Recorded, parameter_of: ParameterOf, state: str, obstacle: str, compare: Compare) -> Traced:
         record, inputs, arguments = done.record, done.inputs, done.arguments
         used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
         check_recurrent(done.changes, used)
@@ -289,6 +281,7 @@ class Front:
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             partial(_check_state, snapshot),
+            compare(done.recording, record),
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,

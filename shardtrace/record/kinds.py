@@ -93,7 +93,7 @@ def outline(record: Record, span: Span, uses: Uses, marks: Sequence[Mark]) -> Ou
     calls = record.calls[span.begin : span.end]
     if len(calls) < 2:
         raise Apart  # a line of its own would be no less
-    numbers = _Numbers()
+    numbers = Numbers()
     key: Hashable = tuple(numbers.call(i, call) for i, call in enumerate(calls))
     inside = (m for m in marks if span.begin <= m.begin and m.end <= span.end)
     key = key, tuple((m.begin - span.begin, m.end - span.begin, m.cheap) for m in inside)
@@ -139,8 +139,8 @@ def find_kinds(
     return {m.span: kind for kind in kinds.values() if len(kind.members) > 1 for m in kind.members}
 
 
-class _Numbers:
-    """Numbers the tensors of a row of calls."""
+class Numbers:
+    """Makes the keys of a row of calls, in which tensors are numbers."""
 
     def __init__(self) -> None:
         self.inputs: list[torch.Tensor] = []
@@ -152,8 +152,8 @@ class _Numbers:
         """The call and the result that made a tensor, or the number of an input."""
         return self._known[id(t)]
 
-    def call(self, i: int, call: Call) -> Hashable:
-        given = self._value((call.args, dict(call.kwargs)))
+    def call(self, i: int, call: Call) -> tuple[Hashable, ...]:
+        given = self.value((call.args, dict(call.kwargs)))
         written = tuple(self._known[id(t)] for t in call.written)
         for j, t in enumerate(call.results):
             self._known.setdefault(id(t), (i, j))
@@ -164,21 +164,25 @@ class _Numbers:
         function = call.function if isinstance(call.function, Hashable) else id(call.function)
         return function, given, written, results, call.grad, call.autocast, call.random, checkpoint
 
-    def _value(self, value: Any) -> Hashable:
+    def value(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if value is None or isinstance(value, PLAIN):
             return type(value), repr(value) if isinstance(value, float | complex) else value
         if isinstance(value, slice):
-            return slice, self._value(value.start), self._value(value.stop), self._value(value.step)
+            return slice, self.value(value.start), self.value(value.stop), self.value(value.step)
         if isinstance(value, list | tuple):
-            return type(value), tuple(map(self._value, value))
+            return type(value), tuple(map(self.value, value))
         if isinstance(value, dict):
-            return type(value), tuple((k, self._value(v)) for k, v in value.items())
+            return type(value), tuple((k, self.value(v)) for k, v in value.items())
         leaves, spec = pytree.tree_flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
-            return type(value), id(value)
-        return str(spec), tuple(map(self._value, leaves))
+            return self.other(value)
+        return str(spec), tuple(map(self.value, leaves))
+
+    def other(self, value: Any) -> Hashable:
+        """The key of an object that is no plain value."""
+        return type(value), id(value)
 
     def _tensor(self, t: torch.Tensor) -> Hashable:
         if id(t) not in self._known:

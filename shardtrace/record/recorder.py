@@ -111,9 +111,13 @@ class FakeMode(FakeTensorMode):
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if self.recorder is not None:
-            self.recorder.see_operator(func, args, kwargs or {}, result)
+        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            self.recorder = recorder
+        if recorder is not None:
+            recorder.see_operator(func, args, kwargs or {}, result)
         return result
 
 

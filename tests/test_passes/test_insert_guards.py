@@ -53,17 +53,19 @@ def test_a_guard_that_raises_compiles_another_step(single_rank):
 
 
 @pytest.mark.parametrize("guards", [1, 3])
-def test_each_guard_is_a_line_behind_the_arguments(fake_ranks, guards):
+def test_each_guard_is_a_line_behind_the_arguments_and_the_last_one_stands_behind_all_checks(fake_ranks, guards):
     fake_ranks(2)
     cmodel = compile_fake(Scaled, torch.ones(2, 4))
     called = []
     prologue = thunder.last_prologue_traces(cmodel)[0]
     before = [b.sym.name for b in prologue.bound_symbols]
-    new = insert_guards(prologue, guards=[lambda i=i: called.append(i) for i in range(guards)])
+    every = [lambda i=i: called.append(i) for i in range(guards + 1)]
+    new = insert_guards(prologue, guards=every[:-1], last=every[-1:])
     names = [b.sym.name for b in new.bound_symbols]
     assert [n for n in names if n != "check_parameters"] == before
     lines = [b for b in new.bound_symbols if b.sym.name == "check_parameters"]
     assert names.index("check_parameters") == names.index("unpack_trivial") + 1
     for line in lines:
         line._call_ctx[line.sym.name](*line.args)
-    assert called == list(range(guards))
+    assert called == list(range(guards + 1))
+    assert names[-2:] == ["check_parameters", "python_return"]

@@ -1,0 +1,197 @@
+"""The recording of a forward, which later steps make again: state that no guard sees must not have changed.
+
+Guards compare what a snapshot can reach. What a forward reads in another way (an object that a call returns, a file,
+the time) shows in what it does: the same calls of torch with the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+from passes.kernels.torch_call import Meta
+from shardtrace.record.eager import EagerModule
+from shardtrace.record.effects import Change, Effects
+from shardtrace.record.kinds import Numbers
+from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.recorder import DEVICES, Call, CannotRecord, Eager, FakeMode, Place, Record, record
+from shardtrace.record.results import tensors_in
+from shardtrace.record.symbols import name_of
+from shardtrace.record.watcher import CodeWatcher
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a recording needs: the forward, its arguments and the module's tensors as fakes, and the choice of modules.
+    See :func:`shardtrace.record.recorder.record`."""
+
+    module: nn.Module
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    fakes: FakeMode
+    tensors: Mapping[str, torch.Tensor]
+    names: Mapping[int, str]
+    watched: Collection[nn.Module]
+    eager: Eager
+    compiling: bool
+
+    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
+        """Records the forward. Returns also what it has set, which is put back."""
+        with ExitStack() as stack:
+            stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
+            stack.enter_context(no_other_random_numbers())
+            effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
+            stack.enter_context(watcher)
+            done = record(
+                self.function, (self.module, *self.args), self.kwargs, mode=self.fakes, modules=self.names,
+                watched=self.watched, eager=self.eager, watcher=watcher, compiling=self.compiling,
+            )  # fmt: skip
+        return done, effects.found
+
+
+def check_no_fakes(done: Record) -> None:
+    """Raises RuntimeError if a fake of a record, which gets emptied, lives on in the user's objects."""
+    made: list[ref[torch.Tensor]] = [ref(t) for c in done.calls for t in c.results if isinstance(t, FakeTensor)]
+    done.calls, done.spans, done.result = [], [], None
+    check_leaks(made)
+
+
+class Comparison:
+    """A guard, the last one of a step: makes the recording again in steps 2, 4, 8, 16, ... or in each n-th one.
+
+    Args:
+        recording: the one of which the step was made, and ``done`` what it found.
+        every: n, or None.
+        around: a context in which the forward can be recorded.
+        report: is told of a difference, once. The step is never used again.
+
+    Records that leave modules to PyTorch are not compared: it would try these modules again.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        done: Record,
+        *,
+        every: int | None,
+        around: Callable[[], AbstractContextManager[Any]],
+        report: Callable[[str], None],
+    ) -> None:
+        self._recording, self._first, self._modes = recording, Described.of(done), Modes.now()
+        for t in tensors_in((recording.args, recording.kwargs)):
+            t.__dict__.pop("_shardtrace_real", None)
+        self._every, self._around, self._report = every, around, report
+        self._steps, self._difference = 0, ""
+
+    def __call__(self) -> None:
+        if not self._difference:
+            self._steps += 1
+            due = self._steps % self._every == 0 if self._every else _is_due(self._steps)
+            self._difference = self._compare() if due else ""
+            if not self._difference:
+                return
+            self._report(self._difference)  # an error of the tracing that follows
+        raise RuntimeError("the forward is another one")
+
+    def _compare(self) -> str:
+        try:
+            with self._around(), self._modes.on():
+                done, _ = self._recording(CodeWatcher())
+            now = Described.of(done)
+            check_no_fakes(done)
+        except CannotRecord as error:
+            return f"it raises {type(error.__cause__).__name__}: {error.__cause__}"
+        except RuntimeError as error:
+            return str(error)
+        return self._first.difference(now)
+
+
+def _is_due(steps: int) -> bool:
+    return steps > 1 and steps & (steps - 1) == 0
+
+
+def is_comparable(done: Record) -> bool:
+    return not any(isinstance(call.function, EagerModule) for call in done.calls)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Grad mode, inference mode and the state of autocast by device."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> Modes:
+        states = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(states))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for now, then in zip(Modes.now().autocast, self.autocast, strict=True):
+                if now != then:
+                    device, enabled, dtype = then
+                    stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+
+@dataclass(frozen=True)
+class Described:
+    """A record without its tensors. ``calls`` and ``places`` are of each call, and last of the result."""
+
+    calls: tuple[Hashable, ...]
+    places: tuple[Place | None, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, done: Record) -> Described:
+        numbers = _ByType()
+        calls: list[Hashable] = [numbers.call(i, call) for i, call in enumerate(done.calls)]
+        calls.append(("result", numbers.value(done.result), numbers.value(tensors_in(done.result))))
+        names = [name_of(call.function) for call in done.calls]
+        return cls(tuple(calls), (*(c.place for c in done.calls), None), (*names, "return"))
+
+    def difference(self, now: Described) -> str:
+        """Names the first call that is another one; empty if there is none."""
+        for i, (old, new) in enumerate(zip(self.calls, now.calls, strict=False)):  # the result tells shorter ones apart
+            if old == new:
+                continue
+            before, after = self.names[i], now.names[i]
+            what = f"{before} is now {after}" if before != after else f"{after}: {_first_unequal(old, new)}"
+            return f"{what}, at {now.places[i] or self.places[i] or 'its end'}"
+        return ""
+
+
+class _ByType(Numbers):
+    """Two objects of one type, each of its own recording, are not known to differ."""
+
+    def call(self, i: int, call: Call) -> tuple[Hashable, ...]:
+        return name_of(call.function), *super().call(i, call)[1:]
+
+    def other(self, value: Any) -> Hashable:
+        return (type(value),)
+
+
+def _first_unequal(old: Any, new: Any) -> str:
+    """Describes the first difference of two keys."""
+    if isinstance(old, Meta) and isinstance(new, Meta):
+        return f"a tensor {old.dtype}{list(old.shape)} is now {new.dtype}{list(new.shape)}"
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        pair = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+        if isinstance(old[0], type) and len(old) == 2 and not isinstance(old[1], tuple):
+            return f"{old[1]} is now {new[1]}"
+        return _first_unequal(*pair)
+    return "another tensor" if isinstance(old, tuple) or isinstance(new, tuple) else f"{old} is now {new}"
