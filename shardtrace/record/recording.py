@@ -44,16 +44,17 @@ class Recording:
     eager: Eager
     compiling: bool
 
-    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
+    def __call__(self, watcher: CodeWatcher | None = None) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
-            stack.enter_context(watcher)
+            if watcher is not None:
+                stack.enter_context(watcher)
             done = record(
                 self.function, (self.module, *self.args), self.kwargs, mode=self.fakes, modules=self.names,
-                watched=self.watched, eager=self.eager, watcher=watcher, compiling=self.compiling,
+                watched=self.watched, eager=self.eager, watcher=watcher or CodeWatcher(), compiling=self.compiling,
             )  # fmt: skip
         return done, effects.found
 
@@ -105,7 +106,7 @@ class Comparison:
     def _compare(self) -> str:
         try:
             with self._around(), self._modes.on():
-                done, _ = self._recording(CodeWatcher())
+                done, _ = self._recording()
             now = Described.of(done)
             check_no_fakes(done)
         except CannotRecord as error:
