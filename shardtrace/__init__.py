@@ -14,6 +14,7 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
 from passes.kernels import executor
 from shardtrace.api import ddp, fsdp
+from shardtrace.checking import Check, check
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
     Checkpoint,
@@ -60,6 +61,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "AsyncCheckpointer",
+    "Check",
     "Checkpoint",
     "CheckpointError",
     "Collective",
@@ -77,6 +79,7 @@ __all__ = [
     "TrainingPlan",
     "VerificationError",
     "block_traces",
+    "check",
     "clip_grad_norm_",
     "collectives",
     "ddp",

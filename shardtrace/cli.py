@@ -9,7 +9,8 @@ sharded model that has a backward. This call is compiled and not run:
 
 The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
 precision and offload. Exit codes: 0; 1 if the target cannot be loaded or compiled, or if no plan fits; 2 for a usage
-error.
+error. "check" compares a step of the target with eager PyTorch, for real: under torchrun on its ranks, else on one.
+A script ends at its first call. Its exit code is 1 if something differs by more than rounding.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.compat import notes_of
-from shardtrace.inspector import Inspection, NothingCompiledError, first_call, inspect, run_script
+from shardtrace.checking import Check, check
+from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.model.state import state_of, states_in
 from shardtrace.model.whole import whole_copy
 from shardtrace.planner import plan
 
 import thunder
+import torch
 from torch import nn
 
 
@@ -45,10 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
-    if options.world_size is None:
+    if options.command == "check":
+        options.world_size = 1  # of a script, up to its call
+    elif options.world_size is None:
         options.world_size = math.prod(options.mesh_shape) if options.mesh_shape else 8
-    print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
+    if options.command != "check":
+        print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
     try:
+        if options.command == "check":
+            done = _check(options, arguments[cut + 1 :])
+            if os.environ.get("RANK", "0") == "0":
+                print(done)
+            return 0 if done.ok else 1
         if options.command == "plan":
             _plan(options, arguments[cut + 1 :])
             return 0
@@ -105,7 +116,17 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     _add_plan(commands)
+    _add_check(commands)
     return parser
+
+
+def _add_check(commands: Any) -> None:
+    about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
+    command = commands.add_parser("check", help=about, description=f"{about}.", formatter_class=_Format)
+    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+    for option in ("--sharding-strategy", "--bucketing-strategy", "--mp-policy"):
+        command.add_argument(option, metavar="V", help="as in shardtrace.fsdp")
+    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 def _add_plan(commands: Any) -> None:
@@ -174,6 +195,18 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
     return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
 
 
+def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
+    place, colon, function = options.target.rpartition(":")
+    names = ("sharding_strategy", "bucketing_strategy", "mp_policy")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    torch.manual_seed(0)  # ranks make the same model and inputs
+    if colon:
+        return check(*_model_and_inputs(options.target, _factory(place, function)()), **given)
+    _check_file(Path(options.target))
+    call = first_call(Path(options.target), arguments, world_size=1)
+    return check(whole_copy(call.model, values=True), _inputs(call), **given)
+
+
 def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
     model, inputs, fixed = _to_be_planned(options, script_arguments)
     pins = ("mp_policy", "sharding_strategy")
@@ -209,13 +242,16 @@ def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tup
             f"{options.target} shards {inner.model_name} inside the {type(call.model).__name__} that it jits: let it "
             f"shard the whole model, or name a function, as in {options.target}:function"
         )
-    if call.arguments and call.keywords:  # by name, because inputs are one or the other
-        names = signature(call.model.forward).bind_partial(*call.arguments)
-        inputs: Any = dict(names.arguments) | dict(call.keywords)
-    else:
-        inputs = dict(call.keywords) or call.arguments
     kept = {"mp_policy": state.options.precision, "offload_policy": state.options.offload}
-    return whole_copy(call.model), inputs, {name: value for name, value in kept.items() if value is not None}
+    return whole_copy(call.model), _inputs(call), {name: value for name, value in kept.items() if value is not None}
+
+
+def _inputs(call: Call) -> Any:
+    """The arguments of a call: all by name if some are, because example inputs are one or the other."""
+    if not call.arguments or not call.keywords:
+        return dict(call.keywords) or call.arguments
+    names = signature(call.model.forward).bind_partial(*call.arguments)
+    return dict(names.arguments) | dict(call.keywords)
 
 
 def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:

@@ -27,8 +27,8 @@ FLOORS = [
     ["shardtrace.fake"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
-    ["shardtrace.calibrate", "shardtrace.cli", "shardtrace.plugins", "shardtrace.report"],
-    ["shardtrace.snapshot", "shardtrace.testing"],
+    ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.plugins", "shardtrace.report"],
+    ["shardtrace.cli", "shardtrace.snapshot", "shardtrace.testing"],
     ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]

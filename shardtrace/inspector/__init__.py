@@ -3,9 +3,10 @@
 from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, Totals, inspect
 from shardtrace.inspector.profiling import Profile, profile
 from shardtrace.inspector.record import Rows, Stage
-from shardtrace.inspector.script import NothingCompiledError, first_call, run_script
+from shardtrace.inspector.script import Call, NothingCompiledError, first_call, run_script
 
 __all__ = [
+    "Call",
     "CollectiveRow",
     "Inspection",
     "MemoryRow",

@@ -18,26 +18,24 @@ MARKS = {ATTRIBUTE, EAGER, PART_ATTRIBUTE, REPEATED, *CHECKPOINTED.values()}
 def hollow_copy(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
     """A copy with parameters on the meta device. Tied parameters stay tied, buffers are copied. ``memo`` has what else
     stands for an object, by its id, as in :func:`copy.deepcopy`."""
-    empty = {id(p): _on_meta(torch.empty_like(p, device="meta"), p) for p in model.parameters()}
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, {**empty, **(memo or {})})
 
 
-def whole_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model as it was before ``fsdp``, with whole parameters on the meta device. Buffers are copied, tied
-    parameters stay tied. The model is not changed."""
+def whole_copy(model: nn.Module, *, values: bool = False) -> nn.Module:
+    """A copy of a model as it was before ``fsdp``, with whole parameters on the meta device; or with the ``values`` of
+    the only rank. Buffers are copied, tied parameters stay tied. The model is not changed."""
     states = states_in(model)
     memo: dict[int, Any] = {id(state): None for state in states}  # the copy has none
     for entry in (e for state in states for e in state.entries):
         full = torch.empty(entry.full_shape, dtype=entry.dtype, device="meta")
-        memo[id(entry.shard)] = _on_meta(full, entry.shard)
-    whole = hollow_copy(model, memo)
+        if values:
+            full = entry.shard.detach().view(entry.full_shape).clone()
+        memo[id(entry.shard)] = nn.Parameter(full, requires_grad=entry.shard.requires_grad)
+    whole = copy.deepcopy(model, memo) if values else hollow_copy(model, memo)
     for module in whole.modules():
         if module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__class__ = type(module).__base__  # type: ignore[assignment]
         for mark in MARKS & module.__dict__.keys():
             del module.__dict__[mark]
     return whole
-
-
-def _on_meta(values: torch.Tensor, p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=p.requires_grad)

@@ -196,7 +196,9 @@ def trace(
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
-    check_no_fakes(done.record)
+    record = done.record
+    del done
+    check_no_fakes(record)
     return traced
 
 

@@ -35,7 +35,7 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (
     if not fakes:
         return
     gc.collect()
-    for cache in {id(c): c for fake in fakes for c in _caches(fake(), 2)}.values():
+    for cache in _caches([fake() for fake in fakes], 2):
         cache.cache_clear()  # functools.lru_cache: the next call computes again
     alive = [t for fake in fakes if (t := fake()) is not None]
     t = None
@@ -48,13 +48,12 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (
             )
 
 
-def _caches(value: object, depth: int) -> Iterator[Any]:
+def _caches(values: list[Any], depth: int) -> Iterator[Any]:
     """The caches of functools that hold a value, by itself or in a container."""
-    for holder in gc.get_referrers(value) if value is not None else ():
-        if isinstance(holder, _lru_cache_wrapper):
-            yield holder
-        elif isinstance(holder, (tuple, list, dict)) and depth:
-            yield from _caches(holder, depth - 1)
+    holders = gc.get_referrers(*(v for v in values if v is not None))
+    yield from (holder for holder in holders if isinstance(holder, _lru_cache_wrapper))
+    if depth and holders:
+        yield from _caches([h for h in holders if isinstance(h, (tuple, list, dict)) and h is not values], depth - 1)
 
 
 def _holder(value: object, ignored: set[int], depth: int) -> str:

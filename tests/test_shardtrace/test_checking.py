@@ -1,0 +1,135 @@
+"""``check`` holds a compiled step against eager PyTorch and names what differs."""
+
+import shardtrace
+from shardtrace.checking import _judged
+from shardtrace.cli import main
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return x + F.dropout(self.norm(self.fc(x)), 0.1).relu()
+
+
+class Net(nn.Module):
+    """``wrong`` when it is compiled, as a rule of Thunder's could be."""
+
+    def __init__(self, wrong=False):
+        super().__init__()
+        self.blocks, self.wrong = nn.Sequential(Block(), Block()), wrong
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.blocks[0].fc.weight
+
+    def forward(self, x, scale=1.0):
+        y = self.blocks[0](x)
+        y = torch.mul(y, 1.001 if self.wrong and torch.compiler.is_compiling() else 1.0)
+        return {"loss": (y := self.head(self.blocks[1](y)) * scale).square().mean(), "y": torch.logcumsumexp(y, 0)}
+
+
+def test_a_model_that_is_right(single_rank):
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    done = shardtrace.check(model, (X.clone().requires_grad_(), 0.5))
+    assert done.ok
+    assert not done.lines
+    assert done.first is None
+    whats = {(row.what, row.name) for row in done.rows}
+    assert {("result", "0"), ("result", "1"), ("gradient", "input 0"), ("input", "0")} < whats
+    assert {("gradient", "blocks.1.fc.weight"), ("buffer", "blocks.0.norm.running_mean")} < whats
+    assert done.by_torch["logcumsumexp"] == 1
+    assert "lines of torch: " in str(done)
+    assert "DIFFERENT" not in str(done)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_first_line_that_differs(single_rank):
+    done = shardtrace.check(lambda: Net(wrong=True), {"x": X})
+    assert not done.ok
+    assert "mul at " in str(done.first)
+    assert "test_checking.py:" in str(done.first)
+    assert done.first.module == ""
+    assert done.first.difference == pytest.approx(1e-3, rel=0.1)
+    assert {row.verdict for row in done.lines if row.module.startswith("blocks.0")} <= {"equal", "rounding"}
+    assert str(done).splitlines()[-1].startswith("DIFFERENT: of ")
+
+
+class OtherWay(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.sin() * 2 if torch.compiler.is_compiling() else y.cos() * 2
+
+
+def test_lines_that_only_one_of_the_two_has(single_rank):
+    text = str(shardtrace.check(OtherWay(4, 4), X))
+    assert "called only when the model is compiled: sin at" in text
+    assert "called only when the model is not compiled: cos at" in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "eager", "exact", "verdict"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], None, "equal"),
+        ([0.0, float("nan")], [-0.0, float("nan")], None, "equal"),
+        ([1.0, 2.0 + 1e-6], [1.0, 2.0], [1.0, 2.0], "rounding"),
+        ([1.0, 2.0 + 1e-5], [1.0, 2.0], [1.0, 2.0], "different"),
+        ([1.0, 2.0 + 1e-5], [1.0, 2.0], [1.0, 2.0 + 9e-6], "rounding"),  # nearer than eager PyTorch
+        ([1.0, 2.0 + 1e-5], [1.0, 2.0], None, "rounding"),
+        ([1.0, 2.0 + 1e-3], [1.0, 2.0], [7.0, 9.0], "different"),  # float64 computes something else
+        ([1.0, float("inf")], [1.0, 2.0], None, "different"),
+    ],
+)
+def test_what_is_rounding(ours, eager, exact, verdict):
+    row = _judged("result", "", "0", *map(torch.tensor, (ours, eager)), exact and torch.tensor(exact).double())
+    assert row.verdict == verdict
+
+
+def test_another_dtype_or_integer_is_different():
+    ones = torch.ones(2)
+    for ours, eager in ((ones.double(), ones), (ones[:1], ones), (ones.long(), 2 * ones.long())):
+        assert _judged("result", "", "0", ours, eager, None).verdict == "different"
+
+
+class InOwnDtype(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) @ torch.eye(4, dtype=torch.float32)
+
+
+def test_a_model_that_does_not_run_in_float64(single_rank):
+    done = shardtrace.check(InOwnDtype(4, 4), X)
+    assert done.ok
+    assert "does not run in float64" in str(done)
+
+
+FACTORY = """
+import torch
+from torch import nn
+class OtherWay(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if WRONG and torch.compiler.is_compiling() else 1)
+"""
+SCRIPT = """
+import shardtrace, thunder
+if __name__ == "__main__":
+    model = thunder.jit(shardtrace.fsdp(OtherWay(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("script", [False, True])
+def test_command(tmp_path, capsys, wrong, script):
+    file = tmp_path / "model.py"
+    end = SCRIPT if script else "def build():\n    return OtherWay(4, 4), torch.ones(2, 4)\n"
+    file.write_text(FACTORY.replace("WRONG", str(wrong)) + end)
+    assert main(["check", str(file) if script else f"{file}:build"]) == wrong
+    assert ("DIFFERENT" in capsys.readouterr().out) == wrong
