@@ -29,6 +29,9 @@ FAMILY ?=
 PATTERN ?=
 SWEEP_ARGS ?=
 
+# make fuzz
+PROGRAMS ?= 500
+
 # make bench
 SETTING ?= loopback
 BENCH_ARGS ?=
@@ -36,7 +39,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train moe test sweep nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test sweep fuzz nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -58,6 +61,9 @@ test: lint  ## check style and types, then run all tests
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
 	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
+
+fuzz: $(VENV)/.dev  ## train models and scripts that are put together at random beside eager PyTorch: PROGRAMS=500
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -q -s tests/fuzz
 
 nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuses with nvFuser's wheel (1 GB), PYTHON=python3.12
 	export LD_LIBRARY_PATH=$(abspath $(NVFUSER_VENV))/stubs OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \

@@ -37,6 +37,7 @@ from shardtrace.record.watcher import CodeWatcher
 import torch
 from thunder import clang
 from thunder import torch as ltorch
+from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
@@ -104,7 +105,7 @@ class Inputs:
     def write(self, fake: torch.Tensor, new: Any) -> None:
         """Adds the line that writes ``new`` into the buffer of a fake. Later calls of the module read it."""
         known = self._known[id(self.tensor(fake))]
-        ltorch.copy_(known.wrapped.value, new)
+        _write(known.wrapped.value, new)
         known.now = new
 
     def has(self, fake: torch.Tensor) -> bool:
@@ -395,4 +396,12 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         if inputs.has(fake):
             inputs.write(fake, new)
         else:
-            ltorch.copy_(arguments.proxy(fake), new)
+            arguments.check_alone(fake)
+            _write(arguments.proxy(fake), new)
+
+
+def _write(old: TensorProxy, new: TensorProxy) -> None:
+    """Adds the line that writes into an input. It is the primitive: where Thunder sees its own function for that, it
+    takes arguments that are parts of one tensor for the same."""
+    converted = clang.maybe_convert_to_dtype(new, old.dtype)
+    prims.copy_(converted, old, grad_enabled=get_compile_data().is_grad_enabled)

@@ -121,3 +121,36 @@ def test_an_argument_that_forward_changes_is_an_error(single_rank):
 def test_symbolic_values_are_refused(single_rank):
     with pytest.raises(RuntimeError, match="recorded for the shapes of one call"):
         thunder.jit(shardtrace.fsdp(Net()), cache="symbolic values")(Batch(torch.randn(3, 4), 1.0))
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, y, *, write=False):
+        self.count += 1
+        if write:
+            y.add_(1)
+        return super().forward(x) - y
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_parts_of_one_tensor_are_two_arguments(single_rank, in_function):
+    """Thunder takes them for the same tensor where it sees a write, even into a buffer."""
+    eager, ours = Counting(), Counting()
+    ours.load_state_dict(eager.state_dict())
+    shardtrace.fsdp(ours)
+    x, y = torch.randn(3, 5, 4).transpose(0, 1)[:2]
+    call = thunder.jit(lambda x, y: ours(x, y)) if in_function else thunder.jit(ours)
+    torch.testing.assert_close(call(x, y), eager(x, y))
+
+
+def test_a_written_argument_shares_memory_with_no_other(single_rank):
+    x, y = torch.randn(2, 3, 4)
+    with pytest.raises(RuntimeError, match=r"an argument of shape \(3, 4\) that shares memory with another one"):
+        thunder.jit(shardtrace.fsdp(Counting()))(x, y, write=True)
+    y = y.clone()
+    expected = y + 1
+    thunder.jit(shardtrace.fsdp(Counting()))(x, y, write=True)
+    assert torch.equal(y, expected)
