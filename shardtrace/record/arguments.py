@@ -52,7 +52,7 @@ class Arguments:
     def check_alone(self, fake: torch.Tensor) -> None:
         """Raises RuntimeError if an argument that forward writes into shares memory with another one."""
         memory = {n: t.untyped_storage().data_ptr() for n, t in self._originals.items() if isinstance(t, torch.Tensor)}
-        if list(memory.values()).count(memory.get(self.by_fake[id(fake)][1].name)) > 1:
+        if list(memory.values()).count(memory.get(self.by_fake[id(fake)][1].name, 0)) > 1:
             raise RuntimeError(
                 f"forward writes into an argument of shape {tuple(fake.shape)} that shares memory with another one: "
                 "pass a clone of it"
