@@ -248,6 +248,7 @@ def fsdp(
     two_dimensions = any(s.needs_mesh for _, s in options.rules)
     groups = resolve_groups(mesh, target, hybrid=two_dimensions, timeout=options.timeout)
     group = groups.everyone
+    tell_others_of_failure(group)
     _refuse_absent_device(target, group)
     _refuse_useless_offload(options, strategies.values())
     _refuse_useless_secondary(groups, strategies.values())
@@ -290,7 +291,6 @@ def fsdp(
         entries = []  # nothing to do: the model is unchanged
     if current is not None and current.type not in (target.type, "meta") and host is None and group.rank() == 0:
         print(f"shardtrace: {type(module).__name__} was on {current}, its shards are on {target}", file=sys.stderr)
-    tell_others_of_failure(group)
     if watches(group, target):
         watch(groups)
     leave_in_peace()

@@ -68,13 +68,8 @@ def _finishes(function: Run) -> Run:
         runtime = bucket.plan.runtime
         if runtime.progress is not None:
             runtime.progress.finished(future)
-        try:
-            result = (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
-        except RuntimeError as error:
-            runtime.raise_if_rank_failed(error, bucket.label)
-            raise
-        runtime.raise_if_aborted(bucket.label)
-        return result
+        with runtime.communicating(bucket.label):
+            return (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
 
     return run
 
@@ -87,11 +82,8 @@ def _issues(finish: Run) -> Callable[[Run], Run]:
         @functools.wraps(function)
         def run(value: Any, bucket: Bucket) -> Any:
             runtime = bucket.plan.runtime
-            try:
+            with runtime.communicating(bucket.label):
                 future = (function if bucket.wire is None else _issue_wire)(value, bucket)
-            except RuntimeError as error:
-                runtime.raise_if_rank_failed(error, bucket.label)
-                raise
             if runtime.progress is not None:
                 runtime.progress.issued(future, finish, bucket)
             return future
