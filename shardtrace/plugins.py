@@ -56,17 +56,11 @@ class FSDP(Plugin):
 
 
 class DDP(FSDP):
-    """Replicates the model that ``thunder.compile`` compiles, with :func:`shardtrace.ddp`, whose options it takes.
+    """Replicates the model that ``thunder.compile`` compiles, with :func:`shardtrace.ddp`, whose options it takes."""
 
-    Args:
-        bucket_size_in_mb: the size of a bucket, under the name of Thunder's plugin; ``bucketing_strategy`` is the same.
-    """
-
-    def __init__(self, *, bucket_size_in_mb: float | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         if "sharding_strategy" in options:
             raise TypeError("shardtrace.DDP takes no sharding_strategy: use shardtrace.FSDP to choose one")
-        if bucket_size_in_mb is not None:
-            options["bucketing_strategy"] = bucket_size_in_mb
         super().__init__(**options)
         self.options["sharding_strategy"] = "ddp"
 
