@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from passes.compat import attention_of_gpus
+from passes.compat import attention_of_gpus, deeper_recursion
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.counts import parse_count
@@ -77,8 +77,8 @@ def compile_sharded(
     """
     device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
     options = {**fsdp_options, "device": device, "param_init_fn": never_runs}
-    ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
-    with attention_of_gpus() if is_absent(device) else nullcontext():
+    with deeper_recursion(), attention_of_gpus() if is_absent(device) else nullcontext():
+        ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
         compile_only(ours, _on(device, arguments))
     return ours
 

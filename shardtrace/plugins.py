@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.compat import jitted_module
+from passes.compat import jitted_module, replace_missing_fuser
 from shardtrace.api import fsdp
 from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
 
@@ -94,5 +94,6 @@ class _Shard(Transform):
         return prologue, computation, epilogue
 
 
+replace_missing_fuser()
 thunder.plugins.register_plugin("shardtrace", FSDP)
 thunder.plugins.register_plugin("shardtrace-ddp", DDP)

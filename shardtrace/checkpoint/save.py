@@ -210,6 +210,7 @@ def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: Progres
                 no_dist=alone,
             )
     except CheckpointException as exception:
+        writer.discard()
         raise failed(f"step {prepared.step} was not saved to {prepared.root}", exception) from None
 
 

@@ -17,8 +17,8 @@ from shardtrace.ranks.consensus import compare
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def compare_models(
@@ -92,8 +92,8 @@ def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
     for p in found:
         if is_lazy(p.parameter):
             yield f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()"
-        elif isinstance(p.parameter, DTensor):
-            yield f"parameter {p.name!r} is a DTensor: fsdp() takes plain tensors"
+        elif is_traceable_wrapper_subclass(p.parameter):  # such as DTensor
+            yield f"parameter {p.name!r} is a {type(p.parameter).__name__}: fsdp() takes plain tensors"
         elif p.parameter.grad is not None:
             yield f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()"
 
