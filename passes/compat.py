@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 import sys
 import warnings
@@ -335,6 +336,21 @@ def deeper_recursion() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(limit)
+
+
+@contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """Keeps torch from logging each error of a fake tensor with 20 lines of traceback. The error is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 @contextmanager

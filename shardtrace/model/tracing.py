@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
-from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules
+from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import with_casts
@@ -47,7 +47,7 @@ SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Records the call of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
     try:
-        with deeper_recursion():
+        with deeper_recursion(), without_log_of_fakes():
             root: nn.Module = unwrap(module)
             states = {m.__dict__[ATTRIBUTE]: None for m in root.modules() if ATTRIBUTE in m.__dict__}
             state: ShardedState = root.__dict__[ATTRIBUTE]

@@ -83,18 +83,18 @@ class _Watch(threading.Thread):
         self._own, self._over = f"rank {rank}: ", threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_UP):
-            reason = _word()
-            if reason and not reason.startswith(self._own):
-                self.reason = reason
-                for group in self.groups:
-                    with contextlib.suppress(RuntimeError):  # it may be gone
-                        group.abort()
-                return
-            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the process group
-                store = dist.distributed_c10d._get_default_store()
-                if deadlock := self.waits.look(store):
-                    store.compare_set(KEY, "", DEADLOCK + deadlock)
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+            while not self.reason and not self._over.wait(LOOK_UP):
+                self._look(dist.distributed_c10d._get_default_store())
+
+    def _look(self, store: dist.Store) -> None:
+        if store.check([KEY]) and not (word := store.get(KEY).decode()).startswith(self._own):
+            self.reason = word
+            for group in self.groups:
+                with contextlib.suppress(RuntimeError):  # it may be gone
+                    group.abort()
+        elif deadlock := self.waits.look(store):
+            store.compare_set(KEY, "", DEADLOCK + deadlock)
 
     def stop(self) -> None:
         self._over.set()

@@ -217,6 +217,13 @@ def test_the_model_itself(fake_ranks):
     assert f"shardtrace was recording Branch, at {__file__}:" in text_of(found)
 
 
+def test_an_error_of_shapes_names_the_line_and_logs_nothing(fake_ranks, capfd):
+    fake_ranks(2)
+    found = refused(nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3)), X)
+    assert "shardtrace was recording Sequential, at" in text_of(found)
+    assert capfd.readouterr().err == ""
+
+
 def test_in_a_jitted_function(fake_ranks):
     fake_ranks(2)
     model = shardtrace.fsdp(Branch())
