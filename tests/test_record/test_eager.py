@@ -217,10 +217,15 @@ def test_the_model_itself(fake_ranks):
     assert f"shardtrace was recording Branch, at {__file__}:" in text_of(found)
 
 
+class Misfit(nn.Linear):
+    def forward(self, x):
+        return x @ torch.ones(3, 3)
+
+
 def test_an_error_of_shapes_names_the_line_and_logs_nothing(fake_ranks, capfd):
     fake_ranks(2)
-    found = refused(nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3)), X)
-    assert "shardtrace was recording Sequential, at" in text_of(found)
+    found = refused(nn.Sequential(nn.Linear(4, 4), Misfit(4, 4)), X)
+    assert "    return x @ torch.ones(3, 3)\n" in text_of(found)
     assert capfd.readouterr().err == ""
 
 
