@@ -21,7 +21,7 @@ from typing import Any
 
 from passes.compat import notes_of
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
-from shardtrace.ranks.waiting import Wait, Waits
+from shardtrace.ranks.waiting import LIKELY, Wait, Waits
 
 import torch
 import torch.distributed as dist
@@ -177,8 +177,10 @@ def _raise_if_rank_failed(error: RuntimeError, what: str) -> None:
     if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
         return
     watch = _watch()
-    seen = watch.reason if watch is not None else ""
-    raise _failed(seen or _word() or "it left no word, so it may have been killed: see its output", what) from error
+    reason = (watch.reason if watch is not None else "") or _word()
+    if not reason and "imed out" in str(error):
+        raise RankFailedError(f"the other ranks did not come to {what} in time. Perhaps {LIKELY}") from error
+    raise _failed(reason or "it left no word, so it may have been killed: see its output", what) from error
 
 
 def _failed(reason: str, what: str = "") -> RankFailedError:
