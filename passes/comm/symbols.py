@@ -82,8 +82,11 @@ def _issues(finish: Run) -> Callable[[Run], Run]:
         @functools.wraps(function)
         def run(value: Any, bucket: Bucket) -> Any:
             runtime = bucket.plan.runtime
-            with runtime.communicating(bucket.label):
+            try:
                 future = (function if bucket.wire is None else _issue_wire)(value, bucket)
+            except RuntimeError:
+                with runtime.communicating(bucket.label):  # says so if another rank is the cause
+                    raise
             if runtime.progress is not None:
                 runtime.progress.issued(future, finish, bucket)
             return future
