@@ -18,6 +18,9 @@ called, because this module is imported before Thunder can be.
 from __future__ import annotations
 
 import copy
+import functools
+import logging
+import re
 import sys
 import warnings
 from collections import OrderedDict
@@ -75,6 +78,22 @@ def _name_nvfuser() -> None:
     if torch.cuda.is_available() and not has_old and find_spec("nvfuser_direct") is not None:
         with suppress(ImportError):  # then Thunder has no nvFuser either
             sys.modules["nvfuser"] = import_module("nvfuser_direct")
+
+
+def replace_missing_fuser() -> None:
+    """Gives Thunder's recipes its default executors in place of a fuser that is missing, for which Thunder 0.2.6 hands
+    itself None. Its default recipe names nvFuser."""
+    from thunder.extend import get_default_executors
+    from thunder.recipes import BaseRecipe
+
+    setup = BaseRecipe.setup_executors
+
+    @functools.wraps(setup)
+    def setup_executors(self: Any) -> list[Any]:
+        found = setup(self)
+        return [e for e in found if e is not None] + (list(get_default_executors()) if None in found else [])
+
+    BaseRecipe.setup_executors = setup_executors
 
 
 def keeps_graph() -> bool:
@@ -150,6 +169,15 @@ def renamed(proxy: Proxy, name: str) -> Proxy:
     new = copy.copy(proxy)
     vars(new).update(_name=name, _tags=set(proxy.tags))
     return new
+
+
+def make_name_legal(proxy: Proxy) -> None:
+    """Renames a new proxy whose name Python could not read. Thunder names that of ``heads.a-b.weight``
+    ``t_heads_a-b_weight``."""
+    from thunder.core.trace import get_tracectx
+
+    if not proxy.name.isidentifier():
+        proxy._name = get_tracectx().make_name(prefix=re.sub(r"\W", "_", proxy.name))
 
 
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
@@ -297,6 +325,32 @@ def raised(error: BaseException) -> Any:
     from thunder.core.interpreter import do_raise
 
     return do_raise(error)
+
+
+@contextmanager
+def deeper_recursion() -> Iterator[None]:
+    """Raises Python's limit of recursion. Recording a call of nested modules takes more frames than the call itself."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """Keeps torch from logging each error of a fake tensor with 20 lines of traceback. The error is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 @contextmanager

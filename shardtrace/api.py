@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms, unjitted
 from passes.plan import CostModel, Placement, Wire
-from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
@@ -21,7 +21,7 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import InitFn
 from shardtrace.model.places import Place, places
-from shardtrace.model.refusal import compare_models, refusal
+from shardtrace.model.refusal import compare_models, refuse
 from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import (
@@ -41,9 +41,9 @@ from shardtrace.options.options import Options, parse_options
 from shardtrace.options.planned import PlanError, TrainingPlan
 from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
-from shardtrace.ranks.consensus import compare
+from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import tell_others_of_failure, watch, watches
-from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, is_alone, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, resolve_groups
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.record.absent import is_absent
 from shardtrace.training.accumulation import no_sync
@@ -199,7 +199,7 @@ def fsdp(
             if ``fsdp`` makes the process group.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
             for "zero3", False for "zero2"), ``mp`` (mp_policy), ``auto_wrap_policy``, ``TransformerBlock``
-            (bucketing_strategy), ``auto_wrap`` (False: one bucket).
+            (bucketing_strategy), ``auto_wrap`` (False: one bucket), ``bucket_cap_mb`` (a size).
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
@@ -218,52 +218,53 @@ def fsdp(
     module = unjitted(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")
-    options = parse_options(
-        sharding_strategy=sharding_strategy,
-        bucketing_strategy=bucketing_strategy,
-        mp_policy=mp_policy,
-        evenness=evenness,
-        prefetch=prefetch,
-        max_inflight_bytes=max_inflight_bytes,
-        timeout=timeout,
-        accumulation_dtype=accumulation_dtype,
-        gradient_divide_factor=gradient_divide_factor,
-        check_steps=check_steps,
-        check_recording=check_recording,
-        offload_policy=offload_policy,
-        activation_checkpointing=activation_checkpointing,
-        kernels=kernels,
-        sum_reductions=sum_reductions,
-        repeated_blocks=repeated_blocks,
-        eager=eager,
-        gather_dtype=gather_dtype,
-        reduce_wire=reduce_wire,
-        error_feedback=error_feedback,
-        spelling=spelling,
-    )
-    ignored = tuple(ignored_params)
-    found = _parameters_to_shard(module, options, ignored)
-    checkpointed = checkpointed_blocks(module, options.checkpointing)
-    run_by_torch = eager_modules(module, options.eager)
-    repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
-    strategies = assign(options.rules, {p.name: p.parameter for p in found})
-    current = found[0].parameter.device if found else None
-    target = choose_device(device, mesh, current, on_host=options.offload is not None)
-    host = host_memory(options.offload, target)
-    two_dimensions = any(s.needs_mesh for _, s in options.rules)
-    groups = resolve_groups(mesh, target, hybrid=two_dimensions, timeout=options.timeout)
-    group = groups.everyone
-    _refuse_absent_device(target, group)
-    _refuse_useless_offload(options, strategies.values())
-    _refuse_useless_secondary(groups, strategies.values())
-    if broadcast_from is None and any(s.replicates for s in strategies.values()):
-        broadcast_from = dist.get_process_group_ranks(group)[0]
+    with _announced(module, mesh):
+        options = parse_options(
+            sharding_strategy=sharding_strategy,
+            bucketing_strategy=bucketing_strategy,
+            mp_policy=mp_policy,
+            evenness=evenness,
+            prefetch=prefetch,
+            max_inflight_bytes=max_inflight_bytes,
+            timeout=timeout,
+            accumulation_dtype=accumulation_dtype,
+            gradient_divide_factor=gradient_divide_factor,
+            check_steps=check_steps,
+            check_recording=check_recording,
+            offload_policy=offload_policy,
+            activation_checkpointing=activation_checkpointing,
+            kernels=kernels,
+            sum_reductions=sum_reductions,
+            repeated_blocks=repeated_blocks,
+            eager=eager,
+            gather_dtype=gather_dtype,
+            reduce_wire=reduce_wire,
+            error_feedback=error_feedback,
+            spelling=spelling,
+        )
+        ignored = tuple(ignored_params)
+        found = _parameters_to_shard(module, options, ignored)
+        checkpointed = checkpointed_blocks(module, options.checkpointing)
+        run_by_torch = eager_modules(module, options.eager)
+        repeated = blocks_of_a_kind(module, options.repeated_blocks, _blocks(module, options))
+        strategies = assign(options.rules, {p.name: p.parameter for p in found})
+        current = found[0].parameter.device if found else None
+        target = choose_device(device, mesh, current, on_host=options.offload is not None)
+        host = host_memory(options.offload, target)
+        two_dimensions = any(s.needs_mesh for _, s in options.rules)
+        groups = resolve_groups(mesh, target, hybrid=two_dimensions, timeout=options.timeout)
+        group = groups.everyone
+        tell_others_of_failure(group)
+        _refuse_absent_device(target, group)
+        _refuse_useless_offload(options, strategies.values())
+        _refuse_useless_secondary(groups, strategies.values())
+        if broadcast_from is None and any(s.replicates for s in strategies.values()):
+            broadcast_from = dist.get_process_group_ranks(group)[0]
 
-    stored, error = _stored(weights, module)
-    given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
-    error = error or refusal(
-        module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given
-    )
+        stored = _stored(weights, module)
+        given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
+        refuse(module, found, broadcast_from=broadcast_from, param_init_fn=param_init_fn, group=group, given=given)
+        gathers = _gathers(found, strategies, options, groups, target)
     others: dict[str, object] = {
         "broadcast_from": broadcast_from,
         "cost_model": cost_model,
@@ -271,8 +272,7 @@ def fsdp(
     }
     others["weights"] = weights_lines(stored)
     others["reduce_wire"] = options.reduction.name if options.reduction is not None else "None"
-    gathers, problem = _gathers(found, strategies, options, groups, target)
-    compare_models(module, found, strategies, gathers, options, others, error=error or problem, group=group)
+    compare_models(module, found, strategies, gathers, options, others, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [
@@ -295,7 +295,6 @@ def fsdp(
         entries = []  # nothing to do: the model is unchanged
     if current is not None and current.type not in (target.type, "meta") and host is None and group.rank() == 0:
         print(f"shardtrace: {type(module).__name__} was on {current}, its shards are on {target}", file=sys.stderr)
-    tell_others_of_failure(group)
     if watches(group, target):
         watch(groups)
     leave_in_peace()
@@ -321,20 +320,14 @@ def _with_plan(model: nn.Module, plan: TrainingPlan | str | Path, given: dict[st
     """The arguments of ``fsdp`` that were ``given``, with the options of a plan. Call it on all ranks."""
     device = choose_device(given["device"], given["mesh"], next((p.device for p in model.parameters()), None))
     group = resolve_groups(given["mesh"], device, hybrid=_is_2d(given["mesh"]), timeout=given["timeout"]).everyone
-    found, error = None, None
-    try:
+    with _announced(model, given["mesh"]):
         found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.from_json(plan)
         found.check(unjitted(model), group.size())
         defaults = inspect.signature(fsdp).parameters
         twice = [n for n in found.options if n in given and given[n] is not defaults[n].default]
         if twice:
             raise PlanError(f"the plan decides {', '.join(twice)}: leave it to the plan, or pass plan.options yourself")
-    except PlanError as problem:
-        if is_alone(group):
-            raise
-        error = str(problem)
-    compare(group, "the plan", [found.hash if found else ""], timeout=given["timeout"], error=error)
-    assert found is not None
+    compare(group, "the plan", [found.hash], timeout=given["timeout"])
     mesh = given["mesh"]
     if mesh is None and found.mesh_shape is not None:
         mesh = init_device_mesh(device.type, found.mesh_shape, mesh_dim_names=("replicate", "shard"))
@@ -345,16 +338,27 @@ def _is_2d(mesh: Mesh | None) -> bool:
     return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
 
 
-def _stored(weights: Source | None, module: nn.Module) -> tuple[dict[str, Stored], Exception | None]:
-    """The tensors that ``weights`` hold for a model that is not sharded yet, or the reason why they do not fit."""
-    if weights is None:
-        return {}, None
+@contextmanager
+def _announced(model: nn.Module, mesh: Mesh | None) -> Iterator[None]:
+    """An error of this rank is raised by the other ranks of a process group, too, once they compare the model."""
     try:
-        stored = stored_tensors(weights, module)
-        check_weights(stored, model_state(module), strict=True)
-    except CheckpointError as problem:
-        return {}, problem
-    return stored, None
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            with suppress(ValueError, TypeError):  # of a mesh that is wrong itself
+                group = resolve_groups(mesh, torch.device("cpu"), hybrid=_is_2d(mesh)).everyone
+                announce(group, f"the parameters of {type(model).__name__}", str(error))
+        raise
+
+
+def _stored(weights: Source | None, module: nn.Module) -> dict[str, Stored]:
+    """The tensors that ``weights`` hold for a model that is not sharded yet. Raises CheckpointError if they do not
+    fit."""
+    if weights is None:
+        return {}
+    stored = stored_tensors(weights, module)
+    check_weights(stored, model_state(module), strict=True)
+    return stored
 
 
 def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> list[Place]:
@@ -401,8 +405,8 @@ def _gathers(
     options: Options,
     groups: Groups,
     device: torch.device,
-) -> tuple[dict[str, Wire | None], Exception | None]:
-    """The wire on which each parameter is gathered, by name; or the reason why a wire changes nothing."""
+) -> dict[str, Wire | None]:
+    """The wire on which each parameter is gathered, by name. Raises ValueError if a wire changes nothing."""
     ranks = groups.everyone.size()
     travelling = {
         p.name: Travelling(
@@ -410,17 +414,10 @@ def _gathers(
         )
         for p in found
     }
-    try:
-        refuse_reductions(options.reduction, travelling, error_feedback=options.error_feedback)
-        if (
-            options.reduction is not None
-            and device.type != "cpu"
-            and backend_for(groups.inner, {device.type}) == "gloo"
-        ):
-            raise ValueError(f"gloo cannot send parts of gradients from {device.type}: use nccl with reduce_wire")
-        return assign_gathers(options.gathers, travelling), None
-    except ValueError as problem:
-        return {}, problem
+    refuse_reductions(options.reduction, travelling, error_feedback=options.error_feedback)
+    if options.reduction is not None and device.type != "cpu" and backend_for(groups.inner, {device.type}) == "gloo":
+        raise ValueError(f"gloo cannot send parts of gradients from {device.type}: use nccl with reduce_wire")
+    return assign_gathers(options.gathers, travelling)
 
 
 def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from passes.plan import CostModel, default_cost_model
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import backend_for, is_alone
 
 import torch
@@ -24,7 +25,8 @@ def of_first_rank(group: dist.ProcessGroup, device: torch.device, model: CostMod
     """The cost model of the first rank of ``group``. Other ranks may pass None. Call it on all ranks."""
     box = [None if model is None else asdict(model)]
     on = device if backend_for(group, {device.type}) == "nccl" else None  # nccl sends only tensors on a GPU
-    dist.broadcast_object_list(box, group=group, group_src=0, device=on)
+    with communicating("the cost model of the first rank", group):
+        dist.broadcast_object_list(box, group=group, group_src=0, device=on)
     assert box[0] is not None
     return CostModel.from_dict(box[0])
 

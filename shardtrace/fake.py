@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from passes.compat import attention_of_gpus
+from passes.compat import attention_of_gpus, deeper_recursion
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
+from shardtrace.options.counts import parse_count
 from shardtrace.ranks.mesh import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 
@@ -32,8 +33,9 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"there is no rank {rank} of {world_size}: world_size must be 1 or more, and rank below it")
+    parse_count("world_size", world_size, "a number of ranks, 1 or more", least=1)
+    if parse_count("rank", rank, "0 or more") >= world_size:
+        raise ValueError(f"there is no rank {rank} of {world_size}: rank must be below world_size")
     if dist.is_initialized():
         raise RuntimeError(
             "this process is in a process group already: call inspect(model, ..., world_size=...) in a process without "
@@ -50,8 +52,10 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 def count_ranks(mesh_shape: tuple[int, int], world_size: int | None = None) -> int:
     """The number of ranks of a mesh of (replicas, shards). Raises ValueError for any other shape, or if the number is
     not ``world_size``."""
-    if len(mesh_shape) != 2 or min(mesh_shape) < 1:
+    if not isinstance(mesh_shape, tuple | list) or len(mesh_shape) != 2:
         raise ValueError(f"mesh_shape must be (replicas, shards), as in (8, 8), not {mesh_shape!r}")
+    for size in mesh_shape:
+        parse_count("mesh_shape", size, "two numbers of ranks, (replicas, shards), as in (8, 8)", least=1)
     ranks = math.prod(mesh_shape)
     if world_size not in (None, ranks):
         raise ValueError(f"a mesh of shape {mesh_shape} has {ranks} ranks, not world_size={world_size}")
@@ -73,8 +77,8 @@ def compile_sharded(
     """
     device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
     options = {**fsdp_options, "device": device, "param_init_fn": never_runs}
-    ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
-    with attention_of_gpus() if is_absent(device) else nullcontext():
+    with deeper_recursion(), attention_of_gpus() if is_absent(device) else nullcontext():
+        ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
         compile_only(ours, _on(device, arguments))
     return ours
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.compat import jitted_module
+from passes.compat import jitted_module, replace_missing_fuser
 from shardtrace.api import fsdp
 from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
 
@@ -56,17 +56,11 @@ class FSDP(Plugin):
 
 
 class DDP(FSDP):
-    """Replicates the model that ``thunder.compile`` compiles, with :func:`shardtrace.ddp`, whose options it takes.
+    """Replicates the model that ``thunder.compile`` compiles, with :func:`shardtrace.ddp`, whose options it takes."""
 
-    Args:
-        bucket_size_in_mb: the size of a bucket, under the name of Thunder's plugin; ``bucketing_strategy`` is the same.
-    """
-
-    def __init__(self, *, bucket_size_in_mb: float | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         if "sharding_strategy" in options:
             raise TypeError("shardtrace.DDP takes no sharding_strategy: use shardtrace.FSDP to choose one")
-        if bucket_size_in_mb is not None:
-            options["bucketing_strategy"] = bucket_size_in_mb
         super().__init__(**options)
         self.options["sharding_strategy"] = "ddp"
 
@@ -100,5 +94,6 @@ class _Shard(Transform):
         return prologue, computation, epilogue
 
 
+replace_missing_fuser()
 thunder.plugins.register_plugin("shardtrace", FSDP)
 thunder.plugins.register_plugin("shardtrace-ddp", DDP)

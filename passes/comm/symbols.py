@@ -68,13 +68,8 @@ def _finishes(function: Run) -> Run:
         runtime = bucket.plan.runtime
         if runtime.progress is not None:
             runtime.progress.finished(future)
-        try:
-            result = (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
-        except RuntimeError as error:
-            runtime.raise_if_rank_failed(error, bucket.label)
-            raise
-        runtime.raise_if_aborted(bucket.label)
-        return result
+        with runtime.communicating(bucket.label):
+            return (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
 
     return run
 
@@ -89,9 +84,9 @@ def _issues(finish: Run) -> Callable[[Run], Run]:
             runtime = bucket.plan.runtime
             try:
                 future = (function if bucket.wire is None else _issue_wire)(value, bucket)
-            except RuntimeError as error:
-                runtime.raise_if_rank_failed(error, bucket.label)
-                raise
+            except RuntimeError:
+                with runtime.communicating(bucket.label):  # says so if another rank is the cause
+                    raise
             if runtime.progress is not None:
                 runtime.progress.issued(future, finish, bucket)
             return future

@@ -120,12 +120,13 @@ T = TypeVar("T")
 
 def hardware(name: str) -> Hardware:
     """A device by name. Raises ValueError that lists the names."""
-    return _find(HARDWARE, ALIASES.get(name.lower(), name.lower()), "device", name)
+    key = str(name).lower()
+    return _find(HARDWARE, ALIASES.get(key, key), "device", name)
 
 
 def link(name: str) -> Link:
     """A link by name. Raises ValueError that lists the names."""
-    return _find(LINKS, name.lower().replace(" ", "").replace("/s", ""), "link", name)
+    return _find(LINKS, str(name).lower().replace(" ", "").replace("/s", ""), "link", name)
 
 
 def _find(table: Mapping[str, T], key: str, what: str, given: str) -> T:

@@ -7,6 +7,7 @@ and passes tell models apart by it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
@@ -54,11 +55,10 @@ class Runtime(Protocol):
     def announce(self, error: str) -> None:
         """Makes the other ranks raise ``error`` when they reach :meth:`compare_trace`."""
 
-    def raise_if_rank_failed(self, error: Exception, bucket: str) -> None:
-        """Raises a better error if another rank caused ``error``, which a collective of ``bucket`` raised."""
-
-    def raise_if_aborted(self, bucket: str) -> None:
-        """Raises an error if the collectives were aborted because another rank failed, and gave no results."""
+    def communicating(self, bucket: str) -> AbstractContextManager[None]:
+        """Surrounds a collective of ``bucket``. Raises a better error if another rank is the cause that it failed, or
+        that it was aborted and gave no results."""
+        ...
 
 
 class PlainRuntime:
@@ -83,6 +83,5 @@ class PlainRuntime:
 
     def announce(self, error: str) -> None: ...
 
-    def raise_if_rank_failed(self, error: Exception, bucket: str) -> None: ...
-
-    def raise_if_aborted(self, bucket: str) -> None: ...
+    def communicating(self, bucket: str) -> AbstractContextManager[None]:
+        return nullcontext()

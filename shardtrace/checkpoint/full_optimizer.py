@@ -11,6 +11,7 @@ from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.optimizer import is_like, load_optimizer, named_groups
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 from shardtrace.model.home import shard, unshard
+from shardtrace.ranks.failure import communicating
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,8 @@ def _of_owner(
     if slot.home is None or not _is_owned(slot) or slot.home.group.size() == 1:
         return kinds
     said = [kinds]
-    dist.broadcast_object_list(said, group=slot.home.group, group_src=slot.home.owner)
+    with communicating("the state of an optimizer", slot.home.group):
+        dist.broadcast_object_list(said, group=slot.home.group, group_src=slot.home.owner)
     return said[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardtrace.checkpoint.rng import set_rng_state
 from shardtrace.checkpoint.save import Optimizers, as_list, failed
 from shardtrace.checkpoint.state import ModelState, model_state
 from shardtrace.checkpoint.sums import set_sums
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -101,9 +103,10 @@ def load_checkpoint(
 
 def _read(contents: Contents, model: ModelState) -> None:
     alone = model.group is None or is_alone(model.group)
+    together = nullcontext() if model.group is None else communicating("a checkpoint to be loaded", model.group)
     reader = SafetensorsReader(contents.path, contents.tensors, ProgressBar("load", show=model.rank == 0))
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with together, warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(
                 contents.targets,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardtrace.checkpoint.rng import rng_state
 from shardtrace.checkpoint.state import Keep, ModelState, check_second, model_state
 from shardtrace.checkpoint.sums import sums_of
 from shardtrace.checkpoint.writer import SafetensorsWriter
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.buffers import warn_of_differing_buffers
 
@@ -196,8 +198,9 @@ def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: Progres
         progress=progress,
     )
     alone = group is None or is_alone(group)
+    together = nullcontext() if group is None else communicating("a checkpoint to be saved", group)
     try:
-        with warnings.catch_warnings():
+        with together, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 prepared.tensors,
@@ -207,6 +210,7 @@ def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: Progres
                 no_dist=alone,
             )
     except CheckpointException as exception:
+        writer.discard()
         raise failed(f"step {prepared.step} was not saved to {prepared.root}", exception) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from shardtrace.checkpoint.files import (
     INDEX,
     checksum,
+    is_complete,
     new_directory,
     remove_old,
     step_directory,
@@ -64,6 +66,7 @@ class SafetensorsWriter(StorageWriter):
         self.root, self.step, self.own, self.shared = root, step, own, shared
         self.keep_last, self.progress = keep_last, progress
         self.directory = step_directory(root, step)
+        self._made = False  # the first rank makes it
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -78,6 +81,7 @@ class SafetensorsWriter(StorageWriter):
         """Runs on the first rank, before any rank writes."""
         self.ranks = [plan.storage_data for plan in plans]
         new_directory(self.root, self.step)
+        self._made = True
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -107,6 +111,11 @@ class SafetensorsWriter(StorageWriter):
         write_new(self.directory / INDEX, dump_index(index))
         if self.keep_last is not None:
             remove_old(self.root, self.keep_last)
+
+    def discard(self) -> None:
+        """Removes what a save that failed has written, once no rank writes any more."""
+        if self._made and not is_complete(self.directory):
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from passes.compat import all_gather_single
 from passes.plan import HostMemory, Placement, Shape, shard_shape
+from shardtrace.ranks.failure import communicating
 
 import torch
 import torch.distributed as dist
@@ -64,10 +65,12 @@ def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
     if home.placement is Placement.OWNER:
         mine = shard if home.host is not None else shard.clone()
         full = mine if group.rank() == home.owner else shard.new_empty(full_shape)
-        dist.broadcast(full, group=group, group_src=home.owner)
+        with communicating("the shards of a parameter", group):
+            dist.broadcast(full, group=group, group_src=home.owner)
         return full
     mine = shard.contiguous()
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
-    all_gather_single(padded, mine, group=group)
+    with communicating("the shards of a parameter", group):
+        all_gather_single(padded, mine, group=group)
     full = padded[: full_shape[0]] if full_shape else padded[0]
     return full if full.shape == padded.shape else full.clone()  # a view would keep, and save, the padding

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
+from shardtrace.ranks.failure import communicating
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,7 +91,8 @@ def broadcast(tensor: torch.Tensor, source: int | None, group: dist.ProcessGroup
     """Copy the values of global rank ``source`` into ``tensor``, unless it is None. Returns ``tensor``."""
     if source is not None and group.size() > 1 and tensor.numel():
         values = tensor.contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)  # as bytes: backends lack dtypes
+        with communicating(f"the values of rank {source}", group):
+            dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)  # as bytes: backends lack dtypes
         if values is not tensor:
             tensor.copy_(values)
     return tensor

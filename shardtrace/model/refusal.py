@@ -12,13 +12,13 @@ from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.state import part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
-from shardtrace.ranks.consensus import RankMismatchError, compare
+from shardtrace.ranks.consensus import compare
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def compare_models(
@@ -29,33 +29,24 @@ def compare_models(
     options: Options,
     others: Mapping[str, object],
     *,
-    error: Exception | None,
     group: dist.ProcessGroup,
 ) -> None:
-    """Raises on every rank if a rank has an ``error``, or if parameters, options or ``others`` differ between ranks."""
-    lines = (
-        []
-        if error
-        else [
-            f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
-            f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
-            f"strategy {strategies[p.name].value}{_travelling(gathers.get(p.name))}"
-            for p in found
-        ]
-    )
+    """Raises on every rank if parameters, options or ``others`` differ between ranks."""
+    lines = [
+        f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
+        f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
+        f"strategy {strategies[p.name].value}{_travelling(gathers.get(p.name))}"
+        for p in found
+    ]
     lines.append(" ".join([f"options {options}", *(f"{name}={value}" for name, value in others.items())]))
-    what = f"the parameters of {type(model).__name__}"
-    try:
-        compare(group, what, lines, timeout=options.timeout, error=str(error or ""))
-    except RankMismatchError as mismatch:
-        raise error or mismatch from None
+    compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout)
 
 
 def _travelling(wire: Wire | None) -> str:
     return "" if wire is None else f", gathered as {wire.name or 'a custom wire'}"
 
 
-def refusal(
+def refuse(
     model: nn.Module,
     found: Sequence[Place],
     *,
@@ -63,24 +54,23 @@ def refusal(
     param_init_fn: InitFn | None,
     group: dist.ProcessGroup,
     given: Collection[int] = (),
-) -> Exception | None:
-    """The reason why this rank cannot shard the model. None if it can. ``given``: the ids of tensors whose values are
-    read from files."""
+) -> None:
+    """Raises ValueError if this rank cannot shard the model. ``given``: the ids of tensors whose values are read from
+    files."""
     problems = chain(_problems_of_module(model), _problems_of_parameters(found), _clashes(model), _shared(found))
     if problem := next(problems, ""):
-        return ValueError(problem)
+        raise ValueError(problem)
     ranks = dist.get_process_group_ranks(group)
     if broadcast_from is not None and broadcast_from not in ranks:
-        return ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
+        raise ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
     if module := uninitializable(model, param_init_fn, given):
         what = "has a buffer on the meta device that is not in the weights" if given else "is on the meta device"
         hint = " or build the model in shardtrace.init_empty_weights(), which keeps buffers" if given else ""
-        return ValueError(f"module {module} {what} and has no reset_parameters: pass param_init_fn{hint}")
+        raise ValueError(f"module {module} {what} and has no reset_parameters: pass param_init_fn{hint}")
     if len(ranks) > 1 and (sparse := sparse_embedding(model)) is not None:
-        return ValueError(
+        raise ValueError(
             f"module {sparse} has sparse gradients, which are not reduced over ranks: build it with sparse=False"
         )
-    return None
 
 
 def _problems_of_module(model: nn.Module) -> Iterator[str]:
@@ -102,8 +92,8 @@ def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
     for p in found:
         if is_lazy(p.parameter):
             yield f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()"
-        elif isinstance(p.parameter, DTensor):
-            yield f"parameter {p.name!r} is a DTensor: fsdp() takes plain tensors"
+        elif is_traceable_wrapper_subclass(p.parameter):  # such as DTensor
+            yield f"parameter {p.name!r} is a {type(p.parameter).__name__}: fsdp() takes plain tensors"
         elif p.parameter.grad is not None:
             yield f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()"
 

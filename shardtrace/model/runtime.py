@@ -8,7 +8,7 @@ from typing import Any
 from passes.comm.kept_gradients import KeptGradients
 from passes.plan import Axis, Gradients, Progress, Step
 from shardtrace.ranks.consensus import announce, compare
-from shardtrace.ranks.failure import raise_if_aborted, raise_if_rank_failed
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import Groups, is_alone
 
 import torch
@@ -115,8 +115,5 @@ class ModelRuntime:
     def announce(self, error: str) -> None:
         announce(self.groups.everyone, self._what, error)
 
-    def raise_if_rank_failed(self, error: Exception, bucket: str) -> None:
-        raise_if_rank_failed(error, bucket)
-
-    def raise_if_aborted(self, bucket: str) -> None:
-        raise_if_aborted(bucket)
+    def communicating(self, bucket: str) -> communicating:
+        return communicating(f"a collective of {bucket or 'the model'}", self.groups.everyone)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from passes.compat import proxied_values, raised, refresh_modules
+from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import with_casts
@@ -48,12 +48,13 @@ SEE_NO_LINES = (ExtractionOnlyPrologueTransform, PrunePrologueChecks)
 
 def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Records the call of a sharded module at full shapes. Thunder's interpreter has wrapped all arguments."""
-    root: nn.Module = unwrap(module)
-    states = {m.__dict__[ATTRIBUTE]: None for m in root.modules() if ATTRIBUTE in m.__dict__}
-    state: ShardedState = root.__dict__[ATTRIBUTE]
     try:
-        return _trace_models(call, module, args, kwargs, [state, *(s for s in states if s is not state)])
-    except Exception as error:
+        with deeper_recursion(), without_log_of_fakes():
+            root: nn.Module = unwrap(module)
+            states = {m.__dict__[ATTRIBUTE]: None for m in root.modules() if ATTRIBUTE in m.__dict__}
+            state: ShardedState = root.__dict__[ATTRIBUTE]
+            return _trace_models(call, module, args, kwargs, [state, *(s for s in states if s is not state)])
+    except BaseException as error:  # Thunder would wrap it in an error that prints the model
         return raised(error)
 
 
@@ -245,8 +246,11 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     if root:
         register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
 
+    def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # a new module is not sharded, such as model[:2], which has parts of this one
+
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        new = type(self).__new__(type(self))
+        new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
@@ -259,6 +263,7 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
 
     namespace = {
         "forward": forward,
+        "__new__": __new__,
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
         "__module__": cls.__module__,

@@ -6,10 +6,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from passes.plan import Wire
 from shardtrace.options.blocks import Checkpointed, Eager, Repeated, Wrap, is_wrap
+from shardtrace.options.counts import parse_count
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
@@ -17,6 +18,8 @@ from shardtrace.options.wires import WireRules, parse_gather_dtype, parse_reduce
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +92,21 @@ def parse_options(
         wrap=wrap,
         precision=precision,
         evenness=_parse_evenness(evenness),
-        prefetch=_parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
-        max_inflight_bytes=_parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
-        timeout=timeout,
-        accumulation_dtype=accumulation_dtype,
+        prefetch=None if prefetch is None else parse_count("prefetch", prefetch, "a number of buckets, 0 or more"),
+        max_inflight_bytes=None
+        if max_inflight_bytes is None
+        else parse_count("max_inflight_bytes", max_inflight_bytes, "a number of bytes, or None"),
+        timeout=_parse_timeout(timeout),
+        accumulation_dtype=_of("accumulation_dtype", accumulation_dtype, torch.dtype | None, "a torch.dtype, or None"),
         gradient_divide_factor=_parse_factor(gradient_divide_factor),
-        check_steps=_check_steps_of_environment() if check_steps is None else check_steps,
+        check_steps=_check_steps_of_environment()
+        if check_steps is None
+        else _of("check_steps", check_steps, bool, "True, False, or None"),
         check_recording=_parse_check_recording(check_recording),
         offload=_parse_offload(offload_policy),
         checkpointing=activation_checkpointing,
-        kernels=kernels,
-        sum_reductions=sum_reductions,
+        kernels=_of("kernels", kernels, bool, "True or False"),
+        sum_reductions=_of("sum_reductions", sum_reductions, bool, "True or False"),
         repeated_blocks=repeated_blocks,
         eager=eager,
         gathers=parse_gather_dtype(gather_dtype),
@@ -108,12 +115,16 @@ def parse_options(
     )
 
 
-def _parse_count(name: str, value: Any, expected: str) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
+def _of(name: str, value: T, kind: Any, expected: str) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, not {value!r}")
     return value
+
+
+def _parse_timeout(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"timeout must be a number of seconds, not {value!r}")
+    return float(value)
 
 
 def _parse_factor(value: Any) -> float | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from passes.plan import CostModel
 from shardtrace.options.front import HEADINGS, Row, Rows, gib, ms
@@ -18,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 VERSION = 1  # of the file format
+TYPES: dict[str, Any] = {"str": str, "int": int, "float": int | float, "Mapping": Mapping}  # of fields, by annotation
+T = TypeVar("T", Row, "TrainingPlan")
 
 
 class PlanError(ValueError):
@@ -226,15 +229,19 @@ class TrainingPlan:
             if data["version"] != VERSION:
                 raise PlanError(f"the plan is of version {data['version']!r}, not {VERSION}: plan again")
             data["cost"] = CostModel.from_dict(data["cost"])
-            data["pareto"] = Rows(Row(**row) for row in data["pareto"])
+            data["pareto"] = Rows(_checked(Row(**row)) for row in data["pareto"])
             data["mesh_shape"] = tuple(data["mesh_shape"]) if data["mesh_shape"] else None
             data["notes"] = tuple(data["notes"])
-            return cls(**data)
+            found = _checked(cls(**data))
+            if (shape := found.mesh_shape) and (len(shape) != 2 or math.prod(shape) != found.world_size):
+                raise ValueError(f"a mesh of shape {shape} for {found.world_size} ranks")
+            options_of(found.choices)
+            return found
         except PlanError:
             raise
         except OSError as error:
             raise PlanError(f"there is no plan in {source}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = "the text" if is_text else source
             raise PlanError(f"{what} is no plan of shardtrace ({type(error).__name__}: {error})") from error
 
@@ -253,6 +260,15 @@ class TrainingPlan:
             )
         if world_size != self.world_size:
             raise PlanError(f"the plan is for {self.world_size} ranks, not {world_size}: plan again")
+
+
+def _checked(record: T) -> T:
+    """A dataclass that was read from a file. Raises TypeError for a field that has not its type."""
+    for f in fields(record):
+        expected, value = TYPES.get(str(f.type).partition("[")[0]), getattr(record, f.name)
+        if expected is not None and not isinstance(value, expected):
+            raise TypeError(f"{f.name} is {value!r}")
+    return record
 
 
 def fingerprint(model: nn.Module) -> str:

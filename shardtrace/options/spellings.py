@@ -11,6 +11,8 @@ _OURS = {
     "auto_wrap_policy": "bucketing_strategy",
     "TransformerBlock": "bucketing_strategy",
     "auto_wrap": "bucketing_strategy",
+    "bucket_size_in_mb": "bucketing_strategy",
+    "bucket_cap_mb": "bucketing_strategy",
 }
 _RESHARD = {True: "zero3", False: "zero2"}
 _DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "auto", "mp_policy": None}

@@ -53,7 +53,7 @@ def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str) -> Opt
         ValueError: if there is no optimizer of this name.
     """
     make: Any = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
-    if make is None:
+    if not callable(make):
         raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
     parameter = torch.nn.Parameter(torch.ones(SIDE, SIDE))
     parameter.grad = torch.ones_like(parameter)

@@ -18,6 +18,7 @@ from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_argu
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
+from shardtrace.options.counts import parse_count
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
@@ -115,7 +116,7 @@ def plan(
         TypeError: for a model that is sharded or jitted already, or an unknown option.
         RuntimeError: if this process is in a process group already.
     """
-    if not isinstance(model, nn.Module) or states_in(model):
+    if not isinstance(model, nn.Module) or states_in(model) or thunder.compile_data(model) is not None:
         raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
@@ -123,8 +124,11 @@ def plan(
         world_size = count_ranks(mesh_shape, world_size)
     if world_size is None:
         raise TypeError("plan needs world_size, or mesh_shape")
-    if accumulation < 1:
-        raise ValueError(f"accumulation must be 1 or more, not {accumulation}")
+    parse_count("accumulation", accumulation, "a number of backwards, 1 or more", least=1)
+    if node_ranks is not None:
+        parse_count("node_ranks", node_ranks, "the number of ranks of a machine, 1 or more", least=1)
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
     fixed = dict(fixed or {})
     wires = parse_allowed(allowed, fixed) if allowed else NO_WIRES
     if wires.reductions:
@@ -158,15 +162,14 @@ def plan(
 
 
 def _bytes(memory: str | float) -> float:
+    found = memory
     if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([a-zA-Z]*)\s*", memory)
         unit = UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB")
-        memory = float(match[1]) * unit
-    if not memory > 0:
-        raise ValueError(f"memory={memory!r} must be positive")
-    return float(memory)
+        found = float(match[1]) * unit if match and unit else 0.0
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+        raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB, or as a number of bytes")
+    return float(found)
 
 
 # ---- compiling ----
@@ -265,7 +268,7 @@ class _Task(NamedTuple):
             self._check_mesh(strategy)
             return {_family_of(strategy) or "given": strategy.value}
         found = {"zero": "zero3"}
-        if self.mesh() is not None:
+        if min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
             found |= {kind: STRATEGIES[kind][1] for kind in OVER_MACHINES}
         return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
 

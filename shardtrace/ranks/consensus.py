@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from shardtrace.ranks.failure import wait_for
+from shardtrace.ranks.failure import communicating, wait_for
 from shardtrace.ranks.mesh import is_alone
 
 import torch.distributed as dist
@@ -49,20 +49,20 @@ def compare(
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
-    store, turn = _next_turn(group)
-    seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
-    if seen == EQUAL:
-        return
-    _say(store, turn, group, what=what, lines=lines, error=error, hint=hint)
-    ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
-    if dist.get_rank(group) == 0:
-        verdict = _verdict(store, turn, ranks, patience, partial(_did_not_come, what=what, timeout=timeout, here=here))
-        store.set(f"{turn}/verdict", verdict)
-    if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
-        raise RankMismatchError(_did_not_come(ranks[:1], what, timeout, here))
-    verdict = store.get(f"{turn}/verdict").decode()
-    if verdict:
-        raise RankMismatchError(verdict)
+    with communicating(f"the others to compare {what}", group, compares=True):
+        store, turn = _next_turn(group)
+        seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
+        if seen == EQUAL:
+            return
+        _say(store, turn, group, what=what, lines=lines, error=error, hint=hint)
+        ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
+        did_not_come = partial(_did_not_come, what=what, timeout=timeout, here=here)
+        if dist.get_rank(group) == 0:
+            store.set(f"{turn}/verdict", _verdict(store, turn, ranks, patience, did_not_come))
+        if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
+            raise RankMismatchError(did_not_come(ranks[:1]))
+        if verdict := store.get(f"{turn}/verdict").decode():
+            raise RankMismatchError(verdict)
 
 
 def announce(group: dist.ProcessGroup, what: str, error: str) -> None:

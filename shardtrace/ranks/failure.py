@@ -3,6 +3,10 @@
 Note [Dead peers]: gloo's collectives raise when a connection breaks. Those of nccl wait for a lost rank until the
 timeout of the process group, and then end the process. Therefore a thread looks for the word of a failed rank. It
 aborts the collectives, so that the program goes on to the next line that asks, which raises.
+
+Note [Long waits]: the same thread says what this rank waits for, if that takes long, and writes it into the store. A
+rank that compares something thus sees one that waits in a later communication, to which it will not come. All ranks of
+a group communicate in the same order, so it is enough to count.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 from passes.compat import notes_of
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
+from shardtrace.ranks.waiting import LIKELY, Wait, Waits
 
 import torch
 import torch.distributed as dist
@@ -25,10 +30,12 @@ KEY = "shardtrace/failed"  # in the default store; after a restart it has no old
 LOOK_UP = 1.0  # seconds between look-ups of this key
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
+DEADLOCK = "the ranks wait for each other: "
 
 
 class RankFailedError(RuntimeError):
-    """Another rank has ended in the middle of a step. The message contains its error, if it could still report one."""
+    """Another rank has ended in the middle of a step, or waits for something else than this one. The message contains
+    its error, if it could still report one."""
 
 
 class _TellOthers:
@@ -46,35 +53,48 @@ class _TellOthers:
                 word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
                 self.store.compare_set(KEY, "", word)  # the first one counts
         self.before(kind, error, trace)
+        time.sleep(LOOK_UP)  # the others read the word before the store goes with this process
 
 
 def tell_others_of_failure(group: dist.ProcessGroup) -> None:
-    """Installs a hook that tells the other ranks of an exception that ends this process."""
+    """Installs a hook that tells the other ranks of an exception that ends this process, and starts the thread that
+    looks for theirs."""
     if is_alone(group):
         return
     if not isinstance(sys.excepthook, _TellOthers):
         sys.excepthook = _TellOthers(sys.excepthook)
-    sys.excepthook.store, sys.excepthook.rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    hook = sys.excepthook
+    hook.store, hook.rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if hook.watch is None or not hook.watch.is_alive():
+        hook.watch = _Watch(hook.rank)
+        hook.watch.start()
+        atexit.register(hook.watch.stop)
 
 
 class _Watch(threading.Thread):
-    """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]."""
+    """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits for:
+    Note [Long waits]."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(name="shardtrace-watch", daemon=True)
         self.groups: list[dist.ProcessGroup] = []
         self.reason = ""
+        self.waits = Waits(rank)
         self._own, self._over = f"rank {rank}: ", threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_UP):
-            reason = _word()
-            if reason and not reason.startswith(self._own):
-                self.reason = reason
-                for group in self.groups:
-                    with contextlib.suppress(RuntimeError):  # it may be gone
-                        group.abort()
-                return
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the process group
+            while not self.reason and not self._over.wait(LOOK_UP):
+                self._look(dist.distributed_c10d._get_default_store())
+
+    def _look(self, store: dist.Store) -> None:
+        if store.check([KEY]) and not (word := store.get(KEY).decode()).startswith(self._own):
+            self.reason = word
+            for group in self.groups:
+                with contextlib.suppress(RuntimeError):  # it may be gone
+                    group.abort()
+        elif deadlock := self.waits.look(store):
+            store.compare_set(KEY, "", DEADLOCK + deadlock)
 
     def stop(self) -> None:
         self._over.set()
@@ -88,20 +108,39 @@ def watches(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def watch(groups: Groups) -> None:
     """Aborts the collectives of ``groups`` when another rank has reported that it failed."""
-    hook = sys.excepthook
-    assert isinstance(hook, _TellOthers)
-    if hook.watch is None or not hook.watch.is_alive():
-        hook.watch = _Watch(hook.rank)
-        hook.watch.start()
-        atexit.register(hook.watch.stop)
-    hook.watch.groups += [g for g in dict.fromkeys(groups) if g is not None]
+    found = _watch()
+    assert found is not None
+    found.groups += [g for g in dict.fromkeys(groups) if g is not None]
 
 
-def raise_if_aborted(bucket: str) -> None:
-    """Raises :class:`RankFailedError` if collectives were aborted, so that their results are without meaning."""
-    hook = sys.excepthook
-    if isinstance(hook, _TellOthers) and hook.watch is not None and hook.watch.reason:
-        raise RankFailedError(_failed(hook.watch.reason, bucket))
+def _watch() -> _Watch | None:
+    return sys.excepthook.watch if isinstance(sys.excepthook, _TellOthers) else None
+
+
+class communicating(Wait):
+    """A context manager around a call that waits for the other ranks of ``group``, in which all of them make the same
+    calls. An error says so if another rank is its cause. ``what`` names the call, for messages, and ``compares`` says
+    that no rank gets further before all have come.
+
+    Raises:
+        RankFailedError: if another rank has failed, or can never come to this call.
+    """
+
+    __slots__ = ("_watch",)
+
+    def __enter__(self) -> None:
+        self._watch = _watch()
+        if self._watch is not None:
+            self._watch.waits.begin(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        watch = self._watch
+        if watch is not None:
+            watch.waits.end(self)
+        if isinstance(error, RuntimeError):
+            _raise_if_rank_failed(error, self.what)
+        elif error is None and watch is not None and watch.reason:  # the results may be without meaning
+            raise _failed(watch.reason, self.what)
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
@@ -115,7 +154,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
         now = time.monotonic()
         if now >= min(deadline, look_up):
             if reason := _word():
-                raise RankFailedError(f"another rank failed: {reason}")
+                raise _failed(reason)
             if now >= deadline:
                 return False
             look_up = now + LOOK_UP
@@ -133,16 +172,20 @@ def _has(store: dist.Store, key: str) -> bool:
         return False
 
 
-def raise_if_rank_failed(error: Exception, bucket: str) -> None:
-    """Raises :class:`RankFailedError` if ``error``, from a collective of ``bucket``, means a broken connection."""
+def _raise_if_rank_failed(error: RuntimeError, what: str) -> None:
+    """Raises :class:`RankFailedError` if ``error`` means a broken connection."""
     if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
         return
-    reason = _word() or "it left no word, so it may have been killed: see its output"
-    raise RankFailedError(_failed(reason, bucket)) from error
+    watch = _watch()
+    reason = (watch.reason if watch is not None else "") or _word()
+    if not reason and "imed out" in str(error):
+        raise RankFailedError(f"the other ranks did not come to {what} in time. Perhaps {LIKELY}") from error
+    raise _failed(reason or "it left no word, so it may have been killed: see its output", what) from error
 
 
-def _failed(reason: str, bucket: str) -> str:
-    return f"another rank failed: {reason} (noticed in a collective of {bucket or 'the model'})"
+def _failed(reason: str, what: str = "") -> RankFailedError:
+    text = reason if reason.startswith(DEADLOCK) else f"another rank failed: {reason}"
+    return RankFailedError(f"{text} (noticed in {what})" if what else text)
 
 
 def _word() -> str:

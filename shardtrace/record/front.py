@@ -14,6 +14,7 @@ from passes.compat import (
     add_note,
     constraints,
     exempt_from_autocast,
+    make_name_legal,
     pack_tensors,
     traced_device,
     without_constraints,
@@ -96,6 +97,7 @@ class Inputs:
             path, _, last = name.rpartition(".")
             with without_constraints():
                 wrapped = wrap(t, provenance=_item(self._record(path), kind, last))
+            make_name_legal(wrapped.value)
             self._known[id(t)] = Known(wrapped, wrapped.value)
             self._added.append(wrapped.value)
             self._found(t, wrapped)

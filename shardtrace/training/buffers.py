@@ -8,6 +8,7 @@ import zlib
 from passes.compat import all_gather_single
 from shardtrace.model.materialize import broadcast
 from shardtrace.model.state import sharded_states
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -32,7 +33,8 @@ def sync_buffers(model: nn.Module) -> None:
     for buffer in module.buffers():
         if buffer.is_floating_point() and buffer.numel():
             mean = buffer.detach().double() / group.size()
-            dist.all_reduce(mean, group=group)
+            with communicating("the mean of a buffer", group):
+                dist.all_reduce(mean, group=group)
             buffer.copy_(mean)
         else:
             broadcast(buffer, first, group)
@@ -57,7 +59,8 @@ def _differing_buffers(module: nn.Module, group: dist.ProcessGroup) -> list[str]
         return []
     sums = torch.tensor([_checksum(b) for b in held.values()], device=next(iter(held.values())).device)
     everyones = sums.new_empty(group.size() * len(sums))
-    all_gather_single(everyones, sums, group=group)
+    with communicating("the checksums of buffers", group):
+        all_gather_single(everyones, sums, group=group)
     everyones = everyones.view(group.size(), -1)
     differ = (everyones != everyones[0]).any(0).tolist()
     return [name for name, differs in zip(held, differ, strict=True) if differs]

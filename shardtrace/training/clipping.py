@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from passes.compat import all_gather_single
 from passes.plan import Placement
 from shardtrace.model.state import link_of, sharded_states
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -94,5 +95,6 @@ def _device(params: list[torch.Tensor]) -> torch.device:
 def _over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
     """The norm of all ranks' norms. They are gathered, because some backends lose NaN in a reduction."""
     norms = norm.new_empty(group.size())
-    all_gather_single(norms, norm.reshape(1), group=group)
+    with communicating("the norms of the gradients of all ranks", group):
+        all_gather_single(norms, norm.reshape(1), group=group)
     return torch.linalg.vector_norm(norms, norm_type)

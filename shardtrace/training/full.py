@@ -11,6 +11,7 @@ from shardtrace.model.home import shard, unshard
 from shardtrace.model.materialize import broadcast, replace_data
 from shardtrace.model.state import Entry, ShardedState, sharded_states
 from shardtrace.ranks.consensus import RankMismatchError, compare
+from shardtrace.ranks.failure import communicating
 from shardtrace.training.buffers import warn_of_differing_buffers
 
 import torch
@@ -104,7 +105,8 @@ def load_full_state_dict(
     extra = {k: state_dict[k] for k in expected if k not in targets and k in state_dict}
     if broadcast_from is not None:
         said: list[Any] = [keys, extra]
-        dist.broadcast_object_list(said, src=broadcast_from, group=group)
+        with communicating("the keys of a state dict", group):
+            dist.broadcast_object_list(said, src=broadcast_from, group=group)
         keys, extra = said
     for key, value in extra.items():
         module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardtrace.model.state import sharded_states
 from shardtrace.model.tracing import recorded
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import thunder
@@ -124,7 +125,8 @@ class Generator:
     def _all_done(self, done: torch.Tensor) -> bool:
         left = (~done).sum()
         if not is_alone(self.state.group):
-            dist.all_reduce(left, group=self.state.group)
+            with communicating("the number of texts to be continued", self.state.group):
+                dist.all_reduce(left, group=self.state.group)
         return not left.item()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from shardtrace.model.state import ShardedState, sharded_states
+from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -68,6 +69,7 @@ def _count(state: ShardedState, has: bool, *, first: bool) -> tuple[int, int]:
         return int(has), int(first and not has)
     device = state.entries[0].device if state.entries else torch.device("cpu")
     counts = torch.tensor([int(has), int(first and not has)], device=device)
-    dist.all_reduce(counts, group=state.group)
+    with communicating("the number of ranks that have a batch", state.group):
+        dist.all_reduce(counts, group=state.group)
     having, empty = counts.tolist()
     return having, empty

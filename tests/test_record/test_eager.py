@@ -1,6 +1,7 @@
 """Modules that depend on the values of tensors are run by PyTorch. What cannot be, is refused with its place."""
 
 import copy
+import logging
 
 import shardtrace
 from passes.compat import notes_of
@@ -215,6 +216,20 @@ def test_the_model_itself(fake_ranks):
     assert "the forward of Branch cannot be recorded: it depends on the values of tensors" in str(found)
     assert "move that part into a submodule that takes and returns tensors" in str(found)
     assert f"shardtrace was recording Branch, at {__file__}:" in text_of(found)
+
+
+class Misfit(nn.Linear):
+    def forward(self, x):
+        return x @ torch.ones(3, 3)
+
+
+def test_an_error_of_shapes_names_the_line_and_logs_nothing(fake_ranks, monkeypatch):
+    fake_ranks(2)
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    found = refused(nn.Sequential(nn.Linear(4, 4), Misfit(4, 4)), X)
+    assert "    return x @ torch.ones(3, 3)\n" in text_of(found)
+    assert logged == []
 
 
 def test_in_a_jitted_function(fake_ranks):

@@ -57,6 +57,7 @@ def test_one_bucket_for_each_size(fake_ranks):
     fake_ranks(2)
     assert kinds(compiled(shardtrace.DDP(bucket_size_in_mb=8))) == ["all_reduce"]
     assert kinds(compiled(shardtrace.DDP(bucket_size_in_mb=1e-6))) == ["all_reduce"] * 4
+    assert kinds(thunder.jit(shardtrace.ddp(mlp(), bucket_size_in_mb=1e-6))) == ["all_reduce"] * 4
 
 
 def test_thunders_names_of_mesh_dimensions(fake_ranks):

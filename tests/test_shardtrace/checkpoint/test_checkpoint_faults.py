@@ -232,6 +232,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, on):
                 with pytest.raises(CheckpointError, match=message):
                     again()
     assert shardtrace.latest_checkpoint(tmp_path) == first
+    dist.barrier()  # the first rank removes what was written
+    assert list(tmp_path.iterdir()) == [first]
     with shardtrace.AsyncCheckpointer() as checkpointer:
         second = checkpointer.save(tmp_path, model, optimizer, step=2)
         third = checkpointer.save(tmp_path, model, optimizer, step=3, keep_last=1)

@@ -1,9 +1,11 @@
 """Models that ``fsdp`` refuses to shard, and steps that a sharded model refuses to run, so that no parameter silently
 trains unreduced."""
 
+import copy
 from contextlib import nullcontext
 
 import shardtrace
+from shardtrace import fake
 from shardtrace.fake import compile_only
 
 import pytest
@@ -14,6 +16,7 @@ from ranks import on_ranks
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 def mlp():
@@ -152,6 +155,67 @@ def test_names_that_are_one_to_thunder(fake_ranks):
     shardtrace.fsdp(Named("a.b_c", "a_b.d"))
 
 
+class Heads(nn.Module):
+    """Heads by names that are no words of Python."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+        self.scales = nn.ParameterDict({name: torch.randn(8) for name in names})
+
+    def forward(self, x):
+        return sum(head(x) * self.scales[name] for name, head in self.heads.items())
+
+
+def test_names_that_are_no_words_of_python(fake_ranks):
+    names = ("a-b", "a b", "a/b", "[0]", "a\nb", 'a"b', "*")
+    model = Heads(*names)
+    expected = model(X)
+    with fake.fake_ranks(1):
+        torch.testing.assert_close(thunder.jit(shardtrace.fsdp(copy.deepcopy(model)))(X), expected)
+    fake_ranks(2)
+    thunder.jit(shardtrace.fsdp(model))(X).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_modules_nested_as_deeply_as_eager_can_call_them(fake_ranks):
+    model = nn.Linear(8, 8)
+    for _ in range(200):
+        model = nn.Sequential(model)
+    model(X)
+    fake_ranks(2)
+    thunder.jit(shardtrace.fsdp(model))(X).sum().backward()
+
+
+def test_a_parameter_that_is_no_plain_tensor(fake_ranks):
+    fake_ranks(2)
+    model = mlp()
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is a TwoTensor: fsdp\(\) takes plain tensors"):
+        shardtrace.fsdp(model)
+
+
+def test_a_slice_of_a_sharded_model_is_not_sharded(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(mlp())
+    assert type(model[:2]) is nn.Sequential
+    with pytest.raises(RuntimeError, match="a Linear inside the sharded Sequential was called by itself"):
+        thunder.jit(model[:2])(X)
+    with shardtrace.full_params(model):
+        assert model[:2](X).shape == (2, 8)
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_recording_stays_one(fake_ranks):
+    fake_ranks(2)
+    with pytest.raises(KeyboardInterrupt):
+        thunder.jit(shardtrace.fsdp(Interrupted(8, 8)))(X)
+
+
 def test_two_parameters_on_one_memory(fake_ranks):
     fake_ranks(2)
     model = mlp()
@@ -188,6 +252,13 @@ def test_thunders_recipes(single_rank):
     cmodel = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"))
     cmodel(X).sum().backward()
     assert model.weight.grad.shape == (8, 8)
+
+
+def test_thunders_default_recipe_without_nvfuser(fake_ranks):
+    fake_ranks(2)
+    cmodel = thunder.compile(mlp(), plugins="shardtrace")
+    cmodel(X).sum().backward()
+    assert shardtrace.kernels in thunder.compile_data(cmodel).executors_list
 
 
 def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):

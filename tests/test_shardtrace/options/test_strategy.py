@@ -218,11 +218,15 @@ def test_policies_of_torch(fake_ranks):
         ({"auto_wrap": False, "TransformerBlock": nn.Linear}, "both say what bucketing_strategy is to be"),
         ({"bucketing_strategy": nn.Conv2d}, "Sequential has no module that"),
         ({"evenness": 2}, "evenness must be a number from 0 to 1"),
+        ({"timeout": "a minute"}, "timeout must be a number of seconds, not 'a minute'"),
+        ({"accumulation_dtype": "bf16"}, "accumulation_dtype must be a torch.dtype, or None, not 'bf16'"),
+        ({"check_steps": "always"}, "check_steps must be True, False, or None, not 'always'"),
+        ({"kernels": "torch"}, "kernels must be True or False, not 'torch'"),
     ],
 )
 def test_bad_input(fake_ranks, options, message):
     fake_ranks(2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         shardtrace.fsdp(mlp(), **options)
 
 

@@ -160,6 +160,32 @@ def test_options_as_json():
         choices_of({"bucketing_strategy": nn.Linear})
 
 
+def test_a_mesh_of_one_replica_or_one_shard_needs_no_hybrid_strategy():
+    for shape in ((2, 1), (1, 2)):
+        assert small(world_size=None, mesh_shape=shape).choices["sharding_strategy"] in ("ddp", "zero2", "zero3")
+
+
+def test_a_jitted_model():
+    with pytest.raises(TypeError, match="plan takes a module that is not sharded or jitted, not ThunderModule"):
+        shardtrace.plan(thunder.jit(Net()), torch.zeros(2, 8), world_size=2)
+
+
+def test_junk_in_a_file():
+    good = json.loads(small().to_json())
+    for junk in (
+        {"choices": 3},
+        {"choices": {"mp_policy": {"param_dtype": "torch.nope"}}},
+        {"cost": 3},
+        {"memory": 3},
+        {"budget": None},
+        {"seconds": "short"},
+        {"world_size": "2"},
+        {"mesh_shape": [2]},
+    ):
+        with pytest.raises(shardtrace.PlanError, match="the text is no plan of shardtrace"):
+            shardtrace.TrainingPlan.from_json(json.dumps(good | junk))
+
+
 def test_a_hybrid_strategy_makes_its_mesh(tmp_path):
     found = small(world_size=4, mesh_shape=(2, 2), fixed={"sharding_strategy": "hybrid_zero2"})
     assert found.mesh_shape == (2, 2)
@@ -265,7 +291,18 @@ def test_the_largest_batch():
         ({"device": "h1000"}, ValueError, "there is no device 'h1000': choose one of a100-40"),
         ({"link": "string"}, ValueError, "there is no link 'string': choose one of nvlink3"),
         ({"memory": "lots"}, ValueError, "write it as 80GB"),
-        ({"memory": -1}, ValueError, "must be positive"),
+        ({"memory": -1}, ValueError, "memory=-1: write it as 80GB"),
+        ({"memory": "8.0.0GB"}, ValueError, "memory='8.0.0GB': write it as 80GB"),
+        ({"memory": [80]}, ValueError, r"memory=\[80\]: write it as 80GB"),
+        ({"link": 5}, ValueError, "there is no link 5: choose one of"),
+        ({"optimizer": 5}, ValueError, "no optimizer 5"),
+        ({"fixed": "bf16"}, TypeError, "fixed must be options of fsdp"),
+        ({"world_size": 2.5}, ValueError, "world_size must be a number of ranks, 1 or more, not 2.5"),
+        ({"mesh_shape": 8, "world_size": None}, ValueError, r"mesh_shape must be \(replicas, shards\), .* not 8"),
+        ({"mesh_shape": (2.0, 1)}, ValueError, r"mesh_shape must be two numbers of ranks, .* not 2\.0"),
+        ({"mesh_shape": (8, 1), "world_size": 1}, ValueError, "has 8 ranks, not world_size=1"),
+        ({"node_ranks": 2.5}, ValueError, "node_ranks must be the number of ranks of a machine, .* not 2.5"),
+        ({"accumulation": 2.5}, ValueError, "accumulation must be a number of backwards, 1 or more, not 2.5"),
         ({"world_size": None}, TypeError, "needs world_size"),
         ({"mesh_shape": (2, 3), "world_size": 4}, ValueError, "has 6 ranks, not world_size=4"),
         ({"fixed": {"sharding_strategy": "hybrid_zero3"}}, ValueError, "needs mesh_shape"),
@@ -276,7 +313,7 @@ def test_the_largest_batch():
         ({"allowed": {"reduce_wire": "fp8"}}, ValueError, "unknown reduce_wire 'fp8'"),
         ({"allowed": {"gather_dtype": [None]}}, ValueError, "exact steps are always tried"),
         ({"allowed": {"reduce_wire": "int8"}, "fixed": {"reduce_wire": "int4"}}, ValueError, "is fixed and allowed"),
-        ({"accumulation": 0}, ValueError, "accumulation must be 1 or more"),
+        ({"accumulation": 0}, ValueError, "accumulation must be a number of backwards, 1 or more"),
         ({"optimizer": "Adamw"}, ValueError, "no optimizer 'Adamw'"),
     ],
 )

@@ -56,6 +56,22 @@ def test_a_refusal_on_one_rank_is_raised_on_all():
         shardtrace.fsdp(model, timeout=20)
 
 
+@on_ranks(2)
+def test_an_argument_that_only_one_rank_refuses():
+    """The ranks are still in step: they shard a model afterwards."""
+    refused = {
+        "prefetch must be a number of buckets": {"prefetch": "two"},
+        "no parameter matches 'embed": {"sharding_strategy": {"embed.*": "ddp", "*": "zero3"}},
+        "got an unexpected keyword argument 'shards'": {"shards": 2},
+        "there is no plan in": {"plan": "nowhere.json"},
+    }
+    for message, options in refused.items():
+        with pytest.raises(Exception, match=("" if dist.get_rank() == 1 else "rank 1: .*") + message) as raised:
+            shardtrace.fsdp(nn.Linear(4, 4), timeout=20, **(options if dist.get_rank() == 1 else {}))
+        assert isinstance(raised.value, RankMismatchError) == (dist.get_rank() == 0)
+    shardtrace.fsdp(nn.Linear(4, 4), timeout=20)
+
+
 def all_but_one_shard(absent):
     if dist.get_rank() == absent:
         return

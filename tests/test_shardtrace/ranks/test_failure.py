@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ import os
 import sys
 import shardtrace, thunder, torch
 import torch.distributed as dist
+from datetime import timedelta
 from torch import nn
 
 def train(rank, store, where, failing):
@@ -66,6 +68,51 @@ def leave(rank, store, how, failing):
         except BaseException as error:
             print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
             raise
+
+def alone(rank, store, how, failing):
+    from shardtrace.ranks import failure, waiting
+    failure.LOOK_UP, waiting.SILENCE, sys.stderr = 0.1, 1.0, sys.stdout
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(8, 8)))
+    for step in range(5):
+        if rank == 0 and step == failing:
+            with torch.no_grad():
+                cmodel(torch.ones(2, 8))
+        cmodel(torch.ones(2, 8)).sum().backward()
+
+def apart(rank, store, how, failing):
+    limit = timedelta(seconds=3)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    model = shardtrace.fsdp(nn.Linear(8, 8))
+    cmodel = thunder.jit(model)
+    for step in range(5):
+        cmodel(torch.ones(2, 8)).sum().backward()
+    try:
+        if rank == failing:
+            shardtrace.clip_grad_norm_(model, 1.0)
+        cmodel(torch.ones(2, 8))
+    except BaseException as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        raise
+
+def killed(rank, store, how, failing):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shardtrace.fsdp(nn.Linear(8, 8))
+    thunder.jit(model)(torch.ones(2, 8)).sum().backward()
+    if rank == failing and how != "save":
+        os._exit(1)  # as if it were killed: it leaves no word
+    if rank == failing:
+        from shardtrace.checkpoint import writer
+        writer.save_file = lambda *args: os._exit(1)
+    calls = {
+        "clip": lambda: shardtrace.clip_grad_norm_(model, 1.0),
+        "save": lambda: shardtrace.save_checkpoint(store + "-checkpoints", model, step=1),
+    }
+    try:
+        calls[how]()
+    except BaseException as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        raise
 
 ranks = {}
 for run, how, failing in CASES:  # all at once
@@ -151,6 +198,28 @@ def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
         )
         assert f"rank 0: {error}\n" in said
         assert f"rank 1: RankFailedError: another rank failed: rank 0: {error}" in said
+
+
+def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path):
+    """Both ranks say after a while where they wait, and end with an error that names both places. A rank that is killed
+    outside of a step leaves no word."""
+    waits = ('(alone, "at first", 0)', '(alone, "later", 4)')
+    parts = run_ranks(tmp_path, *waits, '(apart, "apart", 0)', '(killed, "clip", 1)', '(killed, "save", 1)')
+    for said in parts[:2]:
+        for rank in range(2):
+            assert re.search(rf"shardtrace: rank {rank}, at \S+script.py:\d+ in alone, waits for .*, for 1 s now", said)
+        error = (
+            "RankFailedError: the ranks wait for each other: rank ., at .*script.py:.* waits for the others to compare "
+            "the collectives of Linear, rank ., at .*script.py:.* waits for a collective of root. Probably only some "
+            "ranks run a part of the script, as in `if rank == 0: evaluate"
+        )
+        assert len(re.findall(error, said)) == 2, said
+    assert re.search("RankFailedError: the other ranks did not come to .* in time. Perhaps only some ranks", parts[2])
+    for said, where in zip(
+        parts[3:], ("the norms of the gradients of all ranks", "a checkpoint to be saved"), strict=True
+    ):
+        error = "another rank failed: it left no word, so it may have been killed: see its output"
+        assert f"rank 0: RankFailedError: {error} (noticed in {where})" in said
 
 
 T, V = "train", "evaluate"
