@@ -15,7 +15,7 @@ A function returns its result (or several) and a function from its gradient to p
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from passes.compat import compile_data_and_stats, shape_of, symbol_that_calls
 
@@ -28,9 +28,8 @@ from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
 
 Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
-Results: TypeAlias = TensorProxy | tuple[TensorProxy, ...]
-# A result, or several, and the function from their gradients to those of the arguments.
-Differentiated = tuple[Results, Callable[..., Gradients]]
+# A result or a tuple of results, and the function from their gradients to those of the arguments.
+Differentiated = tuple[Any, Callable[..., Gradients]]
 Implementation = Callable[..., Differentiated]
 F = TypeVar("F", bound=Implementation)
 
@@ -117,10 +116,10 @@ def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = 
     """
 
     def decorate(implementation: F) -> F:
-        def run(*args: Any, **kwargs: Any) -> Results:
+        def run(*args: Any, **kwargs: Any) -> Any:
             return implementation(*args, **kwargs)[0]
 
-        def differentiate(*args: Any, **kwargs: Any) -> Results:
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
             out, gradients = implementation(*args, **kwargs)
             for tensor, gradient in gradients(*map(get_grad, out if isinstance(out, tuple) else (out,))):
                 if isinstance(tensor, TensorProxy) and gradient is not None:
