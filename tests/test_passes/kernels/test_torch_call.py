@@ -330,3 +330,30 @@ def test_retain_graph(single_rank):
     torch.testing.assert_close(model.weight.grad, 2 * once)
     with pytest.raises(RuntimeError):
         y.backward()
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, 8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        return F.grouped_mm(F.silu(F.grouped_mm(x, self.up, offs=ends)), self.down, offs=ends).tanh()
+
+
+class Experts(nn.Sequential):
+    def __init__(self):
+        super().__init__(Expert(), Expert())
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize(("how", "again"), [(None, 0), ("cheap", 0), ("full", 4)])
+def test_grouped_products_are_recomputed_as_products_are(fake_ranks, how, again):
+    """They are not cheap."""
+    fake_ranks(2)
+    cmodel = compile_fake(Experts, torch.ones(8, 8), activation_checkpointing=how, repeated_blocks="inline")
+    forward, backward = ([b for b in lines_of_torch(t) if "grouped_mm" in b.sym.name] for t in traces(cmodel))
+    assert [b.sym.id.kind for b in forward] == ["_forward"] * 4
+    assert sorted(b.sym.id.kind for b in backward) == ["_backward"] * 4 + ["_forward"] * again
+    assert sum(map(flops, [*forward, *backward])) == (4 + 8 + again) * 2 * 8 * 8 * 8
