@@ -141,8 +141,9 @@ def fsdp(
         evenness: for "owner": 1 gives each tensor to the rank with the fewest bytes, 0 keeps the tensors of a module
             together.
         prefetch: how many buckets may be gathered ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
-            unless the model uses several at once. Default: 1; 3 if parameters are kept until backward has used them,
-            because gathering ahead then takes no more memory in the end, or if "auto" splits blocks.
+            unless the model uses several at once. Default: 1; 2 if there are blocks in blocks; 3 if parameters are kept
+            until backward has used them, because gathering ahead then takes no more memory in the end, or if "auto"
+            splits blocks.
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
             bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
         activation_checkpointing: blocks that save only their inputs and are recomputed in backward: their class (or

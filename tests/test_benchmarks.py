@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import shardtrace
+
 import pytest
+import thunder
 import torch
 
 FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
@@ -49,6 +52,22 @@ def test_predictions_beside_what_was_measured(module):
     )
     found = predictions.plans(4)
     assert found["half zero2"]["sharding_strategy"] == {"h.2.*": "zero2", "h.3.*": "zero2", "*": "zero3"}
+
+
+def test_a_mixture_of_experts_trains_as_in_eager(single_rank, module, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent / "gpt2")
+    training, job = module("training"), module("job")
+    sizes = job.Sizes(layers=1, width=16, heads=1, batch=2, seq=8, experts=4)
+    batch = torch.arange(16).view(2, 8)
+    losses, gradients = [], []
+    for how in (lambda model: model, lambda model: thunder.jit(shardtrace.fsdp(model))):
+        model = how(training.make_model(sizes))
+        loss = model(batch, batch)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
 
 
 def test_loopback_prints_tables_and_writes_figures(tmp_path):

@@ -83,7 +83,7 @@ def job(args: argparse.Namespace, setting: str, backend: str, world_size: int, *
         backend,
         world_size,
         "cuda" if on_cuda else "cpu",
-        Sizes(**sizes, heads=heads, optimizer=args.optimizer),
+        Sizes(**sizes, heads=heads, optimizer=args.optimizer, experts=args.experts),
         args.rounds,
         args.steps_per_round,
         args.only,
@@ -92,7 +92,7 @@ def job(args: argparse.Namespace, setting: str, backend: str, world_size: int, *
 
 
 def finish(results: list[Result], out: Path) -> None:
-    reached = targets(results)
+    reached = targets([r for r in results if not r["sizes"]["experts"]])  # they are of the GPT
     print(f"\n{legend()}\n\n{target_table(reached)}\n")
     out.mkdir(parents=True, exist_ok=True)
     data = {"settings": results, "targets": [{**t._asdict(), "met": t.met} for t in reached]}
@@ -114,6 +114,7 @@ def parse_args() -> argparse.Namespace:
     add("--heads", type=positive, help="heads of each attention (width / 64)")
     add("--batch", type=positive, help="sequences on each rank (4; on CUDA 8)")
     add("--seq", type=positive, help="tokens of a sequence (128; on CUDA 1024)")
+    add("--experts", type=positive, default=0, help="experts in the place of each MLP, two for each token (none)")
     add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="optimizer of all contenders (sgd)")
     add("--rounds", type=positive, default=5, help="rounds, in each of which all contenders run (5)")
     add("--steps-per-round", type=positive, default=2, help="timed steps of a contender in a round (2)")

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT
+from mixture import Experts
+from model import GPT, Block
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Contender:
 
 
 def use_shardtrace(
-    model: GPT, world: World, *, strategy: str, executors: list[str] | None = None, **wires: Any
+    model: GPT, world: World, *, strategy: str, executors: list[str] | None = None, **options: Any
 ) -> nn.Module:
-    shardtrace.fsdp(model, sharding_strategy=strategy, mesh=world.group, **wires)
+    shardtrace.fsdp(model, sharding_strategy=strategy, mesh=world.group, **options)
     return thunder.jit(model, executors=executors)
 
 
@@ -134,5 +135,18 @@ def contenders() -> list[Contender]:
     ]
 
 
-def chosen(only: str, device: str) -> list[Contender]:
-    return [c for c in contenders() if device in c.devices and re.search(only, c.name)]
+def with_experts_apart() -> list[Contender]:
+    """For a mixture of experts: those of a block in a bucket of their own."""
+    return [
+        Contender(
+            f"shardtrace {strategy} apart",
+            partial(use_shardtrace, strategy=strategy, bucketing_strategy=(Block, Experts)),
+            peer,
+        )
+        for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
+    ]
+
+
+def chosen(only: str, device: str, experts: int) -> list[Contender]:
+    every = [*contenders(), *(with_experts_apart() if experts else [])]
+    return [c for c in every if device in c.devices and re.search(only, c.name)]

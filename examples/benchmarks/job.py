@@ -22,6 +22,7 @@ class Sizes:
     batch: int
     seq: int
     optimizer: str = "sgd"
+    experts: int = 0  # in the place of each MLP
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,9 +29,11 @@ PIECE = 1 << 20  # bytes of one message
 
 @dataclass
 class Timed:
-    """For each round: the seconds of a step, and the bytes this rank sent in it (if known)."""
+    """For each round: the seconds of a step, those of a processor that it took, and the bytes this rank sent in it (if
+    known)."""
 
     seconds: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
 
 
@@ -62,11 +64,12 @@ def interleaved(
                 step()
                 barrier()
                 synchronize(device)
-                sent, start = bytes_sent(interface), time.perf_counter()
+                sent, worked, start = bytes_sent(interface), time.process_time(), time.perf_counter()
                 for _ in range(steps_per_round):
                     step()
                 synchronize(device)
             timed[name].seconds.append((time.perf_counter() - start) / steps_per_round)
+            timed[name].processor.append((time.process_time() - worked) / steps_per_round)
             if interface is not None:
                 timed[name].wire_bytes.append((bytes_sent(interface) - sent) / steps_per_round)
     return timed
@@ -83,13 +86,15 @@ def bytes_sent(interface: str | None) -> int:
 
 
 def slowest(timed: dict[str, Timed], group: dist.ProcessGroup) -> dict[str, Timed]:
-    """The slowest rank of each round, because a step has ended only when it has ended on all ranks. Bytes likewise."""
+    """The slowest rank of each round, because a step has ended only when it has ended on all ranks. Others likewise."""
     everyone: list[dict[str, Timed]] = [{}] * group.size()
     dist.all_gather_object(everyone, timed, group=group)
     return {
         name: Timed(
-            [max(values) for values in zip(*(one[name].seconds for one in everyone), strict=True)],
-            [max(values) for values in zip(*(one[name].wire_bytes for one in everyone), strict=True)],
+            *(
+                [max(values) for values in zip(*(getattr(one[name], part.name) for one in everyone), strict=True)]
+                for part in fields(Timed)
+            )
         )
         for name in timed
     }

@@ -86,6 +86,7 @@ def row(entrant: Entrant, timed: dict[str, Timed], job: Job) -> dict[str, Any]:
         **entrant.facts,
         "step_s": {"q1": low, "median": middle, "q3": high},
         "seconds": seconds,
+        "processor_s": median(timed[name].processor),
         "tokens_per_s": job.sizes.batch * job.sizes.seq * job.processes / middle,
         "peer": peer,
         # median of the ratios of each round: what slows a round down slows both

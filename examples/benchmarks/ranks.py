@@ -55,7 +55,7 @@ def main() -> None:
 def run(job: Job, world: World) -> list[dict[str, Any]]:
     """One result for each rate of the link, or one if there is no limited link."""
     silent = World(dist.new_group(backend="fake"), world.device) if job.backend == "gloo" else None
-    field = chosen(job.only, world.device.type)
+    field = chosen(job.only, world.device.type, job.sizes.experts)
     if not field:
         raise SystemExit(f"no contender matches {job.only!r}")
     first_kernels(world.device)

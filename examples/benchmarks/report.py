@@ -13,6 +13,7 @@ COLUMNS = {
     "quartiles": "",
     "tokens/s": "of all real ranks",
     "x fsdp2": "speed over the FSDP2 contender with the same resharding: median of the ratios of each round",
+    "CPU s": "of all threads of a rank, in a step; it hardly depends on what else the machine does",
     "exposed s": "the step minus the same step with collectives that do nothing",
     "peak MB": "of tensors, on rank 0, from the allocator's own record of one step",
     "coll.": "collectives that a rank issues in a step",
@@ -26,8 +27,9 @@ COLUMNS = {
 def table(result: Result) -> str:
     sizes = result["sizes"]
     ranks = f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
+    experts = f" with {sizes['experts']} experts" if sizes["experts"] else ""
     head = (
-        f"{result['setting']}: {ranks}, GPT of {sizes['layers']} blocks, width {sizes['width']}, "
+        f"{result['setting']}: {ranks}, GPT of {sizes['layers']} blocks{experts}, width {sizes['width']}, "
         f"batch {sizes['batch']} x {sizes['seq']} on each rank, {sizes['optimizer']}; "
         f"{result['rounds']} rounds of {result['steps_per_round']} steps, interleaved"
     )
@@ -44,6 +46,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
         f"{step['q1']:.3f}-{step['q3']:.3f}",
         f"{row['tokens_per_s']:,.0f}",
         number(row["speed_of_peer"], ".2f"),
+        number(row["processor_s"], ".3f"),
         number(row["exposed_s"], ".3f"),
         number(row["peak_bytes"] / 1e6, ".1f"),
         number(row["collectives"], "d"),

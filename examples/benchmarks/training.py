@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from allocator import default_allocator
 from contenders import Contender, World
 from job import Sizes
+from mixture import with_experts
 from model import GPT, GPTConfig
 
 N_BATCHES = 4  # batches, used in turn
@@ -21,7 +22,8 @@ N_BATCHES = 4  # batches, used in turn
 
 def make_model(sizes: Sizes) -> GPT:
     torch.manual_seed(0)  # every rank and every contender starts from the same values
-    return GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, block_size=sizes.seq))
+    model = GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, block_size=sizes.seq))
+    return with_experts(model, sizes.experts) if sizes.experts else model
 
 
 def make_batches(sizes: Sizes, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import is_library_call
 from passes.analysis.symbols import identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.compat import function_of
+from passes.compat import fake_kernel, function_of
 from passes.kernels.torch_call import Line, Saved
 from passes.plan import Bucket, PlainRuntime
 from passes.plan.host_memory import DONE, HostMemory
@@ -126,7 +126,7 @@ class _Meter(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
-        result = func(*args, **kwargs)
+        result = (fake_kernel(func, args) or func)(*args, **kwargs)
         for storage in storages(result):
             if storage_key(storage) not in self.seen:
                 self.seen.add(storage_key(storage))

@@ -9,7 +9,7 @@ that eager PyTorch calls and save what eager saves.
         out = gelu_forward(a, approximate)
         return out, lambda grad: [(a, gelu_backward(grad, a, approximate))]
 
-A function returns its result and a function from the result's gradient to pairs of an argument and its gradient.
+A function returns its result (or several) and a function from its gradient to pairs of an argument and its gradient.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, register_executor
 
 Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
-# A result, and the function from its gradient to those of the arguments.
-Differentiated = tuple[TensorProxy, Callable[[TensorProxy], Gradients]]
+# A result or a tuple of results, and the function from their gradients to those of the arguments.
+Differentiated = tuple[Any, Callable[..., Gradients]]
 Implementation = Callable[..., Differentiated]
 F = TypeVar("F", bound=Implementation)
 
@@ -116,12 +116,12 @@ def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = 
     """
 
     def decorate(implementation: F) -> F:
-        def run(*args: Any, **kwargs: Any) -> TensorProxy:
+        def run(*args: Any, **kwargs: Any) -> Any:
             return implementation(*args, **kwargs)[0]
 
-        def differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
             out, gradients = implementation(*args, **kwargs)
-            for tensor, gradient in gradients(get_grad(out)):
+            for tensor, gradient in gradients(*map(get_grad, out if isinstance(out, tuple) else (out,))):
                 if isinstance(tensor, TensorProxy) and gradient is not None:
                     put_grad(tensor, gradient)
             return out

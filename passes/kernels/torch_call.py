@@ -12,13 +12,14 @@ ZeRO-3 no gathered parameter is saved. Backward empties the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.comm.properties import Property
-from passes.compat import keeps_graph, symbol_that_calls
+from passes.compat import Fakes, keeps_graph, symbol_that_calls
 
 import thunder.torch as ltorch
 import torch
@@ -29,7 +30,6 @@ from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import OperatorExecutor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -253,7 +253,7 @@ class TorchCall:
         read: set[int] = set()
         everything = range(len(self.inputs))
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+            with Fakes(allow_non_fake_inputs=True), _flop_counter() as counter:
                 *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception:  # whatever the function raises on fake tensors
             return Reads(tuple(everything), known=False)
@@ -343,6 +343,24 @@ def enlist(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
         data.executors_list = (executor, *data.executors_list)
+
+
+# torch's counter does not know them; the second stands in for the first where transformers cannot call it
+GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+
+
+def _flop_counter() -> FlopCounterMode:
+    known: dict[Any, Any] = {}
+    for name in GROUPED_PRODUCTS:
+        with suppress(AttributeError):  # transformers is not imported
+            known[attrgetter(name)(torch.ops)] = _grouped_flops
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: Any) -> int:
+    """(m, k) x (g, k, n) -> (m, n), or with groups of other dimensions. Each row is taken to be in a group."""
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
 def _storage(t: torch.Tensor) -> int:

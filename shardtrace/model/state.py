@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from passes.compat import set_traced_device, traced_device, unjitted
@@ -145,7 +146,8 @@ class ShardedState:
         home, options = entries[0].home, self.options
         devices = {e.device.type for e in entries}
         pieces = self._pieces(entries)
-        default_prefetch = 1 if strategy.regathers and pieces == 1 else 3
+        nested = _are_nested({e.block for e in entries if e.block is not None})  # each needs its outer one beside it
+        default_prefetch = 3 if not strategy.regathers or pieces > 1 else 2 if nested else 1
         common: dict[str, Any] = {
             "model": self.model_name,
             "strategy": strategy.value,
@@ -337,6 +339,11 @@ class ShardedState:
             self.tracing = False
             for parameters, attribute, entry in self.places:
                 parameters[attribute] = entry.shard
+
+
+def _are_nested(blocks: Set[str]) -> bool:
+    """Whether there is a block in a block, by their qualified names."""
+    return any(outer in blocks for b in blocks for outer in list(accumulate(b.split("."), "{}.{}".format))[:-1])
 
 
 def _dtype(dtype: torch.dtype | None) -> Any:

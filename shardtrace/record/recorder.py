@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from passes.compat import Fakes
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.eager import EagerModule, try_module
 from shardtrace.record.variables import assigned
@@ -26,7 +27,6 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
@@ -103,7 +103,7 @@ class CannotRecord(Exception):
 Eager = Set[nn.Module]
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(Fakes):
     """Fake tensors, which tell the recorder about operators."""
 
     def __init__(self) -> None:

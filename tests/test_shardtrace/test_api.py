@@ -6,6 +6,7 @@ import pickle
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
+from shardtrace.model.state import state_of
 
 import pytest
 import thunder
@@ -276,6 +277,20 @@ def test_unknown_bucketing(ranks, bucketing):
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True])
 def test_bad_prefetch(ranks, prefetch):
     refused("prefetch must be a number of buckets", Net(), prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"bucketing_strategy": nn.Sequential}, 1),
+        ({"bucketing_strategy": (nn.Sequential, nn.Linear)}, 2),  # a bucket of the inner ones and one of the outer
+        ({"bucketing_strategy": (nn.Sequential, nn.Linear), "sharding_strategy": "zero2"}, 3),
+        ({"bucketing_strategy": (nn.Sequential, nn.Linear), "prefetch": 0}, 0),
+    ],
+)
+def test_default_prefetch(ranks, options, expected):
+    model = shardtrace.fsdp(nn.ModuleList([nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))]), **options)
+    assert {plan.prefetch for plan in state_of(model).plans.values()} == {expected}
 
 
 def test_no_group_and_no_torchrun(monkeypatch):

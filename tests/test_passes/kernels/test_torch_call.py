@@ -268,6 +268,26 @@ def test_flops_and_what_is_known_of_a_line(fake_ranks):
     assert not any(is_library_call(b.sym) or flops(b) for b in lines_of_torch(*traces(cmodel)))
 
 
+GROUPED = {  # the shapes of the factors of a grouped product, the ends of the groups, and its FLOPs
+    "rows": ((8, 16), (2, 16, 24), [3, 8], 2 * 8 * 16 * 24),
+    "columns": ((2, 8, 16), (16, 24), [8, 24], 2 * 8 * 16 * 24),
+    "sums": ((8, 16), (16, 24), [8, 16], 2 * 8 * 16 * 24),
+    "matrices": ((2, 8, 16), (2, 16, 24), None, 2 * 2 * 8 * 16 * 24),
+}
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products(name, dtype):
+    """torch does not know their FLOPs, and lets only those of bfloat16 through on fake tensors."""
+    *shapes, ends, count = GROUPED[name]
+    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    factors = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    made, tensors = call(lambda a, b, offs: F.grouped_mm(a, b, offs=offs), *factors, offs)
+    assert made.reads == (tuple(range(len(tensors))), count, (), True)
+
+
 def test_the_memory_of_the_list(fake_ranks):
     fake_ranks(1)
     how = lambda x, w: torch.sort(x * w, -1)[0]  # noqa: E731  saves its indices
@@ -310,3 +330,30 @@ def test_retain_graph(single_rank):
     torch.testing.assert_close(model.weight.grad, 2 * once)
     with pytest.raises(RuntimeError):
         y.backward()
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, 8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        return F.grouped_mm(F.silu(F.grouped_mm(x, self.up, offs=ends)), self.down, offs=ends).tanh()
+
+
+class Experts(nn.Sequential):
+    def __init__(self):
+        super().__init__(Expert(), Expert())
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize(("how", "again"), [(None, 0), ("cheap", 0), ("full", 4)])
+def test_grouped_products_are_recomputed_as_products_are(fake_ranks, how, again):
+    """They are not cheap."""
+    fake_ranks(2)
+    cmodel = compile_fake(Experts, torch.ones(8, 8), activation_checkpointing=how, repeated_blocks="inline")
+    forward, backward = ([b for b in lines_of_torch(t) if "grouped_mm" in b.sym.name] for t in traces(cmodel))
+    assert [b.sym.id.kind for b in forward] == ["_forward"] * 4
+    assert sorted(b.sym.id.kind for b in backward) == ["_backward"] * 4 + ["_forward"] * again
+    assert sum(map(flops, [*forward, *backward])) == (4 + 8 + again) * 2 * 8 * 8 * 8
