@@ -1,4 +1,5 @@
-"""Parts of a tensor along a dimension. Backward joins their gradients; Thunder pads each to the whole and adds them."""
+"""Parts of a tensor along a dimension. Backward joins their gradients; Thunder pads each to the whole and adds them. (It
+joins those of a split, too.)"""
 
 from __future__ import annotations
 
@@ -32,6 +33,5 @@ def _of_parts(name: str, sizes: int, function: Callable[..., Any], join: Callabl
         return parts_of(a, *options, dim), lambda *grads: [(a, join(grads, dim))]
 
 
-_of_parts("split", 1, torch.split, ltorch.cat)
 _of_parts("chunk", 1, torch.chunk, ltorch.cat)
 _of_parts("unbind", 0, torch.unbind, ltorch.stack)
