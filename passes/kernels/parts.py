@@ -1,5 +1,7 @@
-"""Parts of a tensor along a dimension. Backward joins their gradients; Thunder pads each to the whole and adds them. (It
-joins those of a split, too.)"""
+"""Parts of a tensor along a dimension. Backward joins their gradients.
+
+Thunder does so for a split, and pads the gradients of other parts to the whole and adds them.
+"""
 
 from __future__ import annotations
 
