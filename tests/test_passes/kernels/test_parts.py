@@ -15,8 +15,6 @@ PARTS = {
     "chunk, fewer": lambda a: squares(torch.chunk(a, 4, 1)),
     "chunk, one of them": lambda a: a.chunk(2, -1)[1] * 2,
     "chunk, keywords": lambda a: squares(torch.chunk(a, chunks=2)),
-    "unbind": lambda a: squares(a.unbind(-1)),
-    "unbind, first dimension": lambda a: squares(torch.unbind(a)),
 }
 
 
