@@ -94,10 +94,11 @@ def batch(name: str) -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (BATCH, TOKENS)), torch.randint(WORDS, (BATCH, TOKENS))
 
 
-def compare(name: str, rounds: int) -> Row:
+def compare(name: str, rounds: int, dtype: torch.dtype) -> Row:
     torch.manual_seed(0)
     x, y = batch(name)
-    eager = MODELS[name]()
+    x = x.to(dtype) if x.is_floating_point() else x
+    eager = MODELS[name]().to(dtype)
     for module in eager.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -126,20 +127,21 @@ def _step(run: Callable[..., Any], model: nn.Module, x: Tensor, y: Tensor) -> Ca
     return step
 
 
-def rows(only: str, rounds: int) -> Iterator[tuple[str, Row]]:
+def rows(only: str, rounds: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Row]]:
     for name in MODELS:
         if re.search(only, name):
-            yield name, compare(name, rounds)
+            yield name, compare(name, rounds, dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a regular expression of names of models")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, shardtrace {shardtrace.__version__}, ratios to eager PyTorch")
-    for name, row in rows(args.only, args.rounds):
+    for name, row in rows(args.only, args.rounds, getattr(torch, args.dtype)):
         print(f"{name:8}{row}", flush=True)
 
 

@@ -1,9 +1,6 @@
-"""Parts of a tensor along a dimension. Backward joins their gradients; Thunder pads each to the whole and adds them."""
+"""chunk. Backward joins the gradients of the parts, as for split. Thunder pads those of a chunk and adds them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 from passes.comm.properties import Property
 from passes.compat import shape_of
@@ -14,24 +11,13 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 
-def _supported(a: TensorProxy, *options: Any, dim: int = 0, **others: Any) -> bool:
-    return is_floating(a) and not others
+def _meta(a: TensorProxy, chunks: int, dim: int) -> tuple[TensorProxy, ...]:
+    return tuple(like(a, part.shape) for part in torch.empty(shape_of(a), device="meta").chunk(chunks, dim))
 
 
-def _of_parts(name: str, sizes: int, function: Callable[..., Any], join: Callable[..., TensorProxy]) -> None:
-    """Implements a function of a tensor, arguments that tell the sizes of its parts (so many), and a dimension."""
-
-    def meta(a: TensorProxy, *options: Any) -> tuple[TensorProxy, ...]:
-        return tuple(like(a, part.shape) for part in function(torch.empty(shape_of(a), device="meta"), *options))
-
-    parts_of = kernel(name, meta, lambda a, *options: tuple(function(a, *options)), tags=(Property.VIEW,))
-
-    @implements(getattr(ltorch, name), supported=_supported)
-    def parts(a: TensorProxy, *options: Any, dim: int = 0) -> Differentiated:
-        options, dim = options[:sizes], options[sizes] if len(options) > sizes else dim
-        return parts_of(a, *options, dim), lambda *grads: [(a, join(grads, dim))]
+chunk_forward = kernel("chunk", _meta, torch.chunk, tags=(Property.VIEW,))
 
 
-_of_parts("split", 1, torch.split, ltorch.cat)
-_of_parts("chunk", 1, torch.chunk, ltorch.cat)
-_of_parts("unbind", 0, torch.unbind, ltorch.stack)
+@implements(ltorch.chunk, supported=lambda a, chunks, dim=0: is_floating(a))
+def chunk(a: TensorProxy, chunks: int, dim: int = 0) -> Differentiated:
+    return chunk_forward(a, chunks, dim), lambda *grads: [(a, ltorch.cat(grads, dim))]

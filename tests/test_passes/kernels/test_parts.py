@@ -11,16 +11,10 @@ def squares(parts):
 
 
 PARTS = {
-    "split": lambda a: squares(a.split(2, dim=1)),
-    "split, sizes": lambda a: squares(torch.split(a, [1, 4, 1], 1)),
-    "split, rest": lambda a: squares(a.split(4, -1)),
-    "split, first dimension": lambda a: squares(a.split(1)),
     "chunk": lambda a: squares(a.chunk(3, dim=-1)),
     "chunk, fewer": lambda a: squares(torch.chunk(a, 4, 1)),
     "chunk, one of them": lambda a: a.chunk(2, -1)[1] * 2,
     "chunk, keywords": lambda a: squares(torch.chunk(a, chunks=2)),
-    "unbind": lambda a: squares(a.unbind(-1)),
-    "unbind, first dimension": lambda a: squares(torch.unbind(a)),
 }
 
 
