@@ -34,7 +34,6 @@ from passes.schedule import schedule
 from passes.set_state import Setter, set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
-from passes.share_overflow import share_overflow
 from passes.wait_copies import wait_copies
 
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -245,9 +244,6 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassAfterLowering(share_fusions),
         # after lowering, when backward exists; before the passes that work on reduced gradients
         PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
-        # after autodiff and lowering, when the results of backward are known; before schedule, which puts the waits
-        # for gradients ahead of it
-        PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *users,
         # after all passes that see blocks as they were traced: autodiff differentiates what it makes of their calls

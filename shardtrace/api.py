@@ -48,6 +48,7 @@ from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.record.absent import is_absent
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.optimizers import refuse_wrong_optimizers
+from shardtrace.training.scaling import share_overflows
 
 import thunder
 import torch
@@ -295,6 +296,7 @@ def fsdp(
         watch(groups)
     leave_in_peace()
     refuse_wrong_optimizers()
+    share_overflows()
     state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
     state.claim_shards()
     if entries and target.type == "cpu":

@@ -32,8 +32,8 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
     SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape
-    ``(1,)``. OWNER: the whole tensor, contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor. A
-    tensor that needs no other memory is returned as it is.
+    ``(1,)``. OWNER: the whole tensor, contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
+    A tensor that needs no other memory is returned as it is.
     """
     source, group = full.detach(), home.group
     if source.numel() == 0 or home.placement is Placement.REPLICATE:

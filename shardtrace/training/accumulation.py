@@ -14,8 +14,8 @@ from torch import nn
 def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
     """Add up gradients on each rank without reducing them. The first step outside the context reduces the sums.
 
-    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. All forwards may come before
-    the first backward; the backward of the step outside comes last. ``model.no_sync()`` is the same. ::
+    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. All forwards may come
+    before the first backward; the backward of the step outside comes last. ``model.no_sync()`` is the same. ::
 
         for i, (x, y) in enumerate(batches):
             with shardtrace.no_sync(model) if (i + 1) % 4 else nullcontext():
