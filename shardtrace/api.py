@@ -301,7 +301,8 @@ def fsdp(
     state.claim_shards()
     if entries and target.type == "cpu":
         keep_freed_memory()
-    attach(module, state, checkpointed.values(), repeated, run_by_torch, no_sync=no_sync)
+    inputs = _inputs_of_blocks(module, options, entries)
+    attach(module, state, checkpointed.values(), repeated, run_by_torch, inputs, no_sync=no_sync)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model
@@ -362,6 +363,16 @@ def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[
 
 def _blocks(module: nn.Module, options: Options) -> list[str]:
     return find_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
+
+
+def _inputs_of_blocks(module: nn.Module, options: Options, entries: Sequence[Entry]) -> dict[nn.Module, torch.dtype]:
+    """The dtype to which each block casts its inputs, as in FSDP2: that of its parameters."""
+    policy = options.precision
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return {}
+    cast = {e.layer for e in entries if e.precision is not None}
+    chosen = [b for b in _blocks(module, options) if any(f"{layer}.".startswith(f"{b}.") for layer in cast)]
+    return {module.get_submodule(block): policy.param_dtype for block in chosen}
 
 
 def _refuse_absent_device(device: torch.device, group: dist.ProcessGroup) -> None:
