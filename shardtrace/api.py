@@ -21,7 +21,7 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import InitFn
 from shardtrace.model.places import Place, places
-from shardtrace.model.refusal import compare_models, refusal
+from shardtrace.model.refusal import SEED_HINT, compare_models, refusal
 from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import (
@@ -47,8 +47,10 @@ from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, is_a
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.record.absent import is_absent
 from shardtrace.training.accumulation import no_sync
+from shardtrace.training.clipping import share_norms
 from shardtrace.training.optimizers import refuse_wrong_optimizers
 from shardtrace.training.scaling import share_overflows
+from shardtrace.training.wrappers import refuse_wrappers
 
 import thunder
 import torch
@@ -202,7 +204,8 @@ def fsdp(
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         CheckpointError: ``weights`` do not fit. Nothing has been sharded.
         PlanError: ``plan`` cannot be read, or is for another model or number of ranks. Nothing has been sharded.
-        RankMismatchError: on every rank, if the model or the weights differ between ranks or do not fit on another one.
+        RankMismatchError: on every rank, if the model, its values or the weights differ between ranks, or do not fit on
+            another one.
 
     On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
     settings of its own (``MALLOC_...``, ``GLIBC_TUNABLES``, ``LD_PRELOAD``).
@@ -265,16 +268,19 @@ def fsdp(
         "cost_model": cost_model,
         "checkpointed": [f"{name}: {what}" for name, (_, what) in checkpointed.items()],
     }
-    others["weights"] = weights_lines(stored)
     others["reduce_wire"] = options.reduction.name if options.reduction is not None else "None"
     gathers, problem = _gathers(found, strategies, options, groups, target)
-    compare_models(module, found, strategies, gathers, options, others, error=error or problem, group=group)
+    kept = {id(p.parameter) for p in found if broadcast_from is None and id(p.parameter) not in given}
+    lines = weights_lines(stored)
+    compare_models(
+        module, found, strategies, gathers, options, others, lines, kept=kept, error=error or problem, group=group
+    )
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [
         replace(_entry(p, strategies[p.name], homes[p.name], target, options), gather=gathers[p.name]) for p in found
     ]
-    distribute(
+    initialized = distribute(
         module,
         found,
         homes,
@@ -284,6 +290,8 @@ def fsdp(
         param_init_fn=param_init_fn,
         given=given,
     )
+    if initialized:
+        compare(group, "the initial values of parameters", initialized, timeout=options.timeout, hint=SEED_HINT)
     entries = [
         replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
     ]
@@ -296,8 +304,9 @@ def fsdp(
         watch(groups)
     leave_in_peace()
     refuse_wrong_optimizers()
+    refuse_wrappers()
     share_overflows()
-    state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
+    state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored, known=share_norms())
     state.claim_shards()
     if entries and target.type == "cpu":
         keep_freed_memory()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from passes.compat import set_traced_device, traced_device, unjitted
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter, Wire
@@ -100,7 +101,10 @@ class ShardedState:
         cost: CostModel,
         *,
         ignored: tuple[nn.Parameter, ...] = (),
+        known: WeakSet[ShardedState] | None = None,
     ) -> None:
+        self.known = WeakSet() if known is None else known  # the states of this process, for functions of torch
+        self.known.add(self)
         self.model = model
         self.model_name = type(model).__name__
         self.groups = groups
@@ -223,6 +227,7 @@ class ShardedState:
             tuple(entries),
             self.cost,
             ignored=copy.deepcopy(self.ignored, memo),
+            known=self.known,
         )
         new.claim_shards()
         return new
