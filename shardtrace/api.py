@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from passes.compat import jitted_module, jitted_transforms, unjitted
 from passes.plan import CostModel, Placement, Wire
 from shardtrace.checkpoint.files import CheckpointError
+from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
@@ -311,6 +312,7 @@ def fsdp(
     if entries and target.type == "cpu":
         keep_freed_memory()
     inputs = _inputs_of_blocks(module, options, entries)
+    add_hooks(module)
     attach(module, state, checkpointed.values(), repeated, run_by_torch, inputs, no_sync=no_sync)
     if stored:
         read_weights(stored, model_state(module))

@@ -233,7 +233,7 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
             f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
-            "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
+            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
         )
 
     namespace = {

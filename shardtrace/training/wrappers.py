@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from passes.compat import unjitted
+from passes.plan import Placement
 from shardtrace.model.state import ShardedState, link_of, states_in
 
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
@@ -22,15 +23,15 @@ ONCE = (
     "shardtrace.fsdp (Accelerator.prepare(model) puts DistributedDataParallel around it: prepare only the data loader)"
 )
 STATE = (
-    "is sharded, and its shards are no DTensors: call shardtrace.full_state_dict and full_optimizer_state_dict for "
-    "whole tensors, sharded_state_dict for DTensors, or save_checkpoint and load_checkpoint"
+    "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "
+    "shardtrace.full_state_dict and full_optimizer_state_dict, their load_ relatives, or save_checkpoint"
 )
 
 
 @functools.cache  # once for each process
 def refuse_wrappers() -> None:
-    """Make the data parallel wrappers of torch and Thunder and torch's functions for distributed state dicts raise
-    RuntimeError if they are given a sharded model, on every rank.
+    """Make the data parallel wrappers of torch and Thunder, and torch's functions for distributed state dicts of
+    optimizers and of owned parameters, raise RuntimeError if they are given a sharded model, on every rank.
 
     DistributedDataParallel would send the first rank's rows to all. They have no hooks. Therefore methods are replaced,
     which derived classes have, too, and the function that all those for state dicts call first.
@@ -42,7 +43,14 @@ def refuse_wrappers() -> None:
     FSDPParamGroup.__init__ = _refusing(FSDPParamGroup.__init__, "fully_shard", ONCE)  # type: ignore[method-assign]
     verify = torchs_state_dict._verify_options
     names = "torch.distributed.checkpoint.state_dict"
-    torchs_state_dict._verify_options = _refusing(verify, names, STATE)
+    refusing = _refusing(verify, names, STATE)
+
+    @functools.wraps(verify)
+    def verify_options(model: nn.Module, optimizers: Any, **options: Any) -> Any:
+        owned = any(e.home.placement is Placement.OWNER for s in states_in(unjitted(model)) for e in s.entries)
+        return (refusing if owned or optimizers else verify)(model, optimizers, **options)
+
+    torchs_state_dict._verify_options = verify_options  # type: ignore[assignment]
 
 
 def _refusing(function: Callable[..., Any], name: str, why: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import thunder
 import torch
 from thunder.distributed import ddp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,10 +35,11 @@ def test_each_is_refused(fake_ranks):
             wrap()
     assert all(map(torch.equal, before, model.parameters()))
     optimizer = torch.optim.SGD(model.parameters())
+    owned = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4)), sharding_strategy="owner")
     for call in (
-        lambda: get_model_state_dict(model),
         lambda: get_optimizer_state_dict(cmodel, optimizer),
-        lambda: set_model_state_dict(model, {}),
+        lambda: get_state_dict(model, optimizer),
+        lambda: get_model_state_dict(owned),
     ):
         with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call shardtrace.full_state_dict"):
             call()
