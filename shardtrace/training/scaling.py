@@ -33,10 +33,10 @@ def share_overflows() -> None:
 
 def _over_ranks(found: Found, optimizer: torch.optim.Optimizer) -> Found:
     """What any rank has found, on each device of this rank's gradients, and on one if it has none."""
-    groups: dict[dist.ProcessGroup, torch.device] = {}  # to the device that computes: its tensors can be sent
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if (link := link_of(parameter)) is not None and not is_alone(link.state.group):
-            groups.setdefault(link.state.group, link.entry.device)
+    links = [link_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    models = {link.state: link.entry.device for link in links if link is not None}
+    # to the device that computes: its tensors can be sent
+    groups = {state.group: device for state, device in models.items() if not is_alone(state.group)}
     for group, device in groups.items():
         anywhere = torch.zeros((), device=device)
         for value in found.values():
