@@ -66,7 +66,8 @@ class Compilation:
         if self._tracing is not tracing:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
             self.models, self.known, self.remarks = {}, {}, ""
-            self.guards, self.setters, self.rebuild, self.unused = [], {}, None, Unused()
+            self.guards, self.setters, self.rebuild = [], {}, None
+            self.unused = Unused()
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None

@@ -294,6 +294,12 @@ class ShardedState:
 
     def _check_hooks(self) -> None:
         """Raises RuntimeError if a module has a hook on its backward, which the compiled backward would not call."""
+        every = torch.nn.modules.module
+        if torch.is_grad_enabled() and (every._global_backward_hooks or every._global_backward_pre_hooks):
+            raise RuntimeError(
+                f"torch has a hook for the backward of every module, which the compiled backward of {self.model_name} "
+                "does not call: remove it, or register a hook on the result of thunder.jit"
+            )
         run_by_torch: set[nn.Module] = set()
         for name, module in self.model.named_modules() if torch.is_grad_enabled() else ():
             if EAGER in module.__dict__:

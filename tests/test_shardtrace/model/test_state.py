@@ -72,5 +72,9 @@ def test_hooks_on_a_backward():
             with torch.no_grad():
                 cmodel(x)
             handle.remove()
+    handle = torch.nn.modules.module.register_module_full_backward_hook(hook)
+    with pytest.raises(RuntimeError, match="a hook for the backward of every module"):
+        cmodel(x)
+    handle.remove()
     cmodel(x).sum().backward()
     assert len(called) == 2
