@@ -30,26 +30,27 @@ def add_hooks(model: nn.Module) -> None:
     _ask_the_model()
 
 
-def _spread(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, Entry, torch.Tensor]]:
-    """The entries of a state dict that are for parameters of which this rank holds a part."""
+def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
+    """The key in a state dict, and the entry, of each parameter of which the ranks hold different parts."""
     state = module.__dict__[ATTRIBUTE]
     for entry in () if state.unsharded else state.entries:
         for name, _, attribute in entry.owners if entry.home.is_spread else ():
-            key = prefix + (f"{name}.{attribute}" if name else attribute)
-            if isinstance(value := state_dict.get(key), torch.Tensor):
-                yield key, entry, value
+            yield prefix + (f"{name}.{attribute}" if name else attribute), entry
 
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Makes shards DTensors, except with ``keep_vars``. Those of one rank only ("owner", 0-dim) stay as they are."""
+    """Makes shards DTensors, except with ``keep_vars``. What one rank holds is whole there, and left out elsewhere."""
     mesh_of = functools.cache(DeviceMesh.from_group)
     made: dict[int, torch.Tensor | None] = {}  # tied weights stay one tensor
-    for key, entry, value in _spread(module, state_dict, prefix):
-        if isinstance(value, nn.Parameter) or tuple(value.shape) != entry.shard_shape:
+    for key, entry in _spread(module, prefix):
+        value = state_dict.get(key)
+        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
             continue
         if id(entry) not in made:
             made[id(entry)] = Slot(_alone(value), entry.full_shape, entry.home, mesh_of).distributed()
-        if isinstance(one := made[id(entry)], DTensor):
+        if (one := made[id(entry)]) is None:
+            del state_dict[key]
+        else:
             state_dict[key] = one
 
 
@@ -62,10 +63,14 @@ def _alone(shard: torch.Tensor) -> torch.Tensor:
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Takes this rank's rows of DTensors and of whole tensors. A collective if there are DTensors."""
-    for key, entry, value in _spread(module, state_dict, prefix):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if whole is not value or tuple(value.shape) == entry.full_shape != entry.shard_shape:
-            state_dict[key] = shard(whole, entry.home)
+    for key, entry in _spread(module, prefix):
+        value = state_dict.get(key)
+        if isinstance(value, DTensor):
+            state_dict[key] = shard(value.full_tensor(), entry.home)
+        elif isinstance(value, torch.Tensor) and tuple(value.shape) == entry.full_shape != entry.shard_shape:
+            state_dict[key] = shard(value, entry.home)
+        elif value is None and Slot(entry.shard, entry.full_shape, entry.home, DeviceMesh.from_group).part()[0] is None:
+            state_dict[key] = entry.shard.detach()  # this rank has no part of it
 
 
 @functools.cache  # once for each process

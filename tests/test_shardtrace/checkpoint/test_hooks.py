@@ -56,11 +56,15 @@ def test_shards_are_dtensors_for_torchs_functions(tmp_path):
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", {"embed*": "ddp", "blocks.0.*": "owner", "*": "zero2"}])
-def test_a_round_trip(strategy):
+def test_a_round_trip(strategy, tmp_path):
     torch.manual_seed(0)
     model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy)
     before = {key: value.clone() for key, value in shardtrace.full_state_dict(model).items()}
     assert isinstance(model.state_dict(keep_vars=True)["position"], nn.Parameter)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    plain = {key: torch.zeros_like(value) for key, value in before.items()}
+    dcp.load(plain, checkpoint_id=tmp_path)
+    torch.testing.assert_close(plain, before, rtol=0, atol=0)
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
     torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), before, rtol=0, atol=0)
     torch.manual_seed(1)
