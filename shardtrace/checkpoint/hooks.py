@@ -13,7 +13,7 @@ from typing import Any
 from passes.compat import unjitted
 from shardtrace.checkpoint.state import Slot
 from shardtrace.model.home import shard
-from shardtrace.model.state import ATTRIBUTE, Entry, states_in
+from shardtrace.model.state import Entry, state_of, states_in
 from shardtrace.training.full import full_state_dict
 
 import torch
@@ -32,8 +32,8 @@ def add_hooks(model: nn.Module) -> None:
 
 def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
     """The key in a state dict, and the entry, of each parameter of which the ranks hold different parts."""
-    state = module.__dict__[ATTRIBUTE]
-    for entry in () if state.unsharded else state.entries:
+    state = state_of(module)  # None for a copy of a model as it was before
+    for entry in () if state is None or state.unsharded else state.entries:
         for name, _, attribute in entry.owners if entry.home.is_spread else ():
             yield prefix + (f"{name}.{attribute}" if name else attribute), entry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from passes.compat import unjitted
@@ -68,6 +68,6 @@ def _sharded(value: Any) -> ShardedState | None:
     """The state of a sharded model that is in a module or a list of parameters."""
     if isinstance(value, nn.Module) and "_modules" in value.__dict__:  # it has been initialized
         return next((state for state in states_in(unjitted(value)) if state.entries), None)
-    if isinstance(value, Iterable) and not isinstance(value, (nn.Module, str)):
+    if isinstance(value, list | tuple):
         return next((link.state for p in value if (link := link_of(p)) is not None), None)
     return None

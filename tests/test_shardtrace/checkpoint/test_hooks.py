@@ -3,6 +3,7 @@
 import copy
 
 import shardtrace
+from shardtrace.model.whole import whole_copy
 
 import pytest
 import thunder
@@ -50,6 +51,13 @@ def test_shards_are_dtensors_for_torchs_functions(tmp_path):
     holds(other)
     model.state_dict()["0.bias"].to_local().zero_()  # the memory is the model's
     assert not model[0].bias.any()
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(expected)
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(twin)), dict(expected), rtol=0, atol=0)
+    assert not model[0].bias.any()
+    assert [tuple(v.shape) for v in whole_copy(model).state_dict().values()] == [
+        tuple(v.shape) for v in expected.values()
+    ]
     with shardtrace.full_params(model):
         assert model.state_dict()["1.bias"].tolist() == other["1.bias"].tolist()
 
