@@ -46,9 +46,9 @@ def refuse_wrappers() -> None:
     refusing = _refusing(verify, names, STATE)
 
     @functools.wraps(verify)
-    def verify_options(model: nn.Module, optimizers: Any, **options: Any) -> Any:
+    def verify_options(model: nn.Module, optimizers: Any, *args: Any, **options: Any) -> Any:
         owned = any(e.home.placement is Placement.OWNER for s in states_in(unjitted(model)) for e in s.entries)
-        return (refusing if owned or optimizers else verify)(model, optimizers, **options)
+        return (refusing if owned or optimizers else verify)(model, optimizers, *args, **options)
 
     torchs_state_dict._verify_options = verify_options  # type: ignore[assignment]
 
