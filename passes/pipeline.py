@@ -19,6 +19,7 @@ from passes.analysis.verify import VerificationError, verify
 from passes.checkpoint_activations import checkpoint_activations
 from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
+from passes.drop_unused import Unused, drop_unused, insert_notes
 from passes.insert_guards import Guard, insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
@@ -34,7 +35,6 @@ from passes.schedule import schedule
 from passes.set_state import Setter, set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
-from passes.share_overflow import share_overflow
 from passes.wait_copies import wait_copies
 
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -58,6 +58,7 @@ class Compilation:
         self.last_guards: list[Guard] = []  # likewise, if all other checks have passed
         self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
         self.rebuild: Rebuild | None = None  # likewise: makes what a jitted model returns, if Thunder cannot
+        self.unused = Unused()
         self.remarks = ""  # likewise: what it says of blocks and modules, in the trace's provenance
         self._tracing: Any = None
 
@@ -67,6 +68,7 @@ class Compilation:
             self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
             self.models, self.known, self.remarks = {}, {}, ""
             self.guards, self.last_guards, self.setters, self.rebuild = [], [], {}, None
+            self.unused = Unused()
 
     def end(self) -> None:
         checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
@@ -135,6 +137,7 @@ class ShardParameters(Pass):
         if epilogue_trace is not None and self.compilation.models:
             epilogue_trace = set_state(epilogue_trace, setters=self.compilation.setters)
             epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
+            epilogue_trace = insert_notes(epilogue_trace, unused=self.compilation.unused)
             epilogue_trace = rebuild_result(epilogue_trace, rebuild=self.compilation.rebuild)
         return prologue, computation, epilogue_trace
 
@@ -247,15 +250,14 @@ def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> 
         PassAfterLowering(share_fusions),
         # after lowering, when backward exists; before the passes that work on reduced gradients
         PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
-        # after autodiff and lowering, when the results of backward are known; before schedule, which puts the waits
-        # for gradients ahead of it
-        PassAfterLowering(share_overflow),
         # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
         *users,
         # after all passes that see blocks as they were traced: autodiff differentiates what it makes of their calls
         PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
         # last, because executors and fusions change the order of lines; then a stop after all copies from the host
         PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
+        # after the waits for gradients and for copies to the host, because it reads them
+        PassAfterLowering(lambda t: drop_unused(t, unused=compilation.unused), "drop_unused", scheduled=True),
         CompareRanks(compilation),
         # Thunder's own Transforms, such as CUDA graphs, work on the trace that will run
         *(t for t in transforms if not isinstance(t, Pass)),

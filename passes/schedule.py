@@ -37,7 +37,6 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
-    is_overflow,
     is_return,
     is_unpack,
     issues_future,
@@ -105,7 +104,7 @@ def _facts(lines: list[BoundSymbol]) -> _Facts:
         wait_for={b.args[0].name: b for b in lines if waits_for_future(b)},
         source_of=source_of,
         gathers={future: k for k, future in enumerate(uses)},
-        latest=_latest_starts(compute, uses, gathers, [b for b in issues if not is_gather(b) and not is_overflow(b)]),
+        latest=_latest_starts(compute, uses, gathers, [b for b in issues if not is_gather(b)]),
         limits=inflight_limits(bucket_of(b) for b in issues),
     )
 
@@ -329,7 +328,6 @@ class _Walk:
         for wait in self.facts.wait_for.values():
             if is_offload(wait) and wait.flat_proxy_outs[0].name not in self.available:
                 self._wait(wait, "the trace ends")
-        self._wait_for_reduces()  # an overflow is shared once all gradients have reached the host
 
     def _wait_for_reduces(self) -> None:
         while self.ready or self.reducing:

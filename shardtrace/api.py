@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from passes.compat import jitted_module, jitted_transforms, unjitted
 from passes.plan import CostModel, Placement, Wire
+from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
@@ -21,7 +22,7 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import InitFn
 from shardtrace.model.places import Place, places
-from shardtrace.model.refusal import compare_models, refuse
+from shardtrace.model.refusal import SEED_HINT, compare_models, refuse
 from shardtrace.model.state import Entry, ShardedState, states_in
 from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import (
@@ -47,7 +48,10 @@ from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, reso
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.record.absent import is_absent
 from shardtrace.training.accumulation import no_sync
+from shardtrace.training.clipping import share_norms
 from shardtrace.training.optimizers import refuse_wrong_optimizers
+from shardtrace.training.scaling import share_overflows
+from shardtrace.training.wrappers import refuse_wrappers
 
 import thunder
 import torch
@@ -206,7 +210,8 @@ def fsdp(
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
         CheckpointError: ``weights`` do not fit. Nothing has been sharded.
         PlanError: ``plan`` cannot be read, or is for another model or number of ranks. Nothing has been sharded.
-        RankMismatchError: on every rank, if the model or the weights differ between ranks or do not fit on another one.
+        RankMismatchError: on every rank, if the model, its values or the weights differ between ranks, or do not fit on
+            another one.
 
     On a CPU, glibc's malloc then keeps the memory that a step frees, in the whole process, unless the environment has
     settings of its own (``MALLOC_...``, ``GLIBC_TUNABLES``, ``LD_PRELOAD``).
@@ -271,15 +276,15 @@ def fsdp(
         "cost_model": cost_model,
         "checkpointed": [f"{name}: {what}" for name, (_, what) in checkpointed.items()],
     }
-    others["weights"] = weights_lines(stored)
     others["reduce_wire"] = options.reduction.name if options.reduction is not None else "None"
-    compare_models(module, found, strategies, gathers, options, others, group=group)
+    kept = {id(p.parameter) for p in found if broadcast_from is None and id(p.parameter) not in given}
+    compare_models(module, found, strategies, gathers, options, others, weights_lines(stored), kept=kept, group=group)
     cost = cost_model or load_cost_model(target, group)
     homes = find_homes(found, strategies, groups, evenness=options.evenness, host=host)
     whole = [
         replace(_entry(p, strategies[p.name], homes[p.name], target, options), gather=gathers[p.name]) for p in found
     ]
-    distribute(
+    initialized = distribute(
         module,
         found,
         homes,
@@ -289,6 +294,8 @@ def fsdp(
         param_init_fn=param_init_fn,
         given=given,
     )
+    if initialized:
+        compare(group, "the initial values of parameters", initialized, timeout=options.timeout, hint=SEED_HINT)
     entries = [
         replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device) for e in whole if e.stand_in.numel()
     ]
@@ -300,11 +307,15 @@ def fsdp(
         watch(groups)
     leave_in_peace()
     refuse_wrong_optimizers()
-    state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored)
+    refuse_wrappers()
+    share_overflows()
+    state = ShardedState(module, groups, options, tuple(entries), cost, ignored=ignored, known=share_norms())
     state.claim_shards()
     if entries and target.type == "cpu":
         keep_freed_memory()
-    attach(module, state, checkpointed.values(), repeated, run_by_torch, no_sync=no_sync)
+    inputs = _inputs_of_blocks(module, options, entries)
+    add_hooks(module)
+    attach(module, state, checkpointed.values(), repeated, run_by_torch, inputs, no_sync=no_sync)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model
@@ -370,6 +381,16 @@ def _parameters_to_shard(module: nn.Module, options: Options, ignored: Iterable[
 
 def _blocks(module: nn.Module, options: Options) -> list[str]:
     return find_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
+
+
+def _inputs_of_blocks(module: nn.Module, options: Options, entries: Sequence[Entry]) -> dict[nn.Module, torch.dtype]:
+    """The dtype to which each block casts its inputs, as in FSDP2: that of its parameters."""
+    policy = options.precision
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return {}
+    cast = {e.layer for e in entries if e.precision is not None}
+    chosen = [b for b in _blocks(module, options) if any(f"{layer}.".startswith(f"{b}.") for layer in cast)]
+    return {module.get_submodule(block): policy.param_dtype for block in chosen}
 
 
 def _refuse_absent_device(device: torch.device, group: dist.ProcessGroup) -> None:

@@ -72,7 +72,6 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
     import torch.distributed as dist
 
     trace_faster()
-    torch.seed()  # forks have the same random numbers
     torch.set_num_threads(1)
     _rewrite_asserts()
     dist.init_process_group(
@@ -80,6 +79,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
     )
     while (job := connection.recv()) is not None:
         module, function, kwargs = job
+        torch.manual_seed(0)  # ranks must begin with the same parameters
         try:
             connection.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException as error:
@@ -189,10 +189,7 @@ def run_script(path: Path, arguments: Sequence[str], world_size: int, timeout: f
 
 
 def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
-    import torch
-
     trace_faster()
-    torch.seed()
     for number, stream in enumerate(streams, 1):
         with open(stream, "a") as file:
             os.dup2(file.fileno(), number)

@@ -22,7 +22,6 @@ from passes.analysis.recognise import (
     is_deletion,
     is_gather,
     is_offload,
-    is_overflow,
     is_return,
     is_unpack,
     issues_future,
@@ -139,7 +138,6 @@ class _Streams:
         self._kept = set[str]()  # memory that the lines of the trace do not free
         self._shards_on_host = set[str]()
         self._grads_on_host = set[str]()
-        self._flagged: dict[str, frozenset[str]] = {}  # for the future of an overflow, the gradients
 
     def compute(self, i: int, bsym: BoundSymbol) -> Work:
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
@@ -184,8 +182,6 @@ class _Streams:
             yield Wait(i, future, copy)
             yield Work(i, future, sent, received)
         else:
-            if is_overflow(bsym):
-                self._flagged[future] = given
             yield Work(i, HOST, given & self._grads_on_host, NONE)
             yield Work(i, COMPUTE, given - self._grads_on_host, sent | received)
             yield Wait(i, future, COMPUTE)
@@ -202,13 +198,6 @@ class _Streams:
             return
         yield Wait(i, COMPUTE, future)
         yield Work(i, COMPUTE, received, frozenset([f"{future}.sent"]))  # which is freed
-        if flagged := self._flagged.get(future):
-            yield Work(i, COMPUTE, NONE, flagged - self._grads_on_host)
-            if on_host := flagged & self._grads_on_host:
-                number = frozenset([f"{future}.number"])
-                yield Work(i, COMPUTE, received, number)
-                yield Wait(i, HOST, COMPUTE)
-                yield Work(i, HOST, number, on_host)
 
     def _memory(self, values: Iterable[str]) -> frozenset[str]:
         return frozenset(self._behind.get(name, name) for name in values)

@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.comm.symbols import GATHERS, OFFLOADS, OVERFLOWS, REDUCTIONS, keep_shards, synchronize, wait_copies
+from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
 from passes.kernels.torch_call import Line
@@ -26,8 +26,8 @@ from thunder.torch import scaled_dot_product_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ISSUES = frozenset((*GATHERS, *REDUCTIONS, *OVERFLOWS))
-WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values(), *OVERFLOWS.values()))
+ISSUES = frozenset((*GATHERS, *REDUCTIONS))
+WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values()))
 
 
 def is_issue(bsym: BoundSymbol) -> bool:
@@ -45,11 +45,6 @@ def is_collective(bsym: BoundSymbol) -> bool:
 def is_gather(bsym: BoundSymbol) -> bool:
     """True for both halves of a gather."""
     return bsym.sym.id in GATHERS or bsym.sym.id in GATHERS.values()
-
-
-def is_overflow(bsym: BoundSymbol) -> bool:
-    """True for both halves of the collective that shares an overflow."""
-    return bsym.sym.id in OVERFLOWS or bsym.sym.id in OVERFLOWS.values()
 
 
 def is_offload(bsym: BoundSymbol) -> bool:

@@ -15,8 +15,7 @@ class Collective(NamedTuple):
     ``bytes`` counts the whole unsharded bucket as it travels, padding included. Each rank sends and receives
     ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is the one on the wire, or the name of a
     :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter", "broadcast",
-    "reduce", "all_reduce" or "share_overflow"; ``parameters`` are the names of the bucket's members. A "share_overflow"
-    has none, and its ``bucket`` is the name of the model.
+    "reduce" or "all_reduce"; ``parameters`` are the names of the bucket's members.
     """
 
     kind: str

@@ -40,7 +40,6 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
-    is_overflow,
     is_return,
     issues_future,
     names,
@@ -134,7 +133,7 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
 def _verify_traffic(trace: TraceCtx, *, scheduled: bool) -> None:
     lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
     for i, bsym in enumerate(lines):
-        if not is_issue(bsym) or is_overflow(bsym):
+        if not is_issue(bsym):
             continue
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:

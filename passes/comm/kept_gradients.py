@@ -22,11 +22,22 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
-        self.used = False  # gradients have ever been kept
-        self.reducing = False  # gradients have been taken since the last ones were kept
+        self.used = False  # a step has ever kept gradients
+        self.reducing = False  # gradients have been taken since the last step that keeps them began
+
+    def expect(self) -> None:
+        """A step begins whose gradients are to be kept: the next one that reduces adds them, whichever backward runs
+        first."""
+        self.used, self.reducing = True, False
 
     def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
-        self.used, self.reducing = True, False
+        """Raises RuntimeError if the sums to which these gradients belong have been reduced."""
+        if self.reducing:
+            raise RuntimeError(
+                f"the backward of a step of {bucket.plan.model} inside no_sync came after the backward that reduces "
+                "the sums, which lack its gradients: call loss.backward() for each step inside no_sync first, and for "
+                "the step outside last (one backward of a sum of losses runs the last step first)"
+            )
         sums, addends = [], []
         for grad, m in zip(grads, bucket.members, strict=True):
             grad = summed_to(grad, m.parameter.full_shape)

@@ -179,7 +179,8 @@ class _Reduce:
         packing: Packing = bucket.prepared
         rank, dtype, share = packing.rank, bucket.torch_reduced_dtype, 1 / bucket.plan.divisor
         size = packing.row_bytes[rank]
-        parts = messages.wait(future.parts).view(bucket.plan.world_size - 1, size).unbind() if size else ()
+        received = messages.wait(future.parts)  # also if this rank only sends
+        parts = received.view(bucket.plan.world_size - 1, size).unbind() if size else ()
         for part in parts:
             mine = future.own.split([packing.numels[i] for i in packing.rows[rank]])
             for i, sums in zip(packing.rows[rank], mine, strict=True):

@@ -23,11 +23,6 @@ follow the reduction of gradients:
 If backward gathers from second shards inside the node, forward keeps them:
 
     second = keep_shards(full, bucket)          this rank's parts of the unsharded parameters, in memory of their own
-
-In fp16 a backward ends with:
-
-    future = share_overflow(grads, flag)        NaN if a gradient overflowed on this rank, else 0, on the wire
-    wait_share_overflow(future, flag)           adds the sum over ranks to the gradients
 """
 
 from __future__ import annotations
@@ -38,7 +33,6 @@ from typing import Any
 
 from passes.comm import direct, native
 from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
-from passes.comm.overflow import finish_share_overflow, issue_share_overflow
 from passes.comm.properties import Property
 from passes.compat import is_profiling, symbol_that_calls
 from passes.plan import Bucket, Placement
@@ -137,16 +131,6 @@ def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
 @_issues(_finish_all_reduce)
 def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return native.issue_all_reduce(grads, bucket)
-
-
-@_finishes
-def _finish_share_overflow(future: Any, flag: Bucket) -> None:
-    finish_share_overflow(future)
-
-
-@_issues(_finish_share_overflow)
-def _issue_share_overflow(grads: tuple[torch.Tensor, ...], flag: Bucket) -> Any:
-    return issue_share_overflow(grads, flag)
 
 
 def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
@@ -248,12 +232,6 @@ def _keep_shards_meta(full: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[Te
     )
 
 
-def _share_overflow_meta(grads: tuple[TensorProxy, ...], flag: Bucket) -> FutureTensorProxy:
-    host = flag.plan.host
-    device = grads[0].device if host is None else to_device(host.device)
-    return FutureTensorProxy(shape=(1,), device=device, dtype=flag.dtype)
-
-
 all_gather = symbol("all_gather", _all_gather_meta, _issue_all_gather)
 wait_all_gather = symbol("wait_all_gather", _wait_all_gather_meta, _finish_all_gather)
 reduce_scatter = symbol("reduce_scatter", _reduce_scatter_meta, _issue_reduce_scatter)
@@ -275,18 +253,12 @@ offload = symbol("offload", _offload_meta, issue_offload)
 wait_offload = symbol("wait_offload", _wait_offload_meta, finish_offload)
 wait_copies = symbol("wait_copies", lambda memory: None, finish_copies, tags=[OpTags.DONT_DCE])
 
-share_overflow = symbol("share_overflow", _share_overflow_meta, _issue_share_overflow)
-wait_share_overflow = symbol(
-    "wait_share_overflow", lambda future, flag: None, _finish_share_overflow, tags=[OpTags.DONT_DCE]
-)
-
 GATHERS = {all_gather.id: wait_all_gather.id, broadcast.id: wait_broadcast.id}
 REDUCTIONS = {
     reduce_scatter.id: wait_reduce_scatter.id,
     reduce.id: wait_reduce.id,
     all_reduce.id: wait_all_reduce.id,
 }
-OVERFLOWS = {share_overflow.id: wait_share_overflow.id}
 OFFLOADS = {offload.id: wait_offload.id}  # not collectives: each rank copies by itself
 
 

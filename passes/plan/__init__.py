@@ -1,6 +1,6 @@
 """The sharding plan as frozen data: placements, buckets, layouts and rates. Touches no trace and no process."""
 
-from passes.plan.bucket import Bucket, OverflowFlag, inflight_limits
+from passes.plan.bucket import Bucket, inflight_limits
 from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cost_model
 from passes.plan.enlisted import Enlisted
 from passes.plan.host_memory import HostMemory
@@ -21,7 +21,6 @@ __all__ = [
     "Kernels",
     "Link",
     "Member",
-    "OverflowFlag",
     "Placement",
     "PlainRuntime",
     "Plan",

@@ -157,18 +157,6 @@ class Bucket(ContextObject):
         return f"Bucket({self.name}: {names})"
 
 
-class OverflowFlag(Bucket):
-    """One number, summed over the ranks of a model: NaN if a gradient overflowed on any rank, else 0. No members."""
-
-    def __init__(self, name: str, plan: Plan) -> None:
-        super().__init__(plan.model, name, plan, (), dtypes.float32)
-        self.numel = self.full_numel = 1
-
-    @cached_property
-    def rest_dtype(self) -> dtypes.dtype:
-        return self.dtype
-
-
 def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
     """The bytes that collectives may have in flight at once, for each plan of a trace's buckets.
 

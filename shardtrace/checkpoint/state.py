@@ -155,6 +155,7 @@ def check_second(ema: ModelState, model: ModelState) -> None:
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model for torch.distributed.checkpoint: ``dcp.save`` and, in place, ``dcp.load``.
+    So has ``model.state_dict()``.
 
     Keys and shapes are those of the unsharded model. Shards are DTensors, placed ``Shard(0)`` on the mesh of the ranks
     that share them. Their local tensors are views of the model's parameters without the padding: loading into them

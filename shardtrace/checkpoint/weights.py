@@ -16,6 +16,7 @@ from shardtrace.checkpoint.export import SAFETENSORS_INDEX
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
+from shardtrace.model.sample import sample
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,12 +29,17 @@ Rename = Callable[[str], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a ``shape`` that ``read`` returns rows of: ``read(slice(start, stop))``, or ``read(...)`` for all."""
+    """A tensor of a ``shape`` that ``read`` returns rows of: ``read(slice(start, stop))``, or ``read(...)`` for all.
+
+    ``kind`` is "floating", "complex" or "integer". ``sample`` stands for values that are in memory.
+    """
 
     key: str
     shape: Shape
+    kind: str
     place: str  # for messages
     read: Callable[[Any], torch.Tensor]
+    sample: str = ""
 
 
 def load_safetensors(
@@ -79,7 +85,10 @@ def stored_tensors(weights: Source, module: nn.Module, rename: Rename | None = N
     if isinstance(weights, Mapping):
         if odd := [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]:
             raise CheckpointError(f"{odd[0]} of the state dict is a {type(weights[odd[0]]).__name__}, not a tensor")
-        found = {key: Stored(key, tuple(v.shape), "the state dict", v.__getitem__) for key, v in weights.items()}
+        found = {
+            key: Stored(key, tuple(v.shape), _kind(v.dtype), "the state dict", v.__getitem__, sample(v))
+            for key, v in weights.items()
+        }
     else:
         found = {}
         for path in _files(Path(weights)):
@@ -98,8 +107,8 @@ def stored_tensors(weights: Source, module: nn.Module, rename: Rename | None = N
 
 
 def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: bool) -> _IncompatibleKeys:
-    """The missing and the unexpected keys. Raises CheckpointError that names shapes that do not fit, with ``strict``
-    also these keys. The model may be on the meta device."""
+    """The missing and the unexpected keys. Raises CheckpointError that names shapes and kinds that do not fit, with
+    ``strict`` also these keys. The model may be on the meta device."""
     names = _names(model)
     missing = [name for name, all_names in names.items() if not any(n in found for n in all_names)]
     known = {n for all_names in names.values() for n in all_names}
@@ -109,6 +118,12 @@ def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: boo
         for first, all_names in names.items()
         for name in all_names
         if name in found and found[name].shape != model.slots[first].full_shape
+    ]
+    problems += [
+        f"{name} of {found[name].place} has {found[name].kind} values, the model's are {kind}: convert them first"
+        for first, all_names in names.items()
+        for name in all_names
+        if name in found and found[name].kind != (kind := _kind(model.slots[first].local.dtype))
     ]
     if strict:
         problems += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
@@ -122,21 +137,21 @@ def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: boo
 
 
 def read_weights(found: Mapping[str, Stored], model: ModelState) -> None:
-    """Reads this rank's rows. A tied weight is read under the first of its names that is there. Raises CheckpointError
-    on every rank if one of them cannot read."""
+    """Reads this rank's rows. A tied weight is read under all of its names that are there. Raises CheckpointError on
+    every rank if one of them cannot read, or if a tied weight has different values."""
     error = None
-    chosen = {first: next((n for n in names if n in found), None) for first, names in _names(model).items()}
-    parts = {first: model.slots[first].part() for first, name in chosen.items() if name is not None}
+    stored = {first: [found[n] for n in names if n in found] for first, names in _names(model).items()}
+    parts = {first: model.slots[first].part() for first, held in stored.items() if held}
     total = sum(part.nbytes for part, _ in parts.values() if part is not None)
     with ProgressBar("load", show=model.rank == 0).of(total) as advance, torch.no_grad():
         for first, (part, start) in parts.items():
-            stored = found[str(chosen[first])]
             try:
-                _fill(part, model.slots[first], start, stored)
+                _fill(part, model.slots[first], start, stored[first])
                 advance(0 if part is None else part.nbytes)
             except (OSError, SafetensorError, RuntimeError, ValueError) as problem:
+                one = stored[first][0]
                 error = CheckpointError(
-                    f"the model was loaded only in part: cannot read {stored.key} of {stored.place}: {problem}"
+                    f"the model was loaded only in part: cannot read {one.key} of {one.place}: {problem}"
                 )
                 break
     agree(model, "the weights that were loaded", [], error)
@@ -144,7 +159,11 @@ def read_weights(found: Mapping[str, Stored], model: ModelState) -> None:
 
 def weights_lines(found: Mapping[str, Stored]) -> list[str]:
     """What must be equal on all ranks."""
-    return [f"{name} of shape {stored.shape}" for name, stored in found.items()]
+    return [f"{name} of shape {stored.shape}{stored.sample}" for name, stored in found.items()]
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def _names(model: ModelState) -> dict[str, list[str]]:
@@ -155,16 +174,25 @@ def _names(model: ModelState) -> dict[str, list[str]]:
     return names
 
 
-def _fill(part: torch.Tensor | None, slot: Slot, start: int, stored: Stored) -> None:
-    """Reads the rows of this rank's part from ``start`` on, and zeros the padding behind it."""
+def _fill(part: torch.Tensor | None, slot: Slot, start: int, stored: list[Stored]) -> None:
+    """Reads the rows of this rank's part from ``start`` on, and zeros the padding behind it. Raises ValueError if the
+    names of a tied weight have different values."""
     if part is None:
         slot.local.detach().zero_()
-    elif slot.is_whole or part.shape == slot.full_shape:
-        part.copy_(stored.read(...))
-    else:
+        return
+    whole = slot.is_whole or part.shape == slot.full_shape
+    if not whole:
         slot.local.detach()[part.shape[0] :].zero_()
-        if part.numel():
-            part.copy_(stored.read(slice(start, start + part.shape[0])))
+    if whole or part.numel():
+        rows = ... if whole else slice(start, start + part.shape[0])
+        first, *others = stored
+        part.copy_(first.read(rows))
+        for other in others:
+            if not torch.equal(other.read(rows).to(part), part):
+                raise ValueError(
+                    f"{other.key} has other values, and the model has one tensor for both: leave one of them out, or "
+                    "untie them in the model"
+                )
 
 
 def _files(path: Path) -> list[Path]:
@@ -201,12 +229,18 @@ def _files_of_index(path: Path) -> list[Path]:
 def _tensors_of(path: Path) -> dict[str, Stored]:
     try:
         with safe_open(path, framework="pt") as file:
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  a file is no mapping
             return {
-                key: Stored(key, tuple(file.get_slice(key).get_shape()), str(path), _Reader(path, key))
-                for key in file.keys()  # noqa: SIM118  a file is no mapping
+                key: Stored(key, tuple(p.get_shape()), _kind_in_file(p.get_dtype()), str(path), _Reader(path, key))
+                for key, p in parts.items()
             }
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(f"{path} is no safetensors file, or is damaged: {problem}") from None
+
+
+def _kind_in_file(dtype: str) -> str:
+    """Of a dtype as safetensors writes it, such as "BF16", "C64" or "BOOL"."""
+    return "floating" if dtype.startswith(("F", "BF")) else "complex" if dtype.startswith("C") else "integer"
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,10 @@ def traffic(record: Record) -> list[Traffic]:
                 at = rule.phase, rule.kind
                 expected[at] = expected.get(at, 0) + rule.bytes(p)
                 formulas.setdefault(at, []).append(rule.formula)
-    rows = [
+    return [
         _traffic(record, phase, kind, size, " + ".join(sorted(set(formulas[phase, kind]))))
         for (phase, kind), size in sorted(expected.items(), key=lambda item: item[0][0] != "forward")
     ]
-    flags = _traffic(record, "backward", "share_overflow", 0, "4 for each model")
-    return [*rows, flags._replace(expected=4 * flags.number)] if flags.number else rows
 
 
 def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str) -> Traffic:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-# A mixed precision also gathers parameters and reduces gradients in the lower one, as Fabric's FSDPStrategy does. In
-# fp16 this makes a gradient that overflows on one rank visible to the GradScalers of all.
+# A mixed precision also gathers parameters and reduces gradients in the lower one, as Fabric's FSDPStrategy does.
 _POLICIES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 

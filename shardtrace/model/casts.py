@@ -1,7 +1,8 @@
-"""Mixed precision: the parameters that keep their dtype, and casts of a model's inputs and outputs."""
+"""Mixed precision: the parameters that keep their dtype, and casts of inputs and outputs, of a model and its blocks."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _NormBase
+
+INPUTS = "_shardtrace_inputs"  # of a block: the dtype to which its floating-point inputs are cast
 
 
 def keeps_dtype(module: nn.Module) -> bool:
@@ -42,15 +45,20 @@ def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | No
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors in nested tuples, lists and dicts to ``dtype``; keep everything else."""
+    """Cast the floating-point tensors in nested tuples, lists and dicts to ``dtype``. Keep everything else, and the
+    containers in which nothing is cast: the caller may look into them afterwards."""
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         items = {key: cast(entry, dtype) for key, entry in value.items()}
+        if all(items[key] is entry for key, entry in value.items()):
+            return value
         return items if type(value) is dict else type(value)(**items)  # such as a ModelOutput
     if isinstance(value, (list, tuple)):
         entries = [cast(entry, dtype) for entry in value]
+        if all(map(operator.is_, entries, value)):
+            return value
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value

@@ -10,6 +10,7 @@ from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
+from shardtrace.model.sample import sample
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups
 from shardtrace.record.absent import claim, is_absent, never_runs
@@ -74,15 +75,17 @@ def distribute(
     broadcast_from: int | None,
     param_init_fn: InitFn | None,
     given: Collection[int] = (),
-) -> None:
+) -> list[str]:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
     time: a whole parameter is freed as soon as its shard is made. Nothing has memory on a device that is absent, or if
-    the model :func:`never_runs`. Tensors whose id is ``given`` get memory for the caller to fill."""
+    the model :func:`never_runs`. Tensors whose id is ``given`` get memory for the caller to fill. Returns what must be
+    equal on all ranks: the values that each has initialized by itself."""
     absent, used_on = is_absent(device) or param_init_fn is never_runs, device
     device = torch.device("meta") if absent else device
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
     sharded: set[int] = set()
+    initialized: list[str] = []
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
         source = None if absent else broadcast_from
@@ -117,6 +120,8 @@ def distribute(
                 if id(parameter) in given:
                     continue
                 if id(parameter) in names:
+                    if broadcast_from is None:
+                        initialized.append(names[id(parameter)] + sample(values))
                     keep_shard(parameter, values)
                 elif parameter.is_meta:  # ignored, so not sharded
                     set_data(parameter, values, "that is ignored")
@@ -132,3 +137,4 @@ def distribute(
                 module._buffers[name] = torch.empty_like(buffer, device=device)
             else:
                 module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)
+    return initialized

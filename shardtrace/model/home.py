@@ -33,14 +33,14 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
     SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape
-    ``(1,)``. OWNER: the whole tensor on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor. A tensor that
-    this rank keeps whole, or that has no elements, is returned as it is.
+    ``(1,)``. OWNER: the whole tensor, contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
+    A tensor that needs no other memory is returned as it is.
     """
     source, group = full.detach(), home.group
     if source.numel() == 0 or home.placement is Placement.REPLICATE:
         return source
     if home.placement is Placement.OWNER:
-        return source if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
+        return source.contiguous() if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
     source = source.reshape(1) if source.dim() == 0 else source
     shape = shard_shape(tuple(source.shape), group.size())
     mine = source[group.rank() * shape[0] :][: shape[0]]  # empty or short where padding begins

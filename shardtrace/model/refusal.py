@@ -9,6 +9,7 @@ from typing import NamedTuple
 from passes.plan import Wire
 from shardtrace.model.materialize import InitFn, uninitializable
 from shardtrace.model.places import Place, sparse_embedding
+from shardtrace.model.sample import sample
 from shardtrace.model.state import part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -20,6 +21,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+SEED_HINT = (
+    "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass broadcast_from=0; "
+    "pass the same weights on all ranks"
+)
+
 
 def compare_models(
     model: nn.Module,
@@ -28,18 +34,23 @@ def compare_models(
     gathers: Mapping[str, Wire | None],
     options: Options,
     others: Mapping[str, object],
+    weights: Sequence[str],
     *,
+    kept: Collection[int],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raises on every rank if parameters, options or ``others`` differ between ranks."""
+    """Raises on every rank if parameters, options, ``others`` or ``weights`` differ between ranks. ``kept``: the ids of
+    the parameters whose values the ranks keep."""
     lines = [
         f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
         f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
         f"strategy {strategies[p.name].value}{_travelling(gathers.get(p.name))}"
+        f"{sample(p.parameter) if id(p.parameter) in kept else ''}"
         for p in found
     ]
+    lines += [f"weights {line}" for line in weights]
     lines.append(" ".join([f"options {options}", *(f"{name}={value}" for name, value in others.items())]))
-    compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout)
+    compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout, hint=SEED_HINT)
 
 
 def _travelling(wire: Wire | None) -> str:
@@ -57,7 +68,13 @@ def refuse(
 ) -> None:
     """Raises ValueError if this rank cannot shard the model. ``given``: the ids of tensors whose values are read from
     files."""
-    problems = chain(_problems_of_module(model), _problems_of_parameters(found), _clashes(model), _shared(found))
+    problems = chain(
+        _problems_of_module(model),
+        _tied_to_shards(model),
+        _problems_of_parameters(found),
+        _clashes(model),
+        _shared(found),
+    )
     if problem := next(problems, ""):
         raise ValueError(problem)
     ranks = dist.get_process_group_ranks(group)
@@ -86,6 +103,19 @@ def _problems_of_module(model: nn.Module) -> Iterator[str]:
         yield f"{name} is a TorchScript module, which Thunder cannot trace: shard the module it was made of"
     if "forward" in model.__dict__:
         yield f"{name} has a forward set on the instance, which fsdp() cannot trace: set it on the class"
+
+
+def _tied_to_shards(model: nn.Module) -> Iterator[str]:
+    """Places outside a sharded submodule that hold one of its parameters, and would use this rank's rows of it."""
+    entries = {id(e.shard): e for state in states_in(model) for e in state.entries}
+    for part, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            entry = entries.get(id(parameter))
+            if entry is not None and all(owner.module is not module for owner in entry.owners):
+                yield (
+                    f"parameter {f'{part}.{attribute}'.lstrip('.')!r} is tied to {entry.name!r} of a submodule that is "
+                    "sharded already: call fsdp() once, on the module around both"
+                )
 
 
 def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:

@@ -81,6 +81,8 @@ class ModelRuntime:
         if self.kept.left_behind():
             raise RuntimeError("gradients were left behind")
         self._check_unchanged()
+        if step.gradients is Gradients.KEPT:
+            self.kept.expect()
         if self.progress is not None and not self.compares:
             self.progress.drain()  # otherwise once the ranks have been compared
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 from passes.compat import set_traced_device, traced_device, unjitted
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter, Wire
@@ -20,7 +21,7 @@ from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
-from shardtrace.record.marks import PART_ATTRIBUTE
+from shardtrace.record.marks import EAGER, PART_ATTRIBUTE
 
 import torch
 from thunder.core.dtypes import to_dtype
@@ -101,7 +102,10 @@ class ShardedState:
         cost: CostModel,
         *,
         ignored: tuple[nn.Parameter, ...] = (),
+        known: WeakSet[ShardedState] | None = None,
     ) -> None:
+        self.known = WeakSet() if known is None else known  # the states of this process, for functions of torch
+        self.known.add(self)
         self.model = model
         self.model_name = type(model).__name__
         self.groups = groups
@@ -226,6 +230,7 @@ class ShardedState:
             tuple(entries),
             self.cost,
             ignored=copy.deepcopy(self.ignored, memo),
+            known=self.known,
         )
         new.claim_shards()
         return new
@@ -271,6 +276,7 @@ class ShardedState:
                 "not use the parameter: use it there too, or call no_sync(model, reduce_each=True)"
             )
         self._check_not_frozen()
+        self._check_hooks()
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for name, module, _ in (owner for entry in self.entries for owner in entry.owners):
             if modules.get(name) is not module:
@@ -295,6 +301,27 @@ class ShardedState:
                 raise RuntimeError(
                     f"parameter {parameter.name!r} was frozen before the gradients that no_sync has added up for it "
                     "were reduced: set requires_grad to False after the step that reduces them"
+                )
+
+    def _check_hooks(self) -> None:
+        """Raises RuntimeError if a module has a hook on its backward, which the compiled backward would not call."""
+        every = torch.nn.modules.module
+        if torch.is_grad_enabled() and (every._global_backward_hooks or every._global_backward_pre_hooks):
+            raise RuntimeError(
+                f"torch has a hook for the backward of every module, which the compiled backward of {self.model_name} "
+                "does not call: remove it, or register a hook on the result of thunder.jit"
+            )
+        run_by_torch: set[nn.Module] = set()
+        for name, module in self.model.named_modules() if torch.is_grad_enabled() else ():
+            if EAGER in module.__dict__:
+                run_by_torch.update(module.modules())
+            if module not in run_by_torch and (module._backward_hooks or module._backward_pre_hooks):
+                raise RuntimeError(
+                    f"module {name!r} of {self.model_name} has a hook on its backward, which the compiled backward "
+                    f"does not call: let PyTorch run the module, by fsdp(eager=[{name!r}])"
+                    if name
+                    else f"{self.model_name} has a hook on its backward, which the compiled backward does not call: "
+                    "register it on the result of thunder.jit"
                 )
 
     def check_part(self, module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
-from shardtrace.model.casts import with_casts
+from shardtrace.model.casts import INPUTS, cast, with_casts
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
@@ -236,7 +236,10 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not root:
-            self.__dict__[PART_ATTRIBUTE].check_part(self)
+            part_of: ShardedState = self.__dict__[PART_ATTRIBUTE]
+            part_of.check_part(self)
+            if not part_of.unsharded:
+                args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
             return original(self, *args, **kwargs)
         state: ShardedState = self.__dict__[ATTRIBUTE]
         state.check_callable(name)
@@ -258,7 +261,7 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
             f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
-            "Save shardtrace.full_state_dict(model), or model.state_dict() for the shards"
+            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
         )
 
     namespace = {
@@ -320,21 +323,24 @@ def attach(
     checkpointed: Collection[tuple[nn.Module, str]] = (),
     repeated: Mapping[str, nn.Module] | None = None,
     eager: Iterable[nn.Module] = (),
+    inputs: Mapping[nn.Module, torch.dtype] | None = None,
     *,
     no_sync: Callable[..., Any] | None = None,
 ) -> None:
     """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed, have a ``save_pretrained``, or are ``repeated`` blocks (by their names). PyTorch runs those that are
-    ``eager``."""
+    checkpointed, have a ``save_pretrained``, are ``repeated`` blocks (by their names), or cast their ``inputs`` to a
+    dtype. PyTorch runs those that are ``eager``."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
     for module, what in checkpointed:
         module.__dict__[CHECKPOINTED[what]] = True
     for module in eager:
         module.__dict__[EAGER] = True
+    for module, dtype in (inputs or {}).items():
+        module.__dict__[INPUTS] = dtype
     names = {module: name for name, module in (repeated or {}).items()}
     parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(
-        (module for module, _ in checkpointed), names
+        (module for module, _ in checkpointed), names, inputs or {}
     )
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from shardtrace.model.casts import INPUTS
 from shardtrace.model.state import ATTRIBUTE, states_in
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
 from torch import nn
 
-MARKS = {ATTRIBUTE, EAGER, PART_ATTRIBUTE, REPEATED, *CHECKPOINTED.values()}
+MARKS = {ATTRIBUTE, EAGER, INPUTS, PART_ATTRIBUTE, REPEATED, *CHECKPOINTED.values()}
 
 
 def hollow_copy(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:

@@ -23,7 +23,6 @@ from passes.analysis.recognise import (
     is_gather,
     is_issue,
     is_offload,
-    is_overflow,
     is_return,
     is_unpack,
     is_wait,
@@ -180,7 +179,7 @@ class _Plans:
 
     def _wire(self, bsym: BoundSymbol, bucket: Bucket) -> Wire | None:
         """The wire that is chosen for a line. Second shards travel as they are."""
-        if not (is_collective(bsym) or is_offload(bsym)) or is_overflow(bsym):
+        if not (is_collective(bsym) or is_offload(bsym)):
             return None
         if is_gather(bsym):
             return self.choice.gather if bucket.plan not in self._second else None

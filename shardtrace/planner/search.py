@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import product, starmap
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, is_overflow
+from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue
 from passes.analysis.seconds import compute_seconds, latency_seconds, link_seconds
 from passes.plan import Bucket, CostModel, Wire
 from shardtrace.options.wires import NO_WIRES, Allowed
@@ -231,7 +231,7 @@ class Family:
     @cached_property
     def roundings(self) -> list[Rounding]:
         """The allowed ways to round, of those that have something to round in this family."""
-        issues = [b for trace in self.base.step for b in trace.bound_symbols if is_issue(b) and not is_overflow(b)]
+        issues = [b for trace in self.base.step for b in trace.bound_symbols if is_issue(b)]
 
         def values(wires: Mapping[str, Wire], *, gathers: bool) -> list[str]:
             buckets = [bucket_of(b) for b in issues if is_gather(b) == gathers]

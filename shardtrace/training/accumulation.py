@@ -14,8 +14,8 @@ from torch import nn
 def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
     """Add up gradients on each rank without reducing them. The first step outside the context reduces the sums.
 
-    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. ``model.no_sync()`` is the
-    same. ::
+    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. All forwards may come
+    before the first backward; the backward of the step outside comes last. ``model.no_sync()`` is the same. ::
 
         for i, (x, y) in enumerate(batches):
             with shardtrace.no_sync(model) if (i + 1) % 4 else nullcontext():
@@ -36,7 +36,8 @@ def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
 
     Raises:
         ValueError: if the model is not sharded.
-        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside.
+        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside; in a
+            backward of a step inside that comes after the one that reduces.
     """
     _, states = sharded_states(model)
     if reduce_each:

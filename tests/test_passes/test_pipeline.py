@@ -61,9 +61,9 @@ def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transform
     names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
     before, after = (
         ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
-        ["save_shards", "keep_secondary", "share_fusions", "accumulate", "share_overflow"],
+        ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
     )
-    assert names == [*before, *after, "late", "early", "outline", "schedule", "compare_ranks", "other"]
+    assert names == [*before, *after, "late", "early", "outline", "schedule", "drop_unused", "compare_ranks", "other"]
 
 
 def swapped_tanh(computation):

@@ -49,7 +49,7 @@ def test_the_class_stays_recognisable(ranks):
     assert str(inspect.signature(model.forward)) == "(x, *, scale: float = 1.0)"
     assert model.forward.__doc__ == "Runs the net."
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert {n: tuple(p.shape) for n, p in model.state_dict().items()} == {
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
         "first.weight": (3, 4),
         "first.bias": (3,),
         "second.weight": (2, 5),

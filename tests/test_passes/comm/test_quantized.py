@@ -71,6 +71,7 @@ def exchange(group, *, direct):
     keeps_an_overflow(group, direct=direct)
     feeds_errors_back(group, direct=direct)
     sums_exactly_what_is_representable(group, direct=direct)
+    waits_for_what_it_sends(group, direct=direct)
 
 
 def gathers_equal_values_on_all_ranks(plain, format):
@@ -88,6 +89,15 @@ def gathers_equal_values_on_all_ranks(plain, format):
             assert not torch.equal(value, expected)  # this rank's own rows are rounded, too
             torch.testing.assert_close(value, expected, rtol=0.07, atol=0.05)
         same_everywhere(value, bucket.plan.group)
+
+
+def waits_for_what_it_sends(group, *, direct):
+    """A rank that owns nothing in a bucket receives nothing, and must keep what it sends until it has been sent."""
+    shapes = [(1024, 512)]
+    bucket = bucket_of(group, Placement.OWNER, direct=direct, shapes=shapes).carried_by(reduction_wire(INT8))
+    for _ in range(3):
+        (got,) = reduced(bucket, [torch.ones(*shapes)])
+        assert torch.equal(got, torch.ones(*shapes) if group.rank() == 0 else torch.empty(0, 512))
 
 
 def gathered(bucket, full):

@@ -258,3 +258,34 @@ def read_large(folder):
     grown = peak_memory()["VmHWM:"] - before
     slices = [p.nbytes for p in model.parameters()]
     assert grown < sum(slices) + 1.2 * max(slices)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_values_that_do_not_fit(fake_ranks, tmp_path, in_files):
+    """Of another kind, or different ones for the two names of a tied weight."""
+
+    def weights(**values):
+        found = {"weight": torch.ones(3), "frequencies": torch.ones(3)} | values
+        if in_files:
+            save_file(found, tmp_path / "model.safetensors")
+        return tmp_path if in_files else found
+
+    class Saved(Rotary):
+        def __init__(self, dtype=torch.float32):
+            super().__init__()
+            self.register_buffer("frequencies", torch.zeros(3, dtype=dtype))
+
+    fake_ranks(2)
+    codes = torch.ones(3, dtype=torch.int8)
+    with pytest.raises(shardtrace.CheckpointError, match=r"weight of .* has integer values, the model's are floating"):
+        shardtrace.fsdp(Saved(), weights=weights(weight=codes))
+    with pytest.raises(
+        shardtrace.CheckpointError, match=r"frequencies of .* has floating values.*are integer: convert"
+    ):
+        shardtrace.fsdp(Saved(torch.int64), weights=weights())
+    with pytest.raises(
+        shardtrace.CheckpointError, match=r"cannot read \w+ .*\w+ has other values, and the model has one"
+    ):
+        shardtrace.fsdp(Saved(), weights=weights(shared=torch.tensor([1.0, 2.0, 3.0])))
+    model = shardtrace.fsdp(Saved(torch.int64), weights=weights(shared=torch.ones(3), frequencies=codes))
+    assert model.frequencies.tolist() == [1, 1, 1]

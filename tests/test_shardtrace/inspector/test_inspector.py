@@ -253,11 +253,3 @@ def test_traffic_in_mixed_precision():
         two_linear(), torch.ones(3, 6), world_size=2, mp_policy="bf16", sharding_strategy="zero2"
     )
     assert all(row.agrees for row in traffic(shown.record))
-
-
-def test_traffic_of_the_flag_in_fp16():
-    shown = shardtrace.inspect(two_linear(), torch.ones(3, 6), world_size=2, mp_policy="fp16")
-    rows = traffic(shown.record)
-    assert rows[-1].agrees
-    assert rows[-1][1:] == ("share_overflow", 1, 4, 4, "4 for each model")
-    assert sum(row.bytes for row in rows) == sum(row.bytes for row in shown.collectives)

@@ -9,6 +9,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class Net(nn.Module):
@@ -53,6 +54,59 @@ def test_other_norms(fake_ranks, net):
     model = shardtrace.fsdp(net(), mp_policy="bf16")
     x = torch.randn(8, 2, 4) if isinstance(model, nn.Sequential) else torch.randn(8, 4)
     assert thunder.jit(model)(x).dtype == torch.bfloat16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, *, scale, seen):
+        seen.append(x.dtype)
+        return (self.linear(x) * scale).tanh().float()
+
+
+class Blocks(nn.Module):
+    """Buffers and what blocks return are in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Block() for _ in range(2)), nn.Linear(4, 2)
+        self.register_buffer("position", torch.linspace(0, 1, 4))
+
+    def forward(self, x):
+        seen, x = [], x + self.position
+        for block in self.blocks:
+            x = block(x, scale=self.position, seen=seen)
+        return self.last(x.to(self.last.weight.dtype)), seen
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize("options", [{}, {"eager": ["blocks.1"]}, {"repeated_blocks": "inline"}])
+def test_blocks_cast_their_inputs_as_in_fsdp2(options):
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    other, model = (m := Blocks()), copy.deepcopy(m)
+    for module in (*other.blocks, other):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
+    run = thunder.jit(shardtrace.fsdp(model, mp_policy=policy, **options))
+    x = torch.randn(3, 4)
+    (expected, _), (found, seen) = other(x), run(x)
+    assert torch.equal(expected, found)
+    assert set(seen) == {torch.bfloat16}
+    for result in (expected, found):
+        result.sum().backward()
+    for a, b in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.to_local(), b.grad, rtol=2e-2, atol=1e-2)
+    with shardtrace.full_params(model):
+        assert set(model(x)[1]) == {torch.float32}
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_blocks_that_do_not_cast():
+    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        thunder.jit(shardtrace.fsdp(Blocks(), mp_policy=policy))(torch.randn(3, 4))
 
 
 def train_in_bf16():

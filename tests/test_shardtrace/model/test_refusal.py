@@ -11,6 +11,7 @@ from shardtrace.fake import compile_only
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from hosts import slow_host
 from ranks import on_ranks
 from thunder.transforms.cudagraph import CUDAGraphTransform
@@ -278,3 +279,29 @@ def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):
         cmodel = thunder.jit(model, transforms=[CUDAGraphTransform()])
         with pytest.raises(Exception, match=reason), context:
             cmodel(torch.ones(2, 4))
+
+
+def test_a_weight_that_is_tied_to_one_that_is_sharded(fake_ranks):
+    fake_ranks(2)
+    model = nn.Sequential(shardtrace.fsdp(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is tied to 'weight' of a submodule that is sharded"):
+        shardtrace.fsdp(model)
+
+
+@on_ranks(2)
+def test_ranks_that_begin_with_other_values():
+    """Parameters from other seeds, drawn before or by fsdp(), and other weights. A rank's values can be for all."""
+    with torch.device("meta"):
+        meta = nn.Linear(4, 4)
+    torch.manual_seed(dist.get_rank())
+    weights = nn.Linear(4, 4).state_dict()
+    found = (
+        r"rank 0 has (parameter |weights )?weight.*values \w+; rank 1 has .*values \w+.*same torch.manual_seed on all"
+    )
+    for model, options in ((nn.Linear(4, 4), {}), (meta, {"device": "cpu"}), (nn.Linear(4, 4), {"weights": weights})):
+        with pytest.raises(shardtrace.RankMismatchError, match=found):
+            shardtrace.fsdp(model, timeout=20, **options)
+    shardtrace.fsdp(nn.Linear(4, 4), broadcast_from=1)
+    shardtrace.fsdp(nn.Linear(4, 4), sharding_strategy="ddp")
+    shardtrace.fsdp(nn.Linear(4, 4), weights={"weight": torch.ones(4, 4), "bias": torch.zeros(4)})

@@ -47,3 +47,34 @@ def test_a_parameter_changed_on_one_rank_is_an_error_on_all(on):
         RuntimeError, match=r"the dtype of parameter 'weight' was torch.float32 when fsdp\(\) sharded it"
     ):
         cmodel(torch.ones(2, 4))
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_hooks_on_a_backward():
+    """A compiled backward calls none: they are refused, whenever they are registered. PyTorch calls those of a module
+    that it runs, and those of the jitted module."""
+    model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), eager=["0"])
+    cmodel, x, called = thunder.jit(model), torch.ones(2, 4, requires_grad=True), []
+
+    def hook(*_):
+        called.append(True)
+
+    for module in (model[0], cmodel):
+        handle = module.register_full_backward_hook(hook)
+        cmodel(x).sum().backward()
+        handle.remove()
+    assert len(called) == 2
+    for module, remedy in ((model, r"on the result of thunder\.jit"), (model[1], r"fsdp\(eager=\['1'\]\)")):
+        for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
+            handle = register(hook)
+            with pytest.raises(RuntimeError, match="a hook on its backward, which the compiled backward.*" + remedy):
+                cmodel(x)
+            with torch.no_grad():
+                cmodel(x)
+            handle.remove()
+    handle = torch.nn.modules.module.register_module_full_backward_hook(hook)
+    with pytest.raises(RuntimeError, match="a hook for the backward of every module"):
+        cmodel(x)
+    handle.remove()
+    cmodel(x).sum().backward()
+    assert len(called) == 2

@@ -140,6 +140,29 @@ def test_an_exception_drops_the_sums():
 
 
 @on_ranks(2)
+def test_all_forwards_before_the_backwards():
+    """The step that reduces adds what is kept after its forward, from the first cycle on. It comes last, or raises."""
+    model = shardtrace.fsdp(nn.Linear(1, 1, bias=False), sharding_strategy="ddp")
+    cmodel = thunder.jit(model)
+
+    def losses():
+        model.zero_grad()
+        for i, x in enumerate((1.0, 10.0, 100.0)):
+            with model.no_sync() if i < 2 else nullcontext():
+                yield cmodel(torch.full((1, 1), x)).sum()
+
+    for _ in range(2):
+        for loss in list(losses()):
+            loss.backward()
+        assert model.weight.grad.item() == 111
+    with pytest.raises(RuntimeError, match="inside no_sync came after the backward that reduces the sums"):
+        sum(losses()).backward()
+    for loss in losses():
+        loss.backward()
+    assert model.weight.grad.item() == 111
+
+
+@on_ranks(2)
 def test_thunders_own_no_sync():
     model = shardtrace.fsdp(nn.Linear(4, 4))
     cmodel, x = thunder.jit(model), torch.ones(2, 4)

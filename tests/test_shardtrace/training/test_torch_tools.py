@@ -1,4 +1,4 @@
-"""PyTorch's own tools around a sharded model. (GradScaler: tests/test_passes/test_share_overflow.py.)"""
+"""PyTorch's own tools around a sharded model. (GradScaler: test_scaling.py.)"""
 
 import shardtrace
 from shardtrace.model.state import state_of

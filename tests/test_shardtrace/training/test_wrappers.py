@@ -1,0 +1,53 @@
+"""Wrappers and functions of torch that would take a shard for a whole parameter."""
+
+import shardtrace
+
+import pytest
+import thunder
+import torch
+from thunder.distributed import ddp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def test_each_is_refused(fake_ranks):
+    fake_ranks(2)
+    device = torch.device("cpu")
+
+    def sharded():
+        return shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+
+    model = sharded()
+    cmodel, before = thunder.jit(model), [p.detach().clone() for p in model.parameters()]
+    for wrap in (
+        lambda: DistributedDataParallel(model),
+        lambda: DistributedDataParallel(module=cmodel),
+        lambda: DistributedDataParallel(nn.Sequential(model, nn.Linear(2, 2))),
+        lambda: FullyShardedDataParallel(model, device_id=device),
+        lambda: fully_shard(model),
+        lambda: fully_shard(sharded()[0]),
+        lambda: fully_shard(thunder.jit(sharded())),
+        lambda: ddp(cmodel),
+    ):
+        with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call thunder.jit on the model itself"):
+            wrap()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters())
+    owned = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4)), sharding_strategy="owner")
+    for call in (
+        lambda: get_optimizer_state_dict(cmodel, optimizer),
+        lambda: get_state_dict(model, optimizer),
+        lambda: get_model_state_dict(owned),
+    ):
+        with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call shardtrace.full_state_dict"):
+            call()
+
+
+def test_others_are_as_before(fake_ranks):
+    fake_ranks(2)
+    shardtrace.fsdp(nn.Linear(4, 4))
+    fully_shard(nn.Linear(4, 4))
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    assert get_model_state_dict(model).keys() == {"weight", "bias"}
