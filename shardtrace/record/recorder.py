@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.eager import EagerModule, try_module
+from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -26,12 +26,13 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
+set_seed = torch.manual_seed
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 
 
@@ -156,14 +157,32 @@ class Recorder(TorchFunctionMode):
         try:
             try:
                 result = func(*args, **kwargs)
+                changed = [t for i, t in given.items() if _version(t) != versions[i]]
+            except Exception as error:  # whatever torch raises for fake tensors
+                function = EagerFunction(func)
+                result, changed = self._try(function, args, kwargs, error)
             finally:
                 self._inside -= 1
             _check_shapes(func, given, shapes)
-            changed = [t for i, t in given.items() if _version(t) != versions[i]]
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         finally:
             self._watcher.resume()
         return result
+
+    def _try(self, function: EagerFunction, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
+        """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
+        one if it cannot stand alone."""
+        try:
+            trial = try_function(function, args, kwargs)
+        except CannotStandAlone as why:
+            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+                raise error from None
+            raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
+        except Exception:
+            raise error from None
+        self._drawn = trial.random
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        return trial.result, [tensors[i] for i in trial.written]
 
     def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
         written = tuple({storage(t): t for t in reversed(changed)}.values())
@@ -266,6 +285,15 @@ class Recorder(TorchFunctionMode):
         self._of_functions |= {id(t) for t in pytree.tree_leaves(result)}
         return result
 
+    def seed(self, number: int) -> torch.Generator:
+        """In the place of ``torch.manual_seed``."""
+        if not self._inside:
+            raise NotImplementedError(
+                "forward sets the seed of torch's random numbers, which no step would do again: seed outside of "
+                "forward, or pass the random function a torch.Generator of its own"
+            )
+        return set_seed(number)
+
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Around what ``torch.utils.checkpoint`` runs."""
@@ -352,6 +380,9 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             with recorder.checkpoint():
                 return function(*args)
 
+    def seed(*args: Any) -> Any:
+        return recorder.seed(*args)
+
     def is_compiling(*args: Any) -> bool:
         return compiling
 
@@ -366,6 +397,8 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (torch._C.ScriptMethod, "__call__", _whole(recorder, torch._C.ScriptMethod.__call__)),
         (checkpoints, "_checkpoint_without_reentrant_generator", generator),
         (checkpoints, "CheckpointFunction", Reentrant),
+        (torch, "manual_seed", seed),
+        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),

@@ -347,6 +347,8 @@ def _check_tensors(call: Call) -> None:
     for t in (*given, *call.results):
         if t.is_complex():
             raise NotTrusted("complex numbers")
+        if not t.numel():
+            raise NotTrusted("a tensor without elements")
         if t.layout != torch.strided or type(t) not in KNOWN_TYPES:
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):

@@ -165,10 +165,6 @@ def _is_special_embedding(
     return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
 
 
-def _has_empty(tensors: Any, *args: Any, **kwargs: Any) -> bool:
-    return any(0 in t.shape for t in tensors)
-
-
 # conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
     "__getitem__": _indexed_by_tensors,
@@ -176,7 +172,5 @@ UNLESS: dict[str, Callable[..., bool]] = {
     "pow": _is_no_plain_number,
     "embedding": _is_special_embedding,
     "div": lambda a, b, *, rounding_mode=None: rounding_mode is not None,
-    "cat": _has_empty,
-    "stack": _has_empty,
     "var": _has_bool,
 }

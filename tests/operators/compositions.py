@@ -177,8 +177,12 @@ STATE: Table = {
     "roll": _attribute("cache", lambda m, y: torch.cat([m.cache[3:], y])),
     "index_copy_": _state(lambda m, y: m.cache.index_copy_(0, torch.tensor([4, 0, 2]), y)),
     "by count": _state(lambda m, y: m.cache.index_copy_(0, m.count.view(1), y[:1])),
-    "no_grad": lambda m, x: (torch.no_grad()(lambda: m.running.add_(m.fc(x).mean(0).float()))(), m.fc(x) * m.running)[1],
-    "read first": lambda m, x: (lambda before: (m.running.add_(1), before * m.fc(x), m.running * m.fc(x))[1:])(m.running * 1),
+    "no_grad": lambda m, x: (torch.no_grad()(lambda: m.running.add_(m.fc(x).mean(0).float()))(), m.fc(x) * m.running)[
+        1
+    ],
+    "read first": lambda m, x: (lambda before: (m.running.add_(1), before * m.fc(x), m.running * m.fc(x))[1:])(
+        m.running * 1
+    ),
     "attribute": lambda m, x: (setattr(m, "last", m.fc(x)), m.last * 2)[1],
 }
 
@@ -224,24 +228,36 @@ LOSSES: Table = {
     "cross_entropy smoothing": _loss("cross_entropy", label_smoothing=0.1, ignore_index=7),
     "cross_entropy all ignored": lambda m, x: F.cross_entropy(m.fc(x), torch.full((3,), -100)),
     "cross_entropy sum ignored": lambda m, x: F.cross_entropy(m.fc(x), torch.full((3,), -100), reduction="sum"),
-    "cross_entropy probabilities": lambda m, x: F.cross_entropy(m.fc(x), m.v.detach().to(x.dtype).softmax(-1), label_smoothing=0.1),
-    "cross_entropy weight": lambda m, x: F.cross_entropy(m.fc(x), torch.tensor([1, 0, 7]), WEIGHT.to(m.fc(x).dtype), label_smoothing=0.1),
+    "cross_entropy probabilities": lambda m, x: F.cross_entropy(
+        m.fc(x), m.v.detach().to(x.dtype).softmax(-1), label_smoothing=0.1
+    ),
+    "cross_entropy weight": lambda m, x: F.cross_entropy(
+        m.fc(x), torch.tensor([1, 0, 7]), WEIGHT.to(m.fc(x).dtype), label_smoothing=0.1
+    ),
     "cross_entropy pixels": lambda m, x: F.cross_entropy(m.fc(x).T[None], torch.ones(1, 3, dtype=torch.long)),
     "cross_entropy one": lambda m, x: F.cross_entropy(m.fc(x)[0], torch.tensor(3)),
     "cross_entropy float": lambda m, x: F.cross_entropy(m.fc(x).float(), torch.tensor([1, 0, 7])),
     "nll_loss": lambda m, x: F.nll_loss(m.fc(x).log_softmax(-1), torch.tensor([1, 0, -100])),
-    "nll_loss weight": lambda m, x: F.nll_loss(F.log_softmax(m.fc(x), -1), torch.tensor([1, 0, 7]), WEIGHT.to(F.log_softmax(m.fc(x), -1).dtype)),
+    "nll_loss weight": lambda m, x: F.nll_loss(
+        F.log_softmax(m.fc(x), -1), torch.tensor([1, 0, 7]), WEIGHT.to(F.log_softmax(m.fc(x), -1).dtype)
+    ),
     "nll_loss 2d": lambda m, x: F.nll_loss(m.fc(x).T[None].log_softmax(1), torch.ones(1, 3, dtype=torch.long)),
     "bce": lambda m, x: F.binary_cross_entropy(m.fc(x).float().sigmoid(), (m.v.detach() > 0).float()),
     "bce at ends": lambda m, x: F.binary_cross_entropy((m.fc(x) * 100).float().clamp(0, 1), (m.v.detach() > 0).float()),
-    "bce logits weight": lambda m, x: F.binary_cross_entropy_with_logits(m.fc(x).float(), (m.v.detach() > 0).float(), weight=m.running + 2, pos_weight=m.running + 3),
+    "bce logits weight": lambda m, x: F.binary_cross_entropy_with_logits(
+        m.fc(x).float(), (m.v.detach() > 0).float(), weight=m.running + 2, pos_weight=m.running + 3
+    ),
     "smooth_l1 beta": _loss("smooth_l1_loss", beta=0.3),
     "huber delta": _loss("huber_loss", delta=0.3),
     "poisson full": _loss("poisson_nll_loss", log_input=True, full=False),
-    "ctc": lambda m, x: F.ctc_loss(m.fc(x).float().log_softmax(-1)[:, None], torch.tensor([[1, 2]]), torch.tensor([3]), torch.tensor([2])),
+    "ctc": lambda m, x: F.ctc_loss(
+        m.fc(x).float().log_softmax(-1)[:, None], torch.tensor([[1, 2]]), torch.tensor([3]), torch.tensor([2])
+    ),
     "mse at equal": lambda m, x: F.mse_loss(m.fc(x), m.fc(x).detach()) + F.l1_loss(m.fc(x), m.fc(x).detach()),
     "z loss": lambda m, x: m.fc(x).logsumexp(-1).pow(2).mean(),
-    "contrastive": lambda m, x: F.cross_entropy(F.normalize(m.fc(x), dim=-1) @ F.normalize(x, dim=-1).T.to(m.fc(x).dtype) * m.scalar.exp(), torch.arange(3)),
+    "contrastive": lambda m, x: F.cross_entropy(
+        F.normalize(m.fc(x), dim=-1) @ F.normalize(x, dim=-1).T.to(m.fc(x).dtype) * m.scalar.exp(), torch.arange(3)
+    ),
     "focal": lambda m, x: (lambda p: ((1 - p) ** 2 * -p.log()).mean())(m.fc(x).float().sigmoid()),
     "dice": lambda m, x: (lambda p: 1 - (2 * (p * 0.5).sum() + 1) / (p.sum() + 2))(m.fc(x).sigmoid()),
 }
@@ -776,10 +792,16 @@ def cases(family: str) -> Iterator[Case]:
     for mode in MODES:
         if family == "modules":
             for name, (make, function) in MODULES.items():
-                yield _case(f"modules/{name}/{mode}", lambda make=make, f=function, on=mode: Holder(make(), f, autocast=on == "autocast"), mode)
+                yield _case(
+                    f"modules/{name}/{mode}",
+                    lambda make=make, f=function, on=mode: Holder(make(), f, autocast=on == "autocast"),
+                    mode,
+                )
         else:
             for name, function in FAMILIES[family].items():
-                yield _case(f"{family}/{name}/{mode}", lambda f=function, on=mode: Model(f, autocast=on == "autocast"), mode)
+                yield _case(
+                    f"{family}/{name}/{mode}", lambda f=function, on=mode: Model(f, autocast=on == "autocast"), mode
+                )
 
 
 def _case(name: str, make: Callable[[], nn.Module], mode: str) -> Case:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.testing._internal.common_methods_invocations as database
 from case import Case, Function, Sample, applied
+
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 MOST = 200  # samples of an operator that are looked at
 COUNTS = {"function": 6, "method": 2, "operator": 2, "in place": 4, "in place on a view": 2, "in place operator": 2}
@@ -82,7 +83,9 @@ def _dtypes(op: Any, wanted: Sequence[torch.dtype]) -> list[torch.dtype]:
 
 def _samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[int, list[Sample]]]:
     """Samples of different structure, each twice with other values."""
-    differentiable = op.supports_autograd and dtype in op.backward_dtypes and (dtype.is_floating_point or dtype.is_complex)
+    differentiable = (
+        op.supports_autograd and dtype in op.backward_dtypes and (dtype.is_floating_point or dtype.is_complex)
+    )
     twice = []
     for seed in (0, 1):
         torch.manual_seed(seed)

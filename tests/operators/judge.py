@@ -6,8 +6,10 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import passes
 import shardtrace
 
 import thunder
@@ -192,10 +194,18 @@ def _is_rounding(case: Case, number: int, mine: Seen, torchs: Seen) -> bool:
     for key in torchs:
         if key in ("structure", "requires_grad"):
             continue
-        for (_, x, y), (_, _, z) in zip(_pairs(mine[key], torchs[key]), _pairs(precise[key], precise[key]), strict=True):
+        for (_, x, y), (_, _, z) in zip(
+            _pairs(mine[key], torchs[key]), _pairs(precise[key], precise[key]), strict=True
+        ):
             if not _tensors_differ(x, y):
                 continue
-            if x.dtype != y.dtype or x.shape != y.shape or z.shape != y.shape or not x.is_floating_point() and not x.is_complex():
+            if (
+                x.dtype != y.dtype
+                or x.shape != y.shape
+                or z.shape != y.shape
+                or (not x.is_floating_point()
+                and not x.is_complex())
+            ):
                 return False
             floor = 4 * torch.finfo(x.dtype).eps * _scale(_wide(z))
             if not _distance(_wide(x), _wide(z)) <= FACTOR * _distance(_wide(y), _wide(z)) + floor:
@@ -224,11 +234,10 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether one of our lines raised an error on purpose: a RuntimeError, NotImplementedError or ValueError."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = "/shardtrace/record" in frames[-1].filename or "/passes/" in frames[-1].filename
-    raised = (frames[-1].line or "").startswith("raise")
-    return "cannot be recorded" in str(error) or (ours and raised and not isinstance(error, KeyError))
+    """Whether one of our lines raised an error on purpose, or explained one of torch's."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = any(Path(last.filename).is_relative_to(Path(p.__file__).parent) for p in (shardtrace, passes))
+    return "cannot be recorded" in str(error) or (ours and (last.line or "").startswith("raise "))
 
 
 def _text(error: BaseException) -> str:
