@@ -399,5 +399,10 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         new = replay.values.read(fake)
         if inputs.has(fake):
             inputs.write(fake, new)
+        elif arguments.proxy(fake).requires_grad:
+            raise RuntimeError(
+                f"forward writes into its argument {arguments.proxy(fake).name!r}, which requires a gradient: write "
+                "into a clone of it, or pass it detached"
+            )
         else:
             ltorch.copy_(arguments.proxy(fake), new)

@@ -175,17 +175,14 @@ class Replay:
             old, compute = call.written, value_in_place
         else:
             old, compute = call.results, value
-        if not call.autocast:
-            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
-        try:
-            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
-        except Exception:  # autocast has cast the arguments
-            cast = partial(_cast, old[0].dtype)
-
-            def compute_cast() -> Any:
-                return compute(call.function, *pytree.tree_map(cast, (args, kwargs), is_leaf=_is_proxy))
-
-            return self._attempt(compute_cast, old), old
+        if not _is_widened(call, old):
+            try:
+                return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+            except Exception:
+                if not call.autocast:
+                    raise
+        args, kwargs = pytree.tree_map(partial(_cast, old[0].dtype), (args, kwargs), is_leaf=_is_proxy)  # as autocast
+        return self._attempt(lambda: compute(call.function, args, kwargs), old), old
 
     def _attempt(self, compute: Callable[[], Any], expected: Sequence[torch.Tensor]) -> list[Any]:
         """What ``compute`` returns, if these are tensors like those ``expected``. Else raises, and leaves no line."""
@@ -323,6 +320,12 @@ def _is_lowered(call: Call) -> bool:
     dtype = call.results[0].dtype
     given = [t.dtype for t in call.tensors() if t.is_floating_point()]
     return dtype in (state.dtype for state in call.autocast) and torch.float32 in given and len(given) > 1
+
+
+def _is_widened(call: Call, results: Sequence[torch.Tensor]) -> bool:
+    """Whether autocast may have cast arguments to float32 before the call: then a result in float32 is not enough."""
+    lower = {state.dtype for state in call.autocast}
+    return bool(results) and results[0].dtype == torch.float32 and any(t.dtype in lower for t in call.tensors())
 
 
 def _without_values(value: Any) -> Any:

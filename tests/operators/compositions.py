@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from case import Case, Step
+from cases import Case, Step
 from torch import nn
 from torch.nn import functional as F
 
@@ -80,10 +80,10 @@ VIEWS: Table = {
     "steps": lambda y: y[:, ::2],
     "flat": lambda y: y.view(-1),
     "transposed": lambda y: y.T,
-    "chunk": lambda y: y.chunk(2, -1)[1],
+    "narrow": lambda y: y.narrow(1, 2, 3),
     "heads": lambda y: y.view(3, 2, 4).transpose(0, 1)[1],
     "diagonal": lambda y: y.diagonal(),
-    "unbound": lambda y: y.unbind(0)[1],
+    "select": lambda y: y.view(3, 2, 4).swapaxes(1, 2)[..., 0],
 }
 
 
@@ -133,16 +133,16 @@ IN_PLACE: Table = {
     "set ellipsis": _set((..., 0), lambda m, y: y[..., 1]),
     "set none": _set((None, 0), 2.0),
     "saved before": lambda m, x: (lambda y: y.exp() * y.clone().mul_(2))(m.fc(x)),
-    "relu chain": lambda m, x: m.fc(x).relu_().mul_(2).add_(m.gamma),
+    "relu chain": lambda m, x: m.fc(x).mul_(2).add_(m.gamma).relu_(),
     "dropout": lambda m, x: F.dropout(m.fc(x), 0.5, inplace=True),
     "add residual": lambda m, x: m.norm(m.fc(x).add_(x)),
     "two views": lambda m, x: _through(m, x, lambda y: y[:, :4].mul_(2), lambda y: y[:2].add_(1)),
     "view kept": lambda m, x: (lambda y: (lambda v: (y.mul_(3), v + 1))(y[:, 2:5]))(m.fc(x)),
     "view of view": lambda m, x: _through(m, x, lambda y: y.view(3, 2, 4)[:, 0][:, 1:].add_(5)),
     "expanded after": lambda m, x: m.gamma.clone().mul_(2).expand(3, 8) * x,
-    "new_zeros": lambda m, x: x.new_zeros(3, 8).index_add_(0, torch.tensor([0, 0, 1]), m.fc(x)),
+    "new_zeros": lambda m, x: m.fc(x).new_zeros(3, 8).index_add_(0, torch.tensor([0, 0, 1]), m.fc(x)),
     "empty filled": lambda m, x: torch.empty(3, 8, dtype=x.dtype).copy_(m.fc(x)),
-    "list of rows": lambda m, x: torch.stack([r.mul_(2) for r in m.fc(x).clone().unbind(0)]),
+    "list of rows": lambda m, x: torch.stack([r.clone().mul_(2) for r in m.fc(x).unbind(0)]),
     "out": lambda m, x: torch.add(m.fc(x).detach(), 1, out=torch.empty(3, 8, dtype=m.fc(x).dtype)) * m.fc(x),
     "triu_": lambda m, x: m.w.clone().triu_() @ x.mT.to(m.w.dtype),
     "swap halves": lambda m, x: _through(m, x, lambda y: y[:, :4].copy_(y[:, 4:].clone())),
@@ -699,7 +699,7 @@ GRADIENTS: Table = {
     "lora": lambda m, x: m.fc(x) + x @ m.w[:, :2] @ m.w[:2] * 0.5,
     "weight norm": lambda m, x: F.linear(x, torch._weight_norm(m.w, m.w.detach().norm(dim=1, keepdim=True), 0)),
     "swiglu": lambda m, x: (lambda a, b: F.silu(a) * b)(*m.fc(x).chunk(2, -1)),
-    "scan": lambda m, x: torch.stack([h for h in _scan(m, x)]),
+    "scan": lambda m, x: torch.stack(list(_scan(m, x))),
     "loop in place": lambda m, x: _loop(m, x),
     "python sum": lambda m, x: sum(m.fc(x).unbind(0)),
     "python max": lambda m, x: max([m.fc(x)[:1], m.fc(x)[1:2]], key=lambda t: t.shape[0]) * 2,
@@ -821,4 +821,4 @@ def _case(name: str, make: Callable[[], nn.Module], mode: str) -> Case:
             found.append(Step(((x.double() if precise else x).requires_grad_(),), {}))
         return found
 
-    return Case(name, build, steps)
+    return Case(name, build, steps, eps=torch.finfo(torch.bfloat16).eps if name.endswith("autocast") else 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.testing._internal.common_methods_invocations as database
-from case import Case, Function, Sample, applied
+from cases import Case, Function, Sample, applied
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 MOST = 200  # samples of an operator that are looked at
@@ -21,13 +21,13 @@ def _plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _operators() -> dict[str, Any]:
+def operators() -> dict[str, Any]:
     database.wrapper_set_seed = _plainly  # the database sets the seed inside of random functions; the judge does
     return {op.formatted_name: op for op in database.op_db}
 
 
 def names() -> list[str]:
-    return list(_operators())
+    return list(operators())
 
 
 def variants(op: Any) -> dict[str, Function]:
@@ -65,7 +65,7 @@ def _on_view(function: Function) -> Function:
 
 
 def cases(name: str, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
-    op = _operators()[name]
+    op = operators()[name]
     for dtype in _dtypes(op, dtypes):
         chosen = list(_samples(op, dtype))
         for variant, function in variants(op).items():

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from case import DOUBLE, Case, Process, Step, double
+from cases import DOUBLE, Case, Process, Step, double
 from torch import nn
 from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree

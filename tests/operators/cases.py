@@ -95,11 +95,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """``build`` makes the module, ``steps`` its calls; with True in twice the precision."""
+    """``build`` makes the module, ``steps`` its calls; with True in twice the precision. ``eps``: of the numbers that
+    backward computes with, if these have less precision than the gradients."""
 
     name: str  # operator/variant/dtype/number
     build: Callable[[bool], nn.Module]
     steps: Callable[[bool], Sequence[Step]]
+    eps: float = 0.0
 
 
 def applied(name: str, function: Function, samples: Sequence[Sample], *, owns: bool) -> Case:
