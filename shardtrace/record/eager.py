@@ -151,11 +151,11 @@ def _try(call: Callable[[Any], Any], arguments: Any, makes: Sequence[Make]) -> T
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices):
         first, *others = (_call(call, given, spec, make) for make in makes)
-    if any(other.facts() != first.facts() for other in others):
-        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
             raise CannotStandAlone(f"it returns a {type(value).__name__}")
+    if any(other.facts() != first.facts() for other in others):
+        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
     made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
     drawn = any(real.random for real in (first, *others))
     return Trial(made, first.written, drawn, Facts.of(first.result), first.shares_memory)

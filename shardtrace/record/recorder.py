@@ -32,8 +32,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
-set_seed = torch.manual_seed
+set_seed, _Generator = torch.manual_seed, torch.Generator
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+
+
+HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 class Place(NamedTuple):
@@ -147,6 +150,11 @@ class Recorder(TorchFunctionMode):
 
     def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call, as one of ``function``."""
+        if func in HOOKS:
+            raise NotImplementedError(
+                f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
+                "autograd.Function, or register it on what the model returns"
+            )
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self.check_known(list(given.values()))
         versions = {i: _version(t) for i, t in given.items()}
@@ -294,6 +302,15 @@ class Recorder(TorchFunctionMode):
             )
         return set_seed(number)
 
+    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
+        """In the place of ``torch.Generator``."""
+        if not self._inside:
+            raise NotImplementedError(
+                "forward makes a torch.Generator, which no step would make again: make it once, as an attribute of a "
+                "module"
+            )
+        return _Generator(*args, **kwargs)
+
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Around what ``torch.utils.checkpoint`` runs."""
@@ -380,6 +397,13 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             with recorder.checkpoint():
                 return function(*args)
 
+    class Generators(type(torch.Generator)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
+            return recorder.generator(*args, **kwargs)
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, _Generator)
+
     def seed(*args: Any) -> Any:
         return recorder.seed(*args)
 
@@ -398,6 +422,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (checkpoints, "_checkpoint_without_reentrant_generator", generator),
         (checkpoints, "CheckpointFunction", Reentrant),
         (torch, "manual_seed", seed),
+        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
         (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
@@ -420,6 +445,8 @@ def _whole(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
 
 def storage(t: torch.Tensor) -> int:
     """A key that tensors share if they share memory."""
+    if t.layout != torch.strided:
+        raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
     return t.untyped_storage()._cdata
 
 

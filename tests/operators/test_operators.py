@@ -61,8 +61,20 @@ def test_what_is_wrong_is_seen(single_rank):
 def test_table():
     rows = [
         {"source": "operators", "operator": "add", "case": "add/function/float32/0", "outcome": "equal"},
-        {"source": "operators", "operator": "nonzero", "case": "nonzero/function/float32/0", "outcome": "refused", "error": "the forward of Applied cannot be recorded"},
-        {"source": "compositions", "operator": "in place", "case": "in place/mul_ row/autocast", "outcome": "wrong", "error": "off by 1"},
+        {
+            "source": "operators",
+            "operator": "nonzero",
+            "case": "nonzero/function/float32/0",
+            "outcome": "refused",
+            "error": "the forward of Applied cannot be recorded",
+        },
+        {
+            "source": "compositions",
+            "operator": "in place",
+            "case": "in place/mul_ row/autocast",
+            "outcome": "wrong",
+            "error": "off by 1",
+        },
         {"source": "operators", "operator": "svd", "case": "svd/function/float32/0", "outcome": "unsupported"},
     ]
     assert table.markdown(rows).splitlines() == [
