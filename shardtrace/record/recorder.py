@@ -455,7 +455,8 @@ def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapp
     for i, shape in shapes.items():
         if (given[i].size(), given[i].stride()) != shape:
             name = getattr(function, "__name__", str(function))
-            raise NotImplementedError(f"{name} changes the shape of its argument in place: use what {name} returns")
+            remedy = f"use what {name.strip('_')} returns"
+            raise NotImplementedError(f"{name} changes the shape of its argument in place: {remedy}")
 
 
 def _version(t: torch.Tensor) -> int:

@@ -165,6 +165,12 @@ def _is_special_embedding(
     return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
 
 
+def _is_broadcast_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether no fused kernel computes it: Thunder's decomposition then rounds what torch keeps in float32."""
+    q, k, v = (tuple(t.shape) for t in (query, key, value))
+    return not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2] and q[3] == k[3] == v[3])
+
+
 # conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
     "__getitem__": _indexed_by_tensors,
@@ -172,5 +178,6 @@ UNLESS: dict[str, Callable[..., bool]] = {
     "pow": _is_no_plain_number,
     "embedding": _is_special_embedding,
     "div": lambda a, b, *, rounding_mode=None: rounding_mode is not None,
+    "scaled_dot_product_attention": _is_broadcast_attention,
     "var": _has_bool,
 }
