@@ -29,6 +29,10 @@ FAMILY ?=
 PATTERN ?=
 SWEEP_ARGS ?=
 
+# make operators: OPERATORS_ARGS has further options of tests/operators/run.py, such as --missing
+ONLY ?=
+OPERATORS_ARGS ?=
+
 # make bench
 SETTING ?= loopback
 BENCH_ARGS ?=
@@ -36,7 +40,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train moe test sweep nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test sweep operators nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -58,6 +62,9 @@ test: lint  ## check style and types, then run all tests
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
 	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
+
+operators: $(VENV)/.dev  ## hold torch's databases of operators and modules under fsdp against eager PyTorch, half an hour: ONLY='nn_functional_*'
+	$(BIN)/python tests/operators/run.py --jobs $(LANES) $(if $(ONLY),--only $(ONLY)) $(OPERATORS_ARGS)
 
 nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuses with nvFuser's wheel (1 GB), PYTHON=python3.12
 	export LD_LIBRARY_PATH=$(abspath $(NVFUSER_VENV))/stubs OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \

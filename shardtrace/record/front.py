@@ -270,7 +270,7 @@ class Front:
                 blocks.write([*tensors_in(record.result), *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None
-                if get_compile_data().fn is self._module and not is_returnable(record.result):
+                if get_compile_data().fn is self._module and not _returned_by_thunder(record.result):
                     rebuild = Rebuild(record.result)
                     result: Any = tuple(map(replay.proxy, rebuild.tensors))
                     rebuild.release()
@@ -359,6 +359,12 @@ class Front:
                 "If the model runs without shardtrace, docs/guide.md#models-that-cannot-be-recorded says what to do.",
             )
         return error
+
+
+def _returned_by_thunder(result: Any) -> bool:
+    """Whether Thunder returns it as it is. Thunder gives a gradient to all numbers that are not integers."""
+    inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
+    return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
 
 
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:

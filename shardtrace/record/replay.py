@@ -329,20 +329,22 @@ def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
 
 def _is_lowered(call: Call) -> bool:
     """Whether autocast casts the arguments of a call to its own dtype."""
-    if not call.autocast or call.written or not call.results or not _has_autocast(call.function):
+    if not call.autocast or call.written or not call.results or not _has_autocast(call):
         return False
     dtype = call.results[0].dtype
     given = [t.dtype for t in call.tensors() if t.is_floating_point()]
     return dtype in (state.dtype for state in call.autocast) and torch.float32 in given and len(given) > 1
 
 
-def _has_autocast(function: Callable[..., Any]) -> bool:
-    """Whether autocast knows a function. What it lowers inside of another one need not be all of that."""
-    name = name_of(function).strip("_")
+def _has_autocast(call: Call) -> bool:
+    """Whether autocast knows the function. What it lowers inside of another one need not be all of that."""
+    name = name_of(call.function)
+    name = name.strip("_") if name.startswith("__") else name
     overloads = getattr(torch.ops.aten, name).overloads() if hasattr(torch.ops.aten, name) else ()
-    names = (f"aten::{name}" + f".{o}" * (o != "default") for o in overloads)
-    found = filter(torch._C._dispatch_has_kernel, names)
-    return name == "einsum" or any(torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCPU") for n in found)
+    names = [f"aten::{name}" + f".{o}" * (o != "default") for o in overloads]
+    keys = [f"Autocast{state.device.upper()}" for state in call.autocast]
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return name == "einsum" or any(known(n, k) for n in filter(torch._C._dispatch_has_kernel, names) for k in keys)
 
 
 def _is_widened(call: Call, results: Sequence[torch.Tensor]) -> bool:

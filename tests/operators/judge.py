@@ -155,7 +155,7 @@ def _difference(mine: Seen, torchs: Seen) -> str:
             if repr(a) != repr(b):
                 return f"{key}: {a} in the place of {b}"
         elif key == "requires_grad":
-            if len(a) == len(b) and any(y and not x for x, y in zip(a, b, strict=True)):
+            if a != b:
                 return f"{key}: {a} in the place of {b}"
         else:
             for name, x, y in _pairs(a, b):
