@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ import sources
 import table
 import torch
 import torch.distributed as dist
+from cases import Case
 from judge import judge
 
 OUT = Path("build/operators/rows.jsonl")
-LIMIT = 240.0  # seconds for all cases of an operator
+LIMIT = 1200.0  # seconds for all cases of an operator
 processes = multiprocessing.get_context("fork")
 __all__ = ["main", "shardtrace"]
 
@@ -46,53 +47,68 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=["*"], help="names of operators, with * and ?")
     parser.add_argument("--cases", nargs="*", default=["*"], help="cases of these, such as '*/in place/*'")
     parser.add_argument("--most", type=int, default=100, help="cases of each variant and dtype of an operator")
-    parser.add_argument("--again", nargs="*", help="operators that had one of these outcomes in --out, such as wrong")
-    parser.add_argument("--missing", action="store_true", help="operators that have no row in --out")
+    parser.add_argument("--again", nargs="*", help="cases that had one of these outcomes in --out, such as wrong")
+    parser.add_argument("--missing", action="store_true", help="cases that have no row in --out")
     parser.add_argument("--jobs", type=int, default=1, help="operators at a time")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON lines; the last row of a case counts")
     return parser.parse_args(arguments)
 
 
-def chosen(options: argparse.Namespace) -> list[tuple[str, str]]:
-    found = [(source, name) for source in options.source for name in sources.SOURCES[source].names()]
-    found = [pair for pair in found if any(fnmatch.fnmatch(pair[1], pattern) for pattern in options.only)]
-    rows = table.read(options.out)
-    if options.again is not None:
-        again = {(r["source"], r["operator"]) for r in rows if r["outcome"] in options.again}
-        found = [pair for pair in found if pair in again]
-    if options.missing:
-        known = {(r["source"], r["operator"]) for r in rows}
-        found = [pair for pair in found if pair not in known]
-    return found
+class Chosen:
+    """The operators and cases that the options ask for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._known = {(r["source"], r["case"]): r for r in table.read(options.out)}
+
+    def operators(self) -> list[tuple[str, str]]:
+        found = [(source, name) for source in self._options.source for name in sources.SOURCES[source].names()]
+        found = [pair for pair in found if any(fnmatch.fnmatch(pair[1], pattern) for pattern in self._options.only)]
+        if self._options.again is not None:
+            again = [r for r in self._known.values() if r["outcome"] in self._options.again]
+            found = [pair for pair in found if pair in {(r["source"], r["operator"]) for r in again}]
+        return found
+
+    def cases(self, source: str, name: str) -> Iterator[Case]:
+        count: Counter[str] = Counter()
+        for case in sources.SOURCES[source].cases(name):
+            kind = case.name.rpartition("/")[0] if source == "operators" else case.name
+            if count[kind] < self._options.most and self._is_wanted(source, case.name):
+                count[kind] += 1
+                yield case
+
+    def _is_wanted(self, source: str, case: str) -> bool:
+        row = self._known.get((source, case))
+        if self._options.missing and row is not None:
+            return False
+        if self._options.again is not None and (row is None or row["outcome"] not in self._options.again):
+            return False
+        return any(fnmatch.fnmatch(case, pattern) for pattern in self._options.cases)
 
 
-def run_one(source: str, name: str, patterns: list[str], most: int, out: Path) -> None:
+def run_one(chosen: Chosen, source: str, name: str, out: Path) -> None:
     """All cases of an operator, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder, out.open("a") as file:
         os.environ["SHARDTRACE_CACHE"] = folder
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        count: Counter[str] = Counter()
-        for case in sources.SOURCES[source].cases(name):
-            kind = case.name.rpartition("/")[0] if source == "operators" else case.name
-            if count[kind] < most and any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns):
-                count[kind] += 1
-                began = time.monotonic()
-                row = {"source": source, "operator": name, **judge(case)}
-                row["seconds"] = round(time.monotonic() - began, 3)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                torch._dynamo.reset()
+        for case in chosen.cases(source, name):
+            began = time.monotonic()
+            row = {"source": source, "operator": name, **judge(case)}
+            row["seconds"] = round(time.monotonic() - began, 3)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            torch._dynamo.reset()
     sys.stdout.flush()
     os._exit(0)
 
 
-def run(todo: Iterable[tuple[str, str]], patterns: list[str], most: int, jobs: int, out: Path) -> None:
-    waiting, running = list(todo), []
+def run(chosen: Chosen, jobs: int, out: Path) -> None:
+    waiting, running = chosen.operators(), []
     total = len(waiting)
     while waiting or running:
         while waiting and len(running) < jobs:
             source, name = waiting.pop(0)
-            process: Any = processes.Process(target=run_one, args=(source, name, patterns, most, out))
+            process: Any = processes.Process(target=run_one, args=(chosen, source, name, out))
             process.start()
             running.append((process, source, name, time.monotonic()))
         time.sleep(0.01)
@@ -105,8 +121,8 @@ def run(todo: Iterable[tuple[str, str]], patterns: list[str], most: int, jobs: i
                 process.join()
                 running.remove(item)
                 if process.exitcode:
-                    outcome = "timeout" if late else "internal error"
-                    row = {"source": source, "operator": name, "case": f"{name}/all/-/-", "outcome": outcome}
+                    row = {"source": source, "operator": name, "case": f"{name}/all/-/-"}
+                    row["outcome"] = "timeout" if late else "internal error"
                     row["error"] = f"the process ended with {process.exitcode}"
                     with out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
@@ -118,11 +134,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    todo = chosen(options)
+    chosen = Chosen(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     began = time.time()
     count = len(options.out.read_text().splitlines()) if options.out.exists() else 0
-    run(todo, options.cases, options.most, options.jobs, options.out)
+    run(chosen, options.jobs, options.out)
     rows = table.last(options.out.read_text().splitlines()[count:])
     print(f"\n{table.summary(rows)}\n{len(rows)} cases in {time.time() - began:.0f} s, rows in {options.out}")
 
