@@ -136,7 +136,7 @@ class Recorder(TorchFunctionMode):
         self._inside = 0  # calls of torch that run
         self._drawn = False
         self._checkpoints: list[int] = []
-        self._of_functions: set[int] = set()  # ids of results of autograd functions
+        self._of_functions: set[int] = set()  # ids of results of autograd functions in lines
         self._count = 0
         self._watcher = watcher
 
@@ -173,6 +173,7 @@ class Recorder(TorchFunctionMode):
                 self._inside -= 1
             _check_shapes(func, given, shapes)
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+            self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}  # its line has them
         finally:
             self._watcher.resume()
         return result
@@ -218,8 +219,7 @@ class Recorder(TorchFunctionMode):
         """Raises NotImplementedError for the result of an autograd function that was called by a reference to its
         ``apply`` from before: its forward was seen, and its backward was not."""
         for t in pytree.tree_leaves(values):
-            custom = isinstance(t, torch.Tensor) and isinstance(t.grad_fn, BackwardCFunction)
-            if custom and id(t) not in self._of_functions:
+            if _is_custom(t) and id(t) not in self._of_functions:
                 name = type(t.grad_fn).__name__.removesuffix("Backward")
                 raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
 
@@ -289,9 +289,7 @@ class Recorder(TorchFunctionMode):
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():
-            result = self._make(function, function, args, kwargs)
-        self._of_functions |= {id(t) for t in pytree.tree_leaves(result)}
-        return result
+            return self._make(function, function, args, kwargs)
 
     def seed(self, number: int) -> torch.Generator:
         """In the place of ``torch.manual_seed``."""
@@ -448,6 +446,11 @@ def storage(t: torch.Tensor) -> int:
     if t.layout != torch.strided:
         raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
     return t.untyped_storage()._cdata
+
+
+def _is_custom(value: Any) -> bool:
+    """Whether a value has its gradient from an autograd function."""
+    return isinstance(value, torch.Tensor) and isinstance(value.grad_fn, BackwardCFunction)
 
 
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:

@@ -282,6 +282,22 @@ def an_lstm_that_autocast_lowers_in_part(m, x):
         return torch._VF.lstm(x[None], state, [*weights, m.fc.weight[:1, :2]], True, 1, 0.0, False, False, False)
 
 
+@torch.library.custom_op("tests::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, grad: 5 * grad * ctx.saved_tensors[0] ** 2,  # on purpose: not that of its forward
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def an_operator_of_its_own(m, x):
+    return cube(m.fc(x)) + torch.ops.tests.cube(m.fc(x) + 1)
+
+
 def a_loss_that_reads_values(m, x):
     lengths = torch.tensor([1]), torch.tensor([1])
     return F.gaussian_nll_loss(m.fc(x), x, m.fc(x).exp()), F.ctc_loss(
@@ -297,7 +313,7 @@ FORWARDS = [
     functools.partial(checkpointed, reentrant=False), functools.partial(checkpointed, reentrant=True), own_function,
     mapped, calls_a_scripted_function, derivative, dropped, constants, complex_numbers, fourier, a_dict,
     writes_into_parts_of_complex_numbers, a_loss_of_two_dtypes, an_lstm_that_autocast_lowers_in_part,
-    a_loss_that_reads_values,
+    a_loss_that_reads_values, an_operator_of_its_own,
     topk, the_same_twice, its_input, einsum, indexed, padded, split_by_unequal_sizes,
 ]  # fmt: skip
 
