@@ -173,7 +173,8 @@ class Recorder(TorchFunctionMode):
                 self._inside -= 1
             _check_shapes(func, given, shapes)
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
-            self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}  # its line has them
+            if torch.is_grad_enabled():  # its line has what is inside
+                self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}
         finally:
             self._watcher.resume()
         return result

@@ -31,20 +31,18 @@ def test_each_trusted_symbol_has_samples():
 
 @pytest.mark.parametrize("name", sorted(TRUSTED - WITHOUT_SAMPLES))
 def test_trusted(name, single_rank):
-    """The symbol of each name, with the first sample of each of its ways of being called."""
+    """The symbol of each name, as a function and in place, with the first sample."""
     for operator in sampled(name):
-        variants = {}
-        for case in database.cases(operator, [torch.float32, torch.int64, torch.bool]):
-            variants.setdefault(case.name.split("/")[1], case)
+        found = list(database.cases(operator, [torch.float32, torch.int64, torch.bool]))
         for variant in ("function", "in place on a view"):
-            if variant in variants:
-                row = judge(variants[variant])
+            for case in [case for case in found if case.name.split("/")[1] == variant][:1]:
+                row = judge(case)
                 assert row["outcome"] in ("equal", "unsupported") or "in place: use" in row["error"], row
 
 
 @pytest.mark.parametrize("family", compositions.names())
 def test_compositions(family, single_rank):
-    for case in islice(compositions.cases(family), 3, None, 37):
+    for case in islice(compositions.cases(family), 3, None, 61):
         row = judge(case)
         assert row["outcome"] in ("equal", "unsupported", "refused"), row
 
