@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from cases import DOUBLE, Case, Process, Step, double
+from cases import DOUBLE, Case, Step, double
 from torch import nn
 from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
@@ -74,6 +74,3 @@ def _case(name: str, info: Any, dtype: torch.dtype, number: int, training: bool)
         return found
 
     return Case(name, build, steps)
-
-
-__all__ = ["Process", "cases", "names"]
