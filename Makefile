@@ -32,6 +32,10 @@ SWEEP_ARGS ?=
 # make fuzz
 PROGRAMS ?= 500
 
+# make operators: OPERATORS_ARGS has further options of tests/operators/run.py, such as --missing
+ONLY ?=
+OPERATORS_ARGS ?=
+
 # make bench
 SETTING ?= loopback
 BENCH_ARGS ?=
@@ -39,7 +43,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train moe test sweep fuzz nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test sweep operators fuzz nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -61,6 +65,9 @@ test: lint  ## check style and types, then run all tests
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
 	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
+
+operators: $(VENV)/.dev  ## hold torch's databases of operators and modules under fsdp against eager PyTorch, half an hour: ONLY='nn_functional_*'
+	$(BIN)/python tests/operators/run.py --jobs $(LANES) $(if $(ONLY),--only $(ONLY)) $(OPERATORS_ARGS)
 
 fuzz: $(VENV)/.dev  ## train models and scripts that are put together at random beside eager PyTorch: PROGRAMS=500
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -q -s tests/fuzz

@@ -99,6 +99,8 @@ def _problems_of_module(model: nn.Module) -> Iterator[str]:
         outer = part_of(module)
         if outer is not None and outer not in inner:
             yield f"{part or name} is part of a sharded {outer.model_name}: shard the inner modules first"
+        if part and isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            yield f"{part} is a TorchScript module, whose parameters cannot be sharded: use the module it was made of"
     if isinstance(model, torch.jit.ScriptModule):
         yield f"{name} is a TorchScript module, which Thunder cannot trace: shard the module it was made of"
     if "forward" in model.__dict__:
@@ -124,6 +126,8 @@ def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
             yield f"parameter {p.name!r} has no shape yet: run the lazy module once before fsdp()"
         elif is_traceable_wrapper_subclass(p.parameter):  # such as DTensor
             yield f"parameter {p.name!r} is a {type(p.parameter).__name__}: fsdp() takes plain tensors"
+        elif p.parameter.layout != torch.strided:
+            yield f"parameter {p.name!r} is a sparse tensor: fsdp() takes dense ones"
         elif p.parameter.grad is not None:
             yield f"parameter {p.name!r} has a gradient: call zero_grad() before fsdp()"
 

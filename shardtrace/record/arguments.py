@@ -96,6 +96,11 @@ class Arguments:
 
     def _fake(self, value: TensorProxy) -> torch.Tensor:
         if value.name not in self._made:
+            real = self._originals.get(value.name)
+            if isinstance(real, torch.Tensor) and real.layout != torch.strided:
+                raise RuntimeError(
+                    f"argument {value.name!r} is a sparse tensor: pass a dense one, or its indices and values"
+                )
             computed = value.history is None and dtypes.is_inexact_dtype(value.dtype)
             with self._fakes:
                 fake = torch.empty(
@@ -105,7 +110,6 @@ class Arguments:
                     requires_grad=value.requires_grad or computed,
                 )
                 fake = fake.clone() if computed else fake
-            real = self._originals.get(value.name)
             if isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
                 fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
             self._made[value.name] = fake

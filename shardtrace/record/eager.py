@@ -1,15 +1,18 @@
-"""Modules that PyTorch runs: one line of the trace for each call.
+"""Modules and functions that PyTorch runs: one line of the trace for each call.
 
 A module whose forward depends on the values of tensors (``.item()``, ``nonzero``, a branch) cannot be recorded on fake
 tensors. It is tried on real tensors with random values instead, twice. If only tensors come out, with the same metadata
 both times, its call is one function of its arguments, parameters and buffers, which PyTorch runs and differentiates.
 Each step checks that what comes out is still the like.
+
+So is a function of torch that reads values, such as ``F.ctc_loss``, on zeros, ones and random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Meta
@@ -23,6 +26,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 PLAIN = (bool, int, float, str, type(None))
+Make = Callable[[torch.Tensor], torch.Tensor]  # a real tensor like a fake
 
 
 class CannotStandAlone(Exception):
@@ -65,11 +69,7 @@ class EagerModule:
                         given.copy_(buffer)
         inputs = set(map(id, pytree.tree_leaves((args, kwargs, dict(own)))))
         result = pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
-        if self.expected is not None and Facts.of(result) != self.expected:
-            raise RuntimeError(
-                f"{type(self.module).__name__}, which PyTorch runs, has returned other shapes or values than when it "
-                "was recorded: they depend on the values of tensors. Let it return tensors whose shapes do not"
-            )
+        _check(result, self.expected, type(self.module).__name__)
         return result
 
     def __eq__(self, other: object) -> bool:
@@ -79,13 +79,43 @@ class EagerModule:
         return id(self.module)
 
 
+class EagerFunction:
+    """A function of torch that reads the values of tensors. ``expected`` are the facts of its result, once known.
+    Raises RuntimeError for others."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__ = function, str(getattr(function, "__name__", "call"))
+        self.expected: Facts | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.function(*args, **kwargs)
+        _check(result, self.expected, self.__name__)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EagerFunction) and (other.function, other.expected) == (self.function, self.expected)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+def _check(result: Any, expected: Facts | None, name: str) -> None:
+    if expected is not None and Facts.of(result) != expected:
+        raise RuntimeError(
+            f"{name}, which PyTorch runs, has returned other shapes or values than when it was recorded: they depend "
+            "on the values of tensors. Let it return tensors whose shapes do not"
+        )
+
+
 class Trial(NamedTuple):
-    """What a call of an eager module gave: the result with fakes in the place of tensors, the numbers of the tensors
-    that it wrote into, and whether it drew random numbers."""
+    """What a call gave: the result with fakes in the place of tensors, the numbers of the tensors that it wrote into,
+    whether it drew random numbers, and whether results share memory with what it was given."""
 
     result: Any
     written: tuple[int, ...]
     random: bool
+    facts: Facts
+    shares_memory: bool
 
 
 def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor]) -> Trial:
@@ -93,43 +123,67 @@ def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, to
 
     Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
     """
-    given, spec = pytree.tree_flatten((args, kwargs, dict(own)))
+    with _pop_mode_temporarily():
+        trial = _try(lambda values: module(*values), (args, kwargs, dict(own)), [_random_like] * 2)
+    module.expected = trial.facts
+    return trial
+
+
+def try_function(function: EagerFunction, args: Any, kwargs: Any) -> Trial:
+    """Calls a function on real tensors like the given fakes.
+
+    Raises CannotStandAlone if it returns anything else than tensors of its own, or other ones for other values; or what
+    it raises.
+    """
+    makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
+    trial = _try(lambda values: function(*values[0], **values[1]), (args, kwargs), makes)
+    if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
+        raise CannotStandAlone("it returns something else than tensors of its own")
+    function.expected = trial.facts
+    return trial
+
+
+def _try(call: Callable[[Any], Any], arguments: Any, makes: Sequence[Make]) -> Trial:
+    given, spec = pytree.tree_flatten(arguments)
     for value in given:
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with _pop_mode_temporarily(), unset_fake_temporarily(), torch.random.fork_rng(devices):
-        first = _call(module, given, spec)
-        second = _call(module, given, spec)
-    if first.facts() != second.facts():
-        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
+    with unset_fake_temporarily(), torch.random.fork_rng(devices):
+        first, *others = (_call(call, given, spec, make) for make in makes)
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
             raise CannotStandAlone(f"it returns a {type(value).__name__}")
-    module.expected = Facts.of(first.result)
+    if any(other.facts() != first.facts() for other in others):
+        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
     made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
-    return Trial(made, first.written, first.random or second.random)
+    drawn = any(real.random for real in (first, *others))
+    return Trial(made, first.written, drawn, Facts.of(first.result), first.shares_memory)
 
 
 class _Real(NamedTuple):
     result: Any
     written: tuple[int, ...]
     random: bool
+    shares_memory: bool
 
     def facts(self) -> Any:
         metas = [Meta.of(t) for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
         return Facts.of(self.result), metas, self.written
 
 
-def _call(module: EagerModule, given: list[Any], spec: Any) -> _Real:
-    given = [_random_like(v) if isinstance(v, torch.Tensor) else v for v in given]
+def _call(call: Callable[[Any], Any], given: list[Any], spec: Any, make: Make) -> _Real:
+    given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, versions = torch.get_rng_state(), [t._version for t in inputs]
-    args, kwargs, own = pytree.tree_unflatten(given, spec)
-    result = module(args, kwargs, own)
+    result = call(pytree.tree_unflatten(given, spec))
     drawn = not torch.equal(before, torch.get_rng_state())
     written = tuple(i for i, t in enumerate(inputs) if t._version != versions[i])
-    return _Real(result, written, drawn)
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    shares = any(
+        t.untyped_storage()._cdata in storages for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
+    )
+    return _Real(result, written, drawn, shares)
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:
@@ -139,14 +193,17 @@ def _made_like(t: torch.Tensor) -> torch.Tensor:
 
 
 def _random_like(fake: torch.Tensor) -> torch.Tensor:
-    if not isinstance(fake, FakeTensor):  # from outside the model
-        return fake
     if (given := getattr(fake, "_shardtrace_real", None)) is not None:  # such as sizes, which cannot be any numbers
         return given.clone()
+    return _like(fake, lambda t: t.normal_() if t.is_floating_point() or t.is_complex() else t.random_(0, 2))
+
+
+def _uniform(t: torch.Tensor) -> torch.Tensor:
+    return t.copy_(torch.rand(t.shape)) if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
+
+
+def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    if real.is_floating_point() or real.is_complex():
-        real.normal_()
-    else:
-        real.random_(0, 2)
+    fill(real)
     leaf = real.requires_grad_(fake.requires_grad)
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf

@@ -267,7 +267,7 @@ class Front:
                 blocks.write([*tensors_in(record.result), *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None
-                if get_compile_data().fn is self._module and not is_returnable(record.result):
+                if get_compile_data().fn is self._module and not _returned_by_thunder(record.result):
                     rebuild = Rebuild(record.result)
                     result: Any = tuple(map(replay.proxy, rebuild.tensors))
                     rebuild.release()
@@ -359,6 +359,12 @@ class Front:
         return error
 
 
+def _returned_by_thunder(result: Any) -> bool:
+    """Whether Thunder returns it as it is. Thunder gives a gradient to all numbers that are not integers."""
+    inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
+    return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
+
+
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:
     """A setter: what forward leaves on modules has a gradient only if it had one when it was recorded."""
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
@@ -397,6 +403,11 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         new = replay.values.read(fake)
         if inputs.has(fake):
             inputs.write(fake, new)
+        elif arguments.proxy(fake).requires_grad:
+            raise RuntimeError(
+                f"forward writes into its argument {arguments.proxy(fake).name!r}, which requires a gradient: write "
+                "into a clone of it, or pass it detached"
+            )
         else:
             arguments.check_alone(fake)
             _write(arguments.proxy(fake), new)

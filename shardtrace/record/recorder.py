@@ -19,7 +19,7 @@ from unittest import mock
 
 from passes.compat import Fakes
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.eager import EagerModule, try_module
+from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -27,12 +27,17 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
+set_seed, _Generator = torch.manual_seed, torch.Generator
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+
+
+HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 class Place(NamedTuple):
@@ -136,7 +141,7 @@ class Recorder(TorchFunctionMode):
         self._inside = 0  # calls of torch that run
         self._drawn = False
         self._checkpoints: list[int] = []
-        self._of_functions: set[int] = set()  # ids of results of autograd functions
+        self._of_functions: set[int] = set()  # ids of results of autograd functions in lines
         self._count = 0
         self._watcher = watcher
 
@@ -150,6 +155,11 @@ class Recorder(TorchFunctionMode):
 
     def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call, as one of ``function``."""
+        if func in HOOKS:
+            raise NotImplementedError(
+                f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
+                "autograd.Function, or register it on what the model returns"
+            )
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self.check_known(list(given.values()))
         versions = {i: _version(t) for i, t in given.items()}
@@ -160,14 +170,34 @@ class Recorder(TorchFunctionMode):
         try:
             try:
                 result = func(*args, **kwargs)
+                changed = [t for i, t in given.items() if _version(t) != versions[i]]
+            except Exception as error:  # whatever torch raises for fake tensors
+                function = EagerFunction(func)
+                result, changed = self._try(function, args, kwargs, error)
             finally:
                 self._inside -= 1
             _check_shapes(func, given, shapes)
-            changed = [t for i, t in given.items() if _version(t) != versions[i]]
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+            if torch.is_grad_enabled():  # its line has what is inside
+                self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}
         finally:
             self._watcher.resume()
         return result
+
+    def _try(self, function: EagerFunction, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
+        """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
+        one if it cannot stand alone."""
+        try:
+            trial = try_function(function, args, kwargs)
+        except CannotStandAlone as why:
+            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+                raise error from None
+            raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
+        except Exception:
+            raise error from None
+        self._drawn = trial.random
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        return trial.result, [tensors[i] for i in trial.written]
 
     def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
         written = tuple({storage(t): t for t in reversed(changed)}.values())
@@ -195,8 +225,7 @@ class Recorder(TorchFunctionMode):
         """Raises NotImplementedError for the result of an autograd function that was called by a reference to its
         ``apply`` from before: its forward was seen, and its backward was not."""
         for t in pytree.tree_leaves(values):
-            custom = isinstance(t, torch.Tensor) and isinstance(t.grad_fn, BackwardCFunction)
-            if custom and id(t) not in self._of_functions:
+            if _is_custom(t) and id(t) not in self._of_functions:
                 name = type(t.grad_fn).__name__.removesuffix("Backward")
                 raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
 
@@ -266,9 +295,25 @@ class Recorder(TorchFunctionMode):
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():
-            result = self._make(function, function, args, kwargs)
-        self._of_functions |= {id(t) for t in pytree.tree_leaves(result)}
-        return result
+            return self._make(function, function, args, kwargs)
+
+    def seed(self, number: int) -> torch.Generator:
+        """In the place of ``torch.manual_seed``."""
+        if not self._inside:
+            raise NotImplementedError(
+                "forward sets the seed of torch's random numbers, which no step would do again: seed outside of "
+                "forward, or pass the random function a torch.Generator of its own"
+            )
+        return set_seed(number)
+
+    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
+        """In the place of ``torch.Generator``."""
+        if not self._inside:
+            raise NotImplementedError(
+                "forward makes a torch.Generator, which no step would make again: make it once, as an attribute of a "
+                "module"
+            )
+        return _Generator(*args, **kwargs)
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -356,6 +401,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             with recorder.checkpoint():
                 return function(*args)
 
+    class Generators(type(torch.Generator)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
+            return recorder.generator(*args, **kwargs)
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, _Generator)
+
+    def seed(*args: Any) -> Any:
+        return recorder.seed(*args)
+
     def is_compiling(*args: Any) -> bool:
         return compiling
 
@@ -370,6 +425,9 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (torch._C.ScriptMethod, "__call__", _whole(recorder, torch._C.ScriptMethod.__call__)),
         (checkpoints, "_checkpoint_without_reentrant_generator", generator),
         (checkpoints, "CheckpointFunction", Reentrant),
+        (torch, "manual_seed", seed),
+        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
+        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),
@@ -391,7 +449,14 @@ def _whole(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
 
 def storage(t: torch.Tensor) -> int:
     """A key that tensors share if they share memory."""
+    if t.layout != torch.strided:
+        raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
     return t.untyped_storage()._cdata
+
+
+def _is_custom(value: Any) -> bool:
+    """Whether a value has its gradient from an autograd function."""
+    return isinstance(value, torch.Tensor) and isinstance(value.grad_fn, BackwardCFunction)
 
 
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
@@ -399,7 +464,8 @@ def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapp
     for i, shape in shapes.items():
         if (given[i].size(), given[i].stride()) != shape:
             name = getattr(function, "__name__", str(function))
-            raise NotImplementedError(f"{name} changes the shape of its argument in place: use what {name} returns")
+            remedy = f"use what {name.strip('_')} returns"
+            raise NotImplementedError(f"{name} changes the shape of its argument in place: {remedy}")
 
 
 def _version(t: torch.Tensor) -> int:

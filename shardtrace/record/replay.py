@@ -12,7 +12,6 @@ from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat import add_note, name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
-from shardtrace.record.eager import EagerModule
 from shardtrace.record.kinds import Mark
 from shardtrace.record.recorder import Call
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
@@ -129,6 +128,8 @@ class Replay:
     def _write(self, call: Call) -> None:
         if name_of(call.function) in ("requires_grad_", "__set__"):
             raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
+        if call.function is torch.autograd.grad:
+            raise CannotWrite("it computes gradients")
         args, kwargs = self._map((call.args, call.kwargs))
         try:
             new, old = self._by_symbol(call, *self._on_device((args, kwargs)))
@@ -175,17 +176,14 @@ class Replay:
             old, compute = call.written, value_in_place
         else:
             old, compute = call.results, value
-        if not call.autocast:
-            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
-        try:
-            return self._attempt(lambda: compute(call.function, args, kwargs), old), old
-        except Exception:  # autocast has cast the arguments
-            cast = partial(_cast, old[0].dtype)
-
-            def compute_cast() -> Any:
-                return compute(call.function, *pytree.tree_map(cast, (args, kwargs), is_leaf=_is_proxy))
-
-            return self._attempt(compute_cast, old), old
+        if not _is_widened(call, old):
+            try:
+                return self._attempt(lambda: compute(call.function, args, kwargs), old), old
+            except Exception:
+                if not call.autocast:
+                    raise
+        args, kwargs = pytree.tree_map(partial(_cast, old[0].dtype), (args, kwargs), is_leaf=_is_proxy)  # as autocast
+        return self._attempt(lambda: compute(call.function, args, kwargs), old), old
 
     def _attempt(self, compute: Callable[[], Any], expected: Sequence[torch.Tensor]) -> list[Any]:
         """What ``compute`` returns, if these are tensors like those ``expected``. Else raises, and leaves no line."""
@@ -267,31 +265,44 @@ class Replay:
     # ---- parts of memory ----
 
     def _take(self, now: Any, base: torch.Tensor, t: torch.Tensor) -> Any:
-        offset = t.storage_offset() - base.storage_offset()
-        args = (now, base.stride(), tuple(t.shape), t.stride(), offset, t.dtype)
+        args = (now, base.stride(), *_part(base, t))
         return self.line(take_view, args, {}, [t], inputs=[base], grad=True)[0]
 
     def _put(self, now: Any, base: torch.Tensor, t: torch.Tensor, new: Any) -> Any:
-        offset = t.storage_offset() - base.storage_offset()
-        args = (now, base.stride(), new, tuple(t.shape), t.stride(), offset)
+        args = (now, base.stride(), new, *_part(base, t))
         return self.line(put_view, args, {}, [base], inputs=[base, t], grad=True)[0]
 
     def _keep(self, now: Any, base: torch.Tensor, new: Any) -> Any:
         return self.line(keep_gradient, (now, new), {}, [base], inputs=[base, base.detach()], grad=True)[0]
 
 
+def _part(base: torch.Tensor, t: torch.Tensor) -> tuple[Any, ...]:
+    """Which part of a base a view is: its size, stride, offset (in elements of the view) and dtype."""
+    begin = base.storage_offset() * base.element_size() // t.element_size()
+    return tuple(t.shape), t.stride(), t.storage_offset() - begin, t.dtype
+
+
 def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    base = _laid_out(base, base_stride)
-    if dtype != base.dtype:
-        return base.view(dtype).as_strided(size, stride, offset)
-    return base.as_strided(size, stride, base.storage_offset() + offset)
+    return _view(_laid_out(base, base_stride), size, stride, offset, dtype)
 
 
-def put_view(base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int) -> torch.Tensor:
+def put_view(
+    base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype
+) -> torch.Tensor:
     # torch.as_strided_scatter has a wrong gradient in torch 2.13: it clears what was not written
     out = _laid_out(base, base_stride).clone()
-    out.as_strided(size, stride, out.storage_offset() + offset).copy_(new)
+    _view(out, size, stride, offset, dtype).copy_(new)
     return out
+
+
+def _view(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_complex and not base.is_complex():
+        pairs = _view(base, (*size, 2), (*(2 * step for step in stride), 1), 2 * offset, base.dtype)
+        return torch.view_as_complex(pairs)
+    if base.is_complex() and not dtype.is_complex:
+        base = torch.view_as_real(base)
+    base = base if base.dtype == dtype else base.view(dtype)
+    return base.as_strided(size, stride, base.storage_offset() + offset)
 
 
 class KeepGradient(torch.autograd.Function):
@@ -318,11 +329,28 @@ def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
 
 def _is_lowered(call: Call) -> bool:
     """Whether autocast casts the arguments of a call to its own dtype."""
-    if not call.autocast or call.written or not call.results or isinstance(call.function, EagerModule):
+    if not call.autocast or call.written or not call.results or not _has_autocast(call):
         return False
     dtype = call.results[0].dtype
     given = [t.dtype for t in call.tensors() if t.is_floating_point()]
     return dtype in (state.dtype for state in call.autocast) and torch.float32 in given and len(given) > 1
+
+
+def _has_autocast(call: Call) -> bool:
+    """Whether autocast knows the function. What it lowers inside of another one need not be all of that."""
+    name = name_of(call.function)
+    name = name.strip("_") if name.startswith("__") else name
+    overloads = getattr(torch.ops.aten, name).overloads() if hasattr(torch.ops.aten, name) else ()
+    names = [f"aten::{name}" + f".{o}" * (o != "default") for o in overloads]
+    keys = [f"Autocast{state.device.upper()}" for state in call.autocast]
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return name == "einsum" or any(known(n, k) for n in filter(torch._C._dispatch_has_kernel, names) for k in keys)
+
+
+def _is_widened(call: Call, results: Sequence[torch.Tensor]) -> bool:
+    """Whether autocast may have cast arguments to float32 before the call: then a result in float32 is not enough."""
+    lower = {state.dtype for state in call.autocast}
+    return bool(results) and results[0].dtype == torch.float32 and any(t.dtype in lower for t in call.tensors())
 
 
 def _without_values(value: Any) -> Any:
@@ -347,6 +375,8 @@ def _check_tensors(call: Call) -> None:
     for t in (*given, *call.results):
         if t.is_complex():
             raise NotTrusted("complex numbers")
+        if not t.numel():
+            raise NotTrusted("a tensor without elements")
         if t.layout != torch.strided or type(t) not in KNOWN_TYPES:
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):

@@ -80,7 +80,8 @@ class Rebuild:
         self.requires_grad = [t.requires_grad for t in self.tensors]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        given = [t if d else t.detach() for t, d in zip(tensors, self.requires_grad, strict=True)]
+        pairs = zip(tensors, self.requires_grad, strict=True)
+        given = [t if d or not t.requires_grad else t.detach() for t, d in pairs]
         return map_tensors(self._template, lambda number: given[number.number])  # type: ignore[attr-defined]
 
     def release(self) -> None:

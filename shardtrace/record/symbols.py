@@ -165,8 +165,10 @@ def _is_special_embedding(
     return max_norm is not None or any(args) or any(kwargs.values()) or (padding_idx is not None and padding_idx < 0)
 
 
-def _has_empty(tensors: Any, *args: Any, **kwargs: Any) -> bool:
-    return any(0 in t.shape for t in tensors)
+def _is_broadcast_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether no fused kernel computes it: Thunder's decomposition then rounds what torch keeps in float32."""
+    q, k, v = (tuple(t.shape) for t in (query, key, value))
+    return not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2] and q[3] == k[3] == v[3])
 
 
 # conditions under which a function is not trusted, of its arguments
@@ -176,7 +178,6 @@ UNLESS: dict[str, Callable[..., bool]] = {
     "pow": _is_no_plain_number,
     "embedding": _is_special_embedding,
     "div": lambda a, b, *, rounding_mode=None: rounding_mode is not None,
-    "cat": _has_empty,
-    "stack": _has_empty,
+    "scaled_dot_product_attention": _is_broadcast_attention,
     "var": _has_bool,
 }

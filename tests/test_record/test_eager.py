@@ -10,7 +10,7 @@ from passes.pipeline import ShardParameters
 import pytest
 import thunder
 import torch
-from against_eager import check, rows
+from against_eager import Model, check, rows
 from ranks import on_ranks
 from torch import nn
 
@@ -208,6 +208,30 @@ def test_without_pytorch(fake_ranks, cls, line):
     assert place.endswith(" in forward:")
     assert source == f"    {line}"
     assert "docs/guide.md#models-that-cannot-be-recorded" in hint
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda m, x: (torch.manual_seed(1), torch.rand(4) * m.fc(x))[1], "sets the seed"),
+        (lambda m, x: torch.rand(4, generator=torch.Generator()) * m.fc(x), "makes a torch.Generator"),
+        (lambda m, x: (lambda y: (y.register_hook(torch.neg), y)[1])(m.fc(x)), "would run the hook"),
+        (lambda m, x: torch.autograd.grad(m.fc(x).sum(), m.fc.weight, create_graph=True)[0], "it computes gradients"),
+        (lambda m, x: m.fc(x.to_sparse().to_dense()), "makes a sparse tensor"),
+        (lambda m, x: m.fc(x) + float(m.count.numpy().sum()), "numpy cannot be recorded: it returns a ndarray"),
+        (lambda m, x: m.fc(x) + (3.0 in m.count), "it depends on the values of tensors"),
+        (lambda m, x: m.fc(x).unsqueeze_(0), "use what unsqueeze returns"),
+    ],
+)
+def test_what_no_step_would_do(fake_ranks, function, text):
+    fake_ranks(2)
+    assert text in str(refused(Model(function), X))
+
+
+def test_arguments_that_no_step_takes(single_rank):
+    writes = Model(lambda m, x: m.fc(x) * x.detach().mul_(2))
+    assert "writes into its argument 't_0', which requires" in str(refused(writes, X.clone().requires_grad_()))
+    assert "argument 't_0' is a sparse tensor" in str(refused(Model(lambda m, x: m.fc(x.to_dense())), X.to_sparse()))
 
 
 def test_the_model_itself(fake_ranks):

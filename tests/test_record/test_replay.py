@@ -257,6 +257,54 @@ def split_by_unequal_sizes(m, x):
     return a * b
 
 
+def writes_into_parts_of_complex_numbers(m, x):
+    z = torch.view_as_complex(m.fc(x).view(3, 2, 2)).clone()
+    z.real.mul_(2)
+    y = m.fc(x).clone()
+    torch.view_as_complex(y.view(3, 2, 2)).mul_(1j)
+    return torch.view_as_real(z * z), z.imag + 1, y * 2
+
+
+def a_loss_of_two_dtypes(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(20 * m.fc(x), x.detach().softmax(-1), label_smoothing=0.1, reduction="none")
+
+
+def an_lstm_that_autocast_lowers_in_part(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = [
+            m.fc.weight.repeat(2, 1)[:, :4],
+            m.fc.weight.repeat(2, 1)[:, :1],
+            m.fc.bias.repeat(2),
+            m.fc.bias.repeat(2),
+        ]
+        state = x[None, :, :1], x[None, :, :2]
+        return torch._VF.lstm(x[None], state, [*weights, m.fc.weight[:1, :2]], True, 1, 0.0, False, False, False)
+
+
+@torch.library.custom_op("tests::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+cube.register_fake(torch.empty_like)
+cube.register_autograd(
+    lambda ctx, grad: 5 * grad * ctx.saved_tensors[0] ** 2,  # on purpose: not that of its forward
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def an_operator_of_its_own(m, x):
+    return cube(m.fc(x)) + torch.ops.tests.cube(m.fc(x) + 1)
+
+
+def a_loss_that_reads_values(m, x):
+    lengths = torch.tensor([1]), torch.tensor([1])
+    return F.gaussian_nll_loss(m.fc(x), x, m.fc(x).exp()), F.ctc_loss(
+        m.fc(x)[:, None].log_softmax(-1), torch.ones(1, 1, dtype=int), *lengths
+    )
+
+
 FORWARDS = [
     writes_a_row, writes_into_a_view, reads_a_view_after_a_write, writes_through_several_views,
     writes_after_it_was_read, writes_a_slice_of_a_new_tensor, fills_by_a_mask, copies_with_another_dtype,
@@ -264,6 +312,8 @@ FORWARDS = [
     writes_past_autograd, reads_a_view_where_gradients_are_off, extends_a_list, a_part_without_gradients, gradients_within_no_grad, detached, autocast,
     functools.partial(checkpointed, reentrant=False), functools.partial(checkpointed, reentrant=True), own_function,
     mapped, calls_a_scripted_function, derivative, dropped, constants, complex_numbers, fourier, a_dict,
+    writes_into_parts_of_complex_numbers, a_loss_of_two_dtypes, an_lstm_that_autocast_lowers_in_part,
+    a_loss_that_reads_values, an_operator_of_its_own,
     topk, the_same_twice, its_input, einsum, indexed, padded, split_by_unequal_sizes,
 ]  # fmt: skip
 

@@ -63,6 +63,15 @@ def test_structures(single_rank, result):
         torch.testing.assert_close(a, b)
 
 
+def test_what_has_no_gradient(single_rank):
+    model = Net(lambda y: (y, y.detach(), y.argmax(-1)))
+    x = torch.randn(3, 4)
+    cmodel = thunder.jit(shardtrace.fsdp(model))
+    assert [t.requires_grad for t in cmodel(x)] == [True, False, False]
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in cmodel(x))
+
+
 def test_what_holds_no_tensor_is_not_copied():
     value = {"a": object(), "b": (1, Pair(2, 3))}
     assert map_tensors(value["b"], None) is value["b"]

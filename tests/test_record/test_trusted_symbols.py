@@ -71,6 +71,8 @@ def test_symbols(function, lines, single_rank):
         (lambda m, x: F.embedding(torch.tensor([1, 1]), m.fc.weight, scale_grad_by_freq=True), "torch_embedding_0"),
         (lambda m, x: torch.view_as_complex(m.fc(x).view(3, 2, 2)).abs(), "torch_abs_0"),  # complex numbers
         (lambda m, x: m.fc(x).narrow(0, 1, 2), "torch_narrow_0"),  # Thunder would call torch's function
+        (lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, x), "torch_scaled_dot_product_attention_0"),  # 2-dim
+        (lambda m, x: m.fc(x)[:, :0].exp().sum() + m.fc(x), "torch_exp_0"),  # without elements
         (lambda m, x: torch.dropout(m.fc(x), 0.5, True), "torch_dropout_0"),
         (lambda m, x: torch.add(m.fc(x).detach(), 1, out=torch.empty(3, 4)) * m.fc(x), "torch_add_0"),
     ],

@@ -312,6 +312,10 @@ def test_gradients_lazy_parameters_and_patched_forwards(ranks):
     refused("Net has a forward set on the instance", patched)
     with pytest.raises(ValueError, match=r"parameter 'weight' has no shape yet"):
         shardtrace.fsdp(nn.LazyLinear(3))
+    scripted, sparse = torch.jit.script(nn.Linear(4, 4)), Net()
+    refused("0 is a TorchScript module, whose parameters cannot be sharded", nn.Sequential(scripted))
+    sparse.first.weight = nn.Parameter(torch.eye(4).to_sparse())
+    refused("parameter 'first.weight' is a sparse tensor", sparse)
     refused(r"broadcast_from=5 is not one of the group's ranks \[0, 1\]", Net(), broadcast_from=5)
 
 
