@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -385,8 +386,20 @@ def record(
 @contextmanager
 def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
-    being compiled."""
+    being compiled. Only in this thread: another one may write a checkpoint."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
+    checkpoints, thread = torch.utils.checkpoint, get_ident()
+
+    def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (new if get_ident() == thread else original)(*args, **kwargs)
+
+        return choose
+
+    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method whose calls are recorded as one call each."""
+        return here(lambda self, *args, **kwargs: recorder.call_whole(original, self, args, kwargs), original)
 
     def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(call, module, args, kwargs)
@@ -395,15 +408,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         with recorder.checkpoint():
             yield
 
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with recorder.checkpoint():
+            return function(*args)
+
     class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            with recorder.checkpoint():
-                return function(*args)
+        apply = staticmethod(here(reentrant, checkpoints.CheckpointFunction.apply))
 
     class Generators(type(torch.Generator)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
-            return recorder.generator(*args, **kwargs)
+            return here(recorder.generator, _Generator)(*args, **kwargs)
 
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, _Generator)
@@ -417,34 +431,27 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         return checkpoint(function, *args, **kwargs)
 
-    checkpoints = torch.utils.checkpoint
-    patches = [
+    functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
-        (torch.autograd.Function, "apply", classmethod(_whole(recorder, apply))),
-        (torch._C.ScriptFunction, "__call__", _whole(recorder, torch._C.ScriptFunction.__call__)),
-        (torch._C.ScriptMethod, "__call__", _whole(recorder, torch._C.ScriptMethod.__call__)),
         (checkpoints, "_checkpoint_without_reentrant_generator", generator),
-        (checkpoints, "CheckpointFunction", Reentrant),
         (torch, "manual_seed", seed),
-        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
         (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),
     ]
+    patches = [
+        *((owner, name, here(new, getattr(owner, name))) for owner, name, new in functions),
+        (torch.autograd.Function, "apply", classmethod(whole(apply))),
+        (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
+        (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
+        (checkpoints, "CheckpointFunction", Reentrant),
+        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
+    ]
     with ExitStack() as stack:
         for owner, name, new in patches:
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
-
-
-def _whole(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in the place of ``original``, whose calls are recorded as one call each."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_whole(original, self, args, kwargs)
-
-    return method
 
 
 def storage(t: torch.Tensor) -> int:

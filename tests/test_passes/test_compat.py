@@ -76,7 +76,7 @@ def private_attributes(path):
 
 
 def test_only_compat_uses_private_names_of_thunder():
-    attributes = private_attributes(COMPAT) - {"_C"} | {"_bind_postprocess", "_siginfo"}  # torch._C is torch's
+    attributes = private_attributes(COMPAT) - {"_C", "_name"} | {"_bind_postprocess", "_siginfo"}  # others' names, too
     found = {p.name: private_imports(p) | private_attributes(p) & attributes for p in SOURCES if p != COMPAT}
     assert {name: names for name, names in found.items() if names} == {}
     assert {"_call_ctx", "_proxied_values"} <= attributes

@@ -99,7 +99,7 @@ def test_in_a_model_their_gradients_are_those_of_torch(single_rank, name):
         (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
         return [y.detach(), *(p.grad for p in net.parameters())]
 
-    torch.testing.assert_close(step(True), step(False))
+    torch.testing.assert_close(step(True), step(False), rtol=1e-5, atol=1e-5)  # sums of numbers in the thousands
 
 
 @pytest.mark.parametrize("name", DRAWN_AGAIN)

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import shardtrace
 
@@ -104,3 +105,28 @@ def test_new_objects_are_no_difference(single_rank):
     cmodel = thunder.jit(shardtrace.fsdp(Varied(), check_recording=1))
     take_steps(cmodel, 5)
     assert thunder.cache_misses(cmodel) == 1
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class InAnotherThread(nn.Linear):
+    def forward(self, x):
+        threads = ThreadPoolExecutor(1)
+        done = threads.submit(
+            lambda: (Cube.apply(torch.ones(2)), nn.Linear(2, 2)(torch.ones(2)).shape, torch.Generator)
+        )
+        assert [type(t) for t in done.result()[:1]] == [torch.Tensor]  # no fake, and no error
+        return super().forward(x)
+
+
+def test_other_threads_see_nothing_of_a_recording(single_rank):
+    """Such as one that writes a checkpoint while a later step records again."""
+    take_steps(thunder.jit(shardtrace.fsdp(InAnotherThread(4, 4))), 3)
