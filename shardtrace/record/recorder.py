@@ -231,7 +231,17 @@ class Recorder(TorchFunctionMode):
                 raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Keeps the call of an operator that no call of torch contains."""
+        """Keeps the call of an operator that no call of torch contains.
+
+        Raises NotImplementedError in forward mode, if gradients are wanted: its results get them above of what is seen.
+        """
+        interpreter = torch._C._functorch.peek_interpreter_stack()
+        forward_mode = interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
+        if forward_mode and any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(args)):
+            raise NotImplementedError(
+                "forward computes derivatives in forward mode (torch.func.jvp, jacfwd), whose own gradient would be "
+                "lost: use torch.func.grad or jacrev"
+            )
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if self._inside:
             self._drawn = self._drawn or draws

@@ -2,7 +2,10 @@
 
 import functools
 
+import shardtrace
+
 import pytest
+import thunder
 import torch
 import torch.utils.checkpoint
 from against_eager import Model, check, rows
@@ -407,3 +410,23 @@ def normalized():
 )  # fmt: skip
 def test_module(build, inputs):
     check(build, inputs)
+
+
+FUNCTIONAL = {
+    "grad": lambda m, x: torch.func.grad(lambda y: m.fc(y).sin().sum())(x),
+    "grad of each row": lambda m, x: torch.vmap(torch.func.grad(lambda y: m.fc(y).sin().sum()))(x),
+    "jacrev": lambda m, x: torch.func.jacrev(lambda y: m.fc(y).sin())(x[0]),
+    "functional_call": lambda m, x: torch.func.functional_call(m.fc, {"weight": m.fc.weight * 2}, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_derivatives_in_forward(single_rank, name):
+    check(lambda: Model(FUNCTIONAL[name]), rows)
+
+
+def test_forward_mode_is_refused(single_rank):
+    """The gradients of its results would be lost."""
+    model = Model(lambda m, x: torch.func.jvp(m.fc, (x,), (torch.ones_like(x),))[1])
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        thunder.jit(shardtrace.fsdp(model))(torch.ones(3, 4))
