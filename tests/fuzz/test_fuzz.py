@@ -30,9 +30,9 @@ def run(lines, script, fsdp_options):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_each_line(single_rank, line):
-    run([line, "linear"], [], {})
+@pytest.mark.parametrize("first", range(8))
+def test_each_line(single_rank, first):
+    run([*list(LINES)[first::8], "linear"], [], {})
 
 
 @pytest.mark.parametrize("action", ACTIONS)
