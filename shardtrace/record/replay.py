@@ -381,6 +381,17 @@ def _check_tensors(call: Call) -> None:
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):
         raise NotTrusted("a tensor without dimensions")
+    if (
+        call.grad
+        and name_of(call.function) == "scaled_dot_product_attention"
+        and _mask_requires_grad(*call.args, **call.kwargs)
+    ):
+        raise NotTrusted("a mask with a gradient")
+
+
+def _mask_requires_grad(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+    """Torch then uses none of its fused kernels, which differ in rows that are masked with finfo.min."""
+    return attn_mask is not None and attn_mask.requires_grad
 
 
 @contextmanager

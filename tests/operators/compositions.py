@@ -507,6 +507,8 @@ ATTENTION: Table = {
     "float fully masked": _attention(lambda q: torch.zeros(3, 3, dtype=q.dtype).masked_fill(~HOLES, -inf)),
     "finfo.min": _attention(lambda q: torch.zeros(3, 3, dtype=q.dtype).masked_fill(~HOLES, torch.finfo(q.dtype).min)),
     "finfo.min per head": _attention(lambda q: torch.zeros(1, 2, 3, 3, dtype=q.dtype).masked_fill(~HOLES, torch.finfo(q.dtype).min)),
+    "finfo.min and bias": lambda m, x: (lambda h: F.scaled_dot_product_attention(*h[:, None], attn_mask=m.w[:3, :3].masked_fill(~HOLES, torch.finfo(m.w.dtype).min).to(h.dtype)))(_heads(m, x)),
+    "finfo.min plus bias": lambda m, x: (lambda h: F.scaled_dot_product_attention(*h[:, None], attn_mask=(m.w[:3, :3] + torch.zeros(3, 3, dtype=m.w.dtype).masked_fill(~HOLES, torch.finfo(m.w.dtype).min)).to(h.dtype)))(_heads(m, x)),
     "bias": lambda m, x: F.scaled_dot_product_attention(*_heads(m, x)[:, None], attn_mask=m.w[:3, :3].to(_heads(m, x).dtype)),
     "dropout": _attention(dropout_p=0.5),
     "grouped": lambda m, x: (lambda h: F.scaled_dot_product_attention(h[0][None], h[1][None, :1], h[2][None, :1], enable_gqa=True))(_heads(m, x)),

@@ -38,6 +38,15 @@ def test_trusted_names_are_torchs():
     assert all(hasattr(torch.Tensor, name) for name in OPERATORS)
 
 
+def _heads(m, x):
+    return m.fc(x).expand(3, 1, 1, 3, 4)
+
+
+def _masked(m):
+    """Numbers that are learned; the last row is masked."""
+    return m.fc.weight[:3, :3] + torch.tensor([[0.0], [0.0], [torch.finfo(torch.float32).min]])
+
+
 def lines_of(function, x=X):
     """The names of the lines of a function of a model and its input, which computes what torch does."""
     cmodel = check(lambda: Model(function), lambda step: (x,), steps=1)
@@ -72,6 +81,10 @@ def test_symbols(function, lines, single_rank):
         (lambda m, x: torch.view_as_complex(m.fc(x).view(3, 2, 2)).abs(), "torch_abs_0"),  # complex numbers
         (lambda m, x: m.fc(x).narrow(0, 1, 2), "torch_narrow_0"),  # Thunder would call torch's function
         (lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, x), "torch_scaled_dot_product_attention_0"),  # 2-dim
+        (
+            lambda m, x: F.scaled_dot_product_attention(*_heads(m, x), attn_mask=_masked(m)),
+            "torch_scaled_dot_product_attention_0",
+        ),  # a mask with a gradient
         (lambda m, x: m.fc(x)[:, :0].exp().sum() + m.fc(x), "torch_exp_0"),  # without elements
         (lambda m, x: torch.dropout(m.fc(x), 0.5, True), "torch_dropout_0"),
         (lambda m, x: torch.add(m.fc(x).detach(), 1, out=torch.empty(3, 4)) * m.fc(x), "torch_add_0"),
