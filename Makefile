@@ -70,7 +70,7 @@ operators: $(VENV)/.dev  ## hold torch's databases of operators and modules unde
 	$(BIN)/python tests/operators/run.py --jobs $(LANES) $(if $(ONLY),--only $(ONLY)) $(OPERATORS_ARGS)
 
 fuzz: $(VENV)/.dev  ## train models and scripts that are put together at random beside eager PyTorch: PROGRAMS=500
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -q -s tests/fuzz
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest -q -s --timeout=0 tests/fuzz
 
 nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuses with nvFuser's wheel (1 GB), PYTHON=python3.12
 	export LD_LIBRARY_PATH=$(abspath $(NVFUSER_VENV))/stubs OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
