@@ -120,9 +120,7 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
-        self.runtime = ModelRuntime(
-            self.model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
-        )
+        self.runtime = ModelRuntime(self.model_name, groups, self._check_in_place, options.checks)
         self.plans = {key: self._plan(*key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -157,15 +155,15 @@ class ShardedState:
             "strategy": strategy.value,
             "bucketing": "block" if options.bucketing == "auto" else options.bucketing,
             "pieces": pieces,
-            "prefetch": default_prefetch if options.prefetch is None else options.prefetch,
-            "max_inflight_bytes": options.max_inflight_bytes,
+            "prefetch": default_prefetch if options.compile.prefetch is None else options.compile.prefetch,
+            "max_inflight_bytes": options.compile.max_inflight_bytes,
             "cost": self.cost,
-            "sum_dtype": _dtype(options.accumulation_dtype),
+            "sum_dtype": _dtype(options.comm.accumulation_dtype),
             "reduction": options.reduction,
             "runtime": self.runtime,
         }
 
-        factor, shards = options.gradient_divide_factor, home.group.size()
+        factor, shards = options.comm.gradient_divide_factor, home.group.size()
 
         def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
             group = self.runtime.group(axis)
@@ -176,8 +174,8 @@ class ShardedState:
                 rank=group.rank(),
                 placement=placement,
                 direct=travel.direct,
-                averages=travel.averages and not options.sum_reductions,
-                sums=options.sum_reductions,
+                averages=travel.averages and not options.comm.sum_reductions,
+                sums=options.comm.sum_reductions,
                 **common,
                 **others,
             )

@@ -73,7 +73,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             state.runtime.announce(str(error))
             raise
     refresh_modules()
-    if any(state.options.kernels for state in states):
+    if any(state.options.compile.kernels for state in states):
         enlist_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
@@ -104,7 +104,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
             compare=functools.partial(_comparison, states),
-            fall_back=states[0].options.eager is not None,
+            fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
         )
     compilation.guards.append(traced.guard)
@@ -122,7 +122,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _comparison(states: Sequence[ShardedState], recording: Recording, done: Record) -> Comparison | None:
     """What records a step's forward again; None if it is not asked for."""
-    how = states[0].options.check_recording
+    how = states[0].options.checks.recording
 
     @contextmanager
     def with_stand_ins() -> Iterator[None]:
@@ -150,7 +150,7 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
             f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
             "their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
         )
-    if state.options.error_feedback:
+    if state.options.comm.error_feedback:
         raise RuntimeError(
             f"a CUDA graph cannot hold {name}, because the errors of its rounded gradients begin with the first step: "
             "call fsdp() without error_feedback, or thunder.jit without CUDAGraphTransform"
