@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SEED_HINT = (
-    "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass broadcast_from=0; "
-    "pass the same weights on all ranks"
+    "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass "
+    "init_policy=InitPolicy(broadcast_from=0); pass the same weights on all ranks"
 )
 
 

@@ -265,7 +265,7 @@ class ShardedState:
                 f"the forward of {self.model_name} is not what was compiled ({difference}): it reads something that is "
                 "not compared before each step, such as an object that a call returns. Steps since it was compared "
                 "last may have been wrong. Keep what it reads on a module, pass it as an argument, or leave the module "
-                "to PyTorch with fsdp(eager=[...])"
+                "to PyTorch with fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
         if left := self.runtime.kept.left_behind():
             self.runtime.kept.clear()
@@ -316,7 +316,7 @@ class ShardedState:
             if module not in run_by_torch and (module._backward_hooks or module._backward_pre_hooks):
                 raise RuntimeError(
                     f"module {name!r} of {self.model_name} has a hook on its backward, which the compiled backward "
-                    f"does not call: let PyTorch run the module, by fsdp(eager=[{name!r}])"
+                    f"does not call: let PyTorch run it, by fsdp(compile_policy=CompilePolicy(eager=[{name!r}]))"
                     if name
                     else f"{self.model_name} has a hook on its backward, which the compiled backward does not call: "
                     "register it on the result of thunder.jit"

@@ -158,7 +158,7 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
     if runtime.compares:
         raise RuntimeError(
             f"a CUDA graph cannot hold {name}, because the program compares its steps across ranks: call "
-            "fsdp(check_steps=False), or thunder.jit without CUDAGraphTransform"
+            "fsdp(checks=Checks(steps=False)), or thunder.jit without CUDAGraphTransform"
         )
     if runtime.gradients() in (Gradients.KEPT, Gradients.ADDED):
         raise RuntimeError(
