@@ -2,8 +2,8 @@
 
 import shardtrace
 from shardtrace import ShardingStrategy
+from shardtrace.model.state import state_of
 from shardtrace.options.policies import grouped
-from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
 
 import pytest
@@ -171,8 +171,11 @@ def test_a_replicated_parameter_is_whole(fake_ranks):
 
 
 @pytest.mark.parametrize(("reshard", "strategy"), [(True, "zero3"), (False, "zero2")])
-def test_fsdp2s_reshard_after_forward(reshard, strategy):
-    assert canonical("zero3", "auto", None, {"reshard_after_forward": reshard}) == (strategy, "auto", None)
+def test_fsdp2s_reshard_after_forward(fake_ranks, reshard, strategy):
+    fake_ranks(2)
+    assert [
+        value.value for _, value in state_of(shardtrace.fsdp(mlp(), reshard_after_forward=reshard)).options.rules
+    ] == [strategy]
 
 
 def test_what_callers_of_other_libraries_write(fake_ranks):
