@@ -238,8 +238,9 @@ except passes.VerificationError as error:
 # ## `fsdp` does the same
 #
 # `fake_ranks` makes this process rank 0 of two; the other does not exist, and collectives do nothing. This is enough to
-# compile. Your traces and those of `shardtrace.fsdp` are the same, line by line. (`CompilePolicy(kernels=False)`, because
-# you used Thunder's own rules for gradients. By default a sharded model runs torch's kernels, whose traces are shorter.)
+# compile. Your traces and those of `shardtrace.fsdp` are the same, line by line. (`CompilePolicy(kernels=False)`,
+# because you used Thunder's own rules for gradients. By default a sharded model runs torch's kernels, whose traces are
+# shorter.)
 
 # %%
 ours = {
