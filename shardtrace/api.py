@@ -140,8 +140,9 @@ def fsdp(
         chosen = choose(module, options, ignored)
         target = find_target(chosen, options, mesh)
         group = target.groups.everyone
-        if any(s.replicates for s in chosen.strategies.values()):
-            options = options.broadcasting(dist.get_process_group_ranks(group)[0])
+        if options.init.broadcast_from is None and any(s.replicates for s in chosen.strategies.values()):
+            first = dist.get_process_group_ranks(group)[0]
+            options = replace(options, init=replace(options.init, broadcast_from=first))
         stored = _stored(options.init.weights, module)
         given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
         refuse(module, chosen.places, options.init, group=group, given=given)
@@ -149,11 +150,9 @@ def fsdp(
     compare_models(module, chosen, gathers, options, weights=weights_lines(stored), given=given, group=group)
     cost = options.compile.cost_model or load_cost_model(target.device, group)
     entries = shard_parameters(module, chosen, gathers, target, options, given=given)
-    if target.moves(chosen.device) and group.rank() == 0:
-        print(
-            f"shardtrace: {type(module).__name__} was on {chosen.device}, its shards are on {target.device}",
-            file=sys.stderr,
-        )
+    before, after = chosen.device, target.device
+    if before is not None and before.type not in (after.type, "meta") and target.host is None and group.rank() == 0:
+        print(f"shardtrace: {type(module).__name__} was on {before}, its shards are on {after}", file=sys.stderr)
     _guard_process(target)
     kept = replace(options, init=InitPolicy())  # the weights may be large
     state = ShardedState(module, target.groups, kept, entries, cost, ignored=ignored, known=share_norms())

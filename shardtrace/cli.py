@@ -21,7 +21,7 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -103,20 +103,29 @@ def _parser() -> argparse.ArgumentParser:
         ("inspect", "writes the inspector's page, a single HTML file"),
         ("explain", "prints the summary"),
     ):
-        command = commands.add_parser(name, help=about, description=f"{about}.\n\n{__doc__}", formatter_class=_Format)
-        command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+        command = _command(commands, name, about, "for a factory: as in shardtrace.fsdp", more=f"\n\n{__doc__}")
         command.add_argument("--world-size", type=int, metavar="N", help="number of fake ranks (8)")
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to show (0)")
-        _add_options(command, name, "for a factory: as in shardtrace.fsdp")
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
-        command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     _add_plan(commands)
-    _add_check(commands)
+    about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
+    _command(commands, "check", about, "as in shardtrace.fsdp")
     return parser
+
+
+def _command(commands: Any, name: str, about: str, options: str, *, more: str = "") -> argparse.ArgumentParser:
+    """Adds a command with what all have: a target, options of ``fsdp``, and a traceback."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=f"{about}.{more}", formatter_class=_Format
+    )
+    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    _add_options(command, name, options)
+    return command
 
 
 def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> None:
@@ -137,18 +146,9 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _add_check(commands: Any) -> None:
-    about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
-    command = commands.add_parser("check", help=about, description=f"{about}.", formatter_class=_Format)
-    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
-    _add_options(command, "check", "as in shardtrace.fsdp")
-    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-
-
 def _add_plan(commands: Any) -> None:
     about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
-    command = commands.add_parser("plan", help=about, description=f"{about}.", formatter_class=_Format)
-    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+    command = _command(commands, "plan", about, "to be kept, as in shardtrace.fsdp")
     command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
     shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
     command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
@@ -159,12 +159,10 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--node-ranks", type=int, metavar="N", help="ranks of a machine (what is usual)")
     command.add_argument("--optimizer", default="AdamW", metavar="O", help="of torch.optim (AdamW)")
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
-    _add_options(command, "plan", "to be kept, as in shardtrace.fsdp")
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
     command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
     command.add_argument("--page", type=Path, metavar="FILE", help="write a page with memory against time (HTML)")
-    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
@@ -195,11 +193,9 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
     """Compiles the target and inspects it. Raises TargetError if it is no target, and the target's own exceptions."""
-    place, colon, function = options.target.rpartition(":")
-    if not colon:
-        _check_file(Path(options.target))
-        return run_script(Path(options.target), script_arguments, world_size=options.world_size, rank=options.rank)
-    made = _factory(place, function)()
+    if (script := _script(options.target)) is not None:
+        return run_script(script, script_arguments, world_size=options.world_size, rank=options.rank)
+    made = _make(options.target)
     if thunder.compile_data(made) is not None:
         return inspect(made)
     model, inputs = _model_and_inputs(options.target, made)
@@ -208,13 +204,11 @@ def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspec
 
 
 def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
-    place, colon, function = options.target.rpartition(":")
     given = grouped(_given(options))
     torch.manual_seed(0)  # ranks make the same model and inputs
-    if colon:
-        return check(*_model_and_inputs(options.target, _factory(place, function)()), **given)
-    _check_file(Path(options.target))
-    call = first_call(Path(options.target), arguments, world_size=1)
+    if (script := _script(options.target)) is None:
+        return check(*_model_and_inputs(options.target, _make(options.target)), **given)
+    call = first_call(script, arguments, world_size=1)
     return check(whole_copy(call.model, values=True), _inputs(call), **given)
 
 
@@ -240,11 +234,9 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
 def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A model, its inputs, and the options of ``fsdp`` that a plan is to keep: those of a script that change results,
     or where parameters are."""
-    place, colon, function = options.target.rpartition(":")
-    if colon:
-        return *_model_and_inputs(options.target, _factory(place, function)()), {}
-    _check_file(Path(options.target))
-    call = first_call(Path(options.target), arguments, world_size=options.world_size)
+    if (script := _script(options.target)) is None:
+        return *_model_and_inputs(options.target, _make(options.target)), {}
+    call = first_call(script, arguments, world_size=options.world_size)
     state = state_of(call.model)
     if state is None:
         (inner, *_) = states_in(call.model)
@@ -273,7 +265,17 @@ def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:
     return model, inputs
 
 
-def _factory(place: str, function: str) -> Callable[[], Any]:
+def _script(target: str) -> Path | None:
+    """The file of a target that is a training script. None for a factory."""
+    if ":" in target:
+        return None
+    _check_file(Path(target))
+    return Path(target)
+
+
+def _make(target: str) -> Any:
+    """What a factory returns."""
+    place, _, function = target.rpartition(":")
     if place.endswith(".py"):
         _check_file(Path(place))
         sys.path.insert(0, str(Path(place).resolve().parent))
@@ -286,7 +288,7 @@ def _factory(place: str, function: str) -> Callable[[], Any]:
             raise TargetError(f"there is no module {error.name}: is {place} a file? Then write {place}.py") from error
     if not callable(found):
         raise TargetError(f"there is no function {function} in {place}")
-    return found
+    return found()
 
 
 def _check_file(path: Path) -> None:

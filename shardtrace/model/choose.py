@@ -49,10 +49,6 @@ class Target(NamedTuple):
     groups: Groups
     host: HostMemory | None
 
-    def moves(self, before: torch.device | None) -> bool:
-        """True if the values of a model on the device ``before`` go to another kind of device."""
-        return before is not None and before.type not in (self.device.type, "meta") and self.host is None
-
 
 def choose(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> Chosen:
     """Finds all parameters that are neither ignored nor sharded by an earlier call for a submodule, and what the

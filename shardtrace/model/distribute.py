@@ -47,9 +47,10 @@ def shard_parameters(
     whole = [_entry(p, chosen.strategies[p.name], homes[p.name], target.device, options) for p in chosen.places]
     initialized = distribute(model, chosen.places, homes, group=group, device=target.device, init=init, given=given)
     if initialized:
-        what, timeout = "the initial values of parameters", options.checks.timeout
-        compare(group, what, initialized, timeout=timeout, hint=SEED_HINT)
-    if group.size() == 1 and target.host is None and not options.changes_gradients:
+        what = "the initial values of parameters"
+        compare(group, what, initialized, timeout=options.checks.timeout, hint=SEED_HINT)
+    unchanged = options.precision is None and options.comm.gradient_divide_factor in (None, 1)
+    if group.size() == 1 and target.host is None and unchanged:
         return ()
     return tuple(
         replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device, gather=gathers[e.name])

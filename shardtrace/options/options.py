@@ -39,17 +39,6 @@ class Options:
     compile: CompilePolicy
     checks: Checks
 
-    @property
-    def changes_gradients(self) -> bool:
-        """True if even one rank casts or divides something."""
-        return self.precision is not None or self.comm.gradient_divide_factor not in (None, 1)
-
-    def broadcasting(self, source: int) -> Options:
-        """These options, with a rank whose values all ranks take over if none is given."""
-        if self.init.broadcast_from is not None:
-            return self
-        return replace(self, init=replace(self.init, broadcast_from=source))
-
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
         shown = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}

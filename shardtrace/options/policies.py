@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -201,8 +201,15 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of ``fsdp`` with fields in place of their policies: those that have another value than their default."""
     found: dict[str, Any] = {}
     for name, value in options.items():
-        found |= changed(value) if isinstance(value, Policy) else {name: value}
+        if isinstance(value, Policy):
+            found |= {f.name: own for f in fields(value) if _differs(own := getattr(value, f.name), f.default)}
+        else:
+            found[name] = value
     return found
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and (type(value) is not type(default) or value != default)
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,15 +220,3 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
         if own := {name: value for name, value in values.items() if HOMES.get(name) == argument}:
             found[argument] = policy(**own)
     return found
-
-
-def changed(policy: Policy) -> dict[str, Any]:
-    """The fields of a policy that have another value than their default, by name."""
-
-    def differing() -> Iterator[tuple[str, Any]]:
-        for f in fields(policy):
-            value = getattr(policy, f.name)
-            if value is not f.default and (type(value) is not type(f.default) or value != f.default):
-                yield f.name, value
-
-    return dict(differing())
