@@ -13,7 +13,6 @@ from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
-from shardtrace.model.casts import inputs_of_blocks
 from shardtrace.model.choose import Target, choose, choose_gathers, find_target
 from shardtrace.model.distribute import shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
@@ -98,15 +97,11 @@ def fsdp(
             several), a predicate on ``(module)`` or ``(name, module)``, n for every n-th repeated block, or "full" or
             True for every block. "cheap" recomputes in every block only what is cheap, no products and no attention;
             which values are saved instead is found by a minimum cut. A mapping of names or patterns of blocks to
-            "full", "cheap" or "none" mixes them. A ZeRO-3 bucket is still gathered only once in backward, before its
-            block is recomputed. Random numbers are not drawn again: a dropout saves its mask, one byte per element.
+            "full", "cheap" or "none" mixes them. Random numbers are not drawn again: a dropout saves its mask.
         offload_policy: PyTorch's CPUOffloadPolicy keeps shards, their gradients and thus the optimizer state in host
-            memory. Shards are copied to the device when they are gathered, gradients to the host when they are reduced.
-            The memory is page-locked (``pin_memory``; torch allocates powers of two), so that copies overlap with
-            compute. Replicated parameters stay on the device. A world of one also gathers: with "zero3" at most
-            ``prefetch + 1`` buckets are on the device. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once
+            memory, which is page-locked (``pin_memory``; torch allocates powers of two). Replicated parameters stay on
+            the device. A world of one also gathers. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once
             before training. It then keeps the scale in host memory; otherwise torch reads a copy that has not arrived.
-            On the CPU the policy changes nothing.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.
@@ -159,10 +154,8 @@ def fsdp(
     state.claim_shards()
     if entries and target.device.type == "cpu":
         keep_freed_memory()
-    cast_layers = {e.layer for e in entries if e.precision is not None}
-    inputs = inputs_of_blocks(module, chosen.blocks, cast_layers, options.precision)
     add_hooks(module)
-    attach(module, state, chosen.checkpointed.values(), chosen.repeated, chosen.by_torch, inputs, no_sync=no_sync)
+    attach(module, state, chosen, no_sync=no_sync)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from passes.compat import set_traced_device
 from passes.plan import Placement, Wire
@@ -18,7 +17,6 @@ from shardtrace.model.sample import sample
 from shardtrace.model.state import Entry
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
-from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import compare
 from shardtrace.record.absent import claim, is_absent, never_runs
 
@@ -44,7 +42,9 @@ def shard_parameters(
     """
     group, init = target.groups.everyone, options.init
     homes = find_homes(chosen, target, evenness=init.evenness)
-    whole = [_entry(p, chosen.strategies[p.name], homes[p.name], target.device, options) for p in chosen.places]
+    cast = {p.name: None if any(keeps_dtype(o.module) for o in p.owners) else options.precision for p in chosen.places}
+    dtypes = {p.name: p.parameter.dtype for p in chosen.places}
+    stand_ins = {p.name: stand_in(p.parameter, target.device, cast[p.name]) for p in chosen.places}
     initialized = distribute(model, chosen.places, homes, group=group, device=target.device, init=init, given=given)
     if initialized:
         what = "the initial values of parameters"
@@ -53,29 +53,24 @@ def shard_parameters(
     if group.size() == 1 and target.host is None and unchanged:
         return ()
     return tuple(
-        replace(e, shard_shape=tuple(e.shard.shape), rest_device=e.shard.device, gather=gathers[e.name])
-        for e in whole
-        if e.stand_in.numel()
-    )
-
-
-def _entry(place: Place, strategy: ShardingStrategy, home: Home, device: torch.device, options: Options) -> Entry:
-    """The entry of a parameter that has not been sharded yet."""
-    precision = None if any(keeps_dtype(owner.module) for owner in place.owners) else options.precision
-    return Entry(
-        name=place.name,
-        full_shape=tuple(place.parameter.shape),
-        layer=place.layer,
-        block=place.block,
-        shard=place.parameter,
-        shard_shape=(),
-        rest_device=device,
-        dtype=place.parameter.dtype,
-        strategy=strategy,
-        home=home,
-        stand_in=stand_in(place.parameter, device, precision),
-        owners=tuple(place.owners),
-        precision=precision,
+        Entry(
+            name=p.name,
+            full_shape=tuple(stand_ins[p.name].shape),
+            layer=p.layer,
+            block=p.block,
+            shard=p.parameter,
+            shard_shape=tuple(p.parameter.shape),
+            rest_device=p.parameter.device,
+            dtype=dtypes[p.name],
+            strategy=chosen.strategies[p.name],
+            home=homes[p.name],
+            stand_in=stand_ins[p.name],
+            owners=tuple(p.owners),
+            precision=cast[p.name],
+            gather=gathers[p.name],
+        )
+        for p in chosen.places
+        if stand_ins[p.name].numel()
     )
 
 

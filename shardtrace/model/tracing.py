@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
-from shardtrace.model.casts import INPUTS, cast, with_casts
+from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
+from shardtrace.model.choose import Chosen
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
@@ -320,28 +321,25 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 def attach(
     model: nn.Module,
     state: ShardedState,
-    checkpointed: Collection[tuple[nn.Module, str]] = (),
-    repeated: Mapping[str, nn.Module] | None = None,
-    eager: Iterable[nn.Module] = (),
-    inputs: Mapping[nn.Module, torch.dtype] | None = None,
+    chosen: Chosen,
     *,
-    no_sync: Callable[..., Any] | None = None,
+    no_sync: Callable[..., Any],
 ) -> None:
     """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed, have a ``save_pretrained``, are ``repeated`` blocks (by their names), or cast their ``inputs`` to a
-    dtype. PyTorch runs those that are ``eager``."""
+    checkpointed or repeated, have a ``save_pretrained``, or cast their inputs."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
-    for module, what in checkpointed:
+    for module, what in chosen.checkpointed.values():
         module.__dict__[CHECKPOINTED[what]] = True
-    for module in eager:
+    for module in chosen.by_torch:
         module.__dict__[EAGER] = True
-    for module, dtype in (inputs or {}).items():
+    cast_layers = {e.layer for e in state.entries if e.precision is not None}
+    inputs = inputs_of_blocks(model, chosen.blocks, cast_layers, state.options.precision)
+    for module, dtype in inputs.items():
         module.__dict__[INPUTS] = dtype
-    names = {module: name for name, module in (repeated or {}).items()}
-    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(
-        (module for module, _ in checkpointed), names, inputs or {}
-    )
+    names = {module: name for name, module in chosen.repeated.items()}
+    parts = {module for entry in state.entries for _, module, _ in entry.owners}
+    parts |= {*names, *inputs, *(module for module, _ in chosen.checkpointed.values())}
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward on the instance overrides the class's; submodules with their own sharding are no parts
