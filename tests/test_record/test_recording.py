@@ -71,7 +71,7 @@ def test_how_often(single_rank, elsewhere):
     take_steps(third, 2)
     with pytest.raises(RuntimeError, match=r"0\.5 is now 1\.0"):
         take_steps(third, 1)
-    with pytest.raises(ValueError, match="check_recording must be True, False or a number of steps, not -1"):
+    with pytest.raises(ValueError, match="recording must be True, False or a number of steps, not -1"):
         shardtrace.fsdp(Net(), checks=shardtrace.Checks(recording=-1))
 
 
