@@ -68,8 +68,8 @@ def main() -> None:
             sharding_strategy=args.sharding_strategy,
             bucketing_strategy=args.bucketing_strategy,
             mp_policy=args.mp_policy,
-            device=device,
-            weights=args.from_pretrained,  # each rank reads only its rows
+            # each rank reads only its rows of the weights
+            init_policy=shardtrace.InitPolicy(device=device, weights=args.from_pretrained),
         )
         cmodel = thunder.jit(model)
         optimizer = torch.optim.AdamW(cmodel.parameters(), lr=args.lr)

@@ -30,6 +30,7 @@ from passes.insert_synchronize import insert_synchronize
 from passes.regather import regather
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
+from shardtrace import CompilePolicy
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 
 import thunder
@@ -237,8 +238,9 @@ except passes.VerificationError as error:
 # ## `fsdp` does the same
 #
 # `fake_ranks` makes this process rank 0 of two; the other does not exist, and collectives do nothing. This is enough to
-# compile. Your traces and those of `shardtrace.fsdp` are the same, line by line. (`kernels=False`, because you used
-# Thunder's own rules for gradients. By default a sharded model runs torch's kernels, whose traces are shorter.)
+# compile. Your traces and those of `shardtrace.fsdp` are the same, line by line. (`CompilePolicy(kernels=False)`,
+# because you used Thunder's own rules for gradients. By default a sharded model runs torch's kernels, whose traces are
+# shorter.)
 
 # %%
 ours = {
@@ -247,7 +249,7 @@ ours = {
 }
 for strategy, by_hand in ours.items():
     with fake_ranks(2):
-        compiled = compile_fake(build, x, sharding_strategy=strategy, kernels=False)
+        compiled = compile_fake(build, x, sharding_strategy=strategy, compile_policy=CompilePolicy(kernels=False))
     theirs = stage(compiled, "schedule"), stage(compiled, "schedule", thunder.last_backward_traces)
     for mine, its in zip(by_hand, theirs, strict=True):
         assert text(mine) == text(its)

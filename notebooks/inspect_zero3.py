@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
+from shardtrace import CompilePolicy
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -53,10 +54,11 @@ cluster = CostModel(
     link=Link(bandwidth=50e9, latency=20e-6),  # bytes/s that a GPU sends while it receives as many; s
     device=Device(flops=494e12, half_flops=989e12, bandwidth=3.35e12, overhead=5e-6),  # TF32, bf16, HBM, a launch
 )
+policy = CompilePolicy(cost_model=cluster)
 options = {
     "world_size": 64,
     "mp_policy": "bf16",
-    "cost_model": cluster,
+    "compile_policy": policy,
     "bucketing_strategy": "block",
     "jit_options": {"executors": ["torchcompile"]},  # fuses element-wise lines, as nvFuser does on a GPU
 }
@@ -233,12 +235,13 @@ changed = {
     "buckets: none": {"bucketing_strategy": "none"},
     "buckets: layer": {"bucketing_strategy": "layer"},
     "buckets: 25 MB": {"bucketing_strategy": 25},
-    "..., 25 MB in flight": {"bucketing_strategy": 25, "max_inflight_bytes": 25 * MB},
-    "prefetch 0": {"prefetch": 0},
+    "..., 25 MB in flight": {"bucketing_strategy": 25, "compile_policy": replace(policy, max_inflight_bytes=25 * MB)},
+    "prefetch 0": {"compile_policy": replace(policy, prefetch=0)},
     "fp32": {"mp_policy": None},
-    "100 Gbit/s": {"cost_model": replace(cluster, link=Link(bandwidth=12.5e9, latency=20e-6))},
-    "1.6 Tbit/s": {"cost_model": replace(cluster, link=Link(bandwidth=200e9, latency=20e-6))},
 }
+for name, bandwidth in (("100 Gbit/s", 12.5e9), ("1.6 Tbit/s", 200e9)):
+    other = replace(cluster, link=Link(bandwidth=bandwidth, latency=20e-6))
+    changed[name] = {"compile_policy": replace(policy, cost_model=other)}
 spawn = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads
 with ProcessPoolExecutor(max_workers=2, mp_context=spawn) as pool:
     jobs = {n: pool.submit(shardtrace.inspect, shallow, (batch, batch), **options | c) for n, c in changed.items()}

@@ -31,6 +31,7 @@ from shardtrace.checkpoint import (
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.planner import plan
 from shardtrace.plugins import DDP, FSDP
@@ -64,9 +65,13 @@ __all__ = [
     "Check",
     "Checkpoint",
     "CheckpointError",
+    "Checks",
     "Collective",
     "CollectiveRow",
+    "CommPolicy",
+    "CompilePolicy",
     "Generator",
+    "InitPolicy",
     "Inspection",
     "MemoryRow",
     "MemorySnapshot",

@@ -11,7 +11,6 @@ result is one readable JSON file for each device, backend and world size, in ``$
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import math
 import os
@@ -51,8 +50,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.core import dtypes
 
-Start = Callable[[], Any]  # issues a collective
-Finish = Callable[[Any], Any]  # waits for it
+Collective = Callable[..., None]  # issues a collective, calls its argument and waits
 Report = Callable[[str], None]  # is called with the name of each finished measurement
 
 
@@ -254,16 +252,15 @@ def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort
         shard, grad = torch.ones(shape, device=device), torch.ones(shape[0] * group.size(), device=device)
         sent = bucket.bytes * (group.size() - 1) / group.size()
         for issue, wait, values in ((all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)):
-            start, finish = _collective(issue, wait, values, bucket)
-            run = functools.partial(_in_turn, start, finish)
+            run = _collective(issue, wait, values, bucket)
             times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # the same number on all ranks
             samples.append((sent, statistics.median(times[1:])))
-            taken.append(_taken(start, finish, device, group, effort))
+            taken.append(_taken(run, device, group, effort))
             report(f"{issue.name} of {bucket.bytes} bytes")
     return fit_link(samples, taken)
 
 
-def _taken(start: Start, finish: Finish, device: torch.device, group: dist.ProcessGroup, effort: Effort) -> float:
+def _taken(collective: Collective, device: torch.device, group: dist.ProcessGroup, effort: Effort) -> float:
     """Seconds that a collective takes from products that are computed while it is in flight. Call it on all ranks."""
     product = _products(effort.matmul // 2, torch.float32, device)
 
@@ -273,9 +270,9 @@ def _taken(start: Start, finish: Finish, device: torch.device, group: dist.Proce
 
     def together(n: int) -> None:
         for _ in range(IN_A_ROW):
-            _in_turn(start, finish, lambda: compute(n))
+            collective(lambda: compute(n))
 
-    times = [_timed(lambda: _in_turn(start, finish), device), _timed(lambda: compute(LINES), device) / LINES]
+    times = [_timed(collective, device), _timed(lambda: compute(LINES), device) / LINES]
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     alone, one = slowest.tolist()
@@ -300,16 +297,16 @@ def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket
     return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
 
 
-def _in_turn(start: Start, finish: Finish, between: Callable[[], Any] = lambda: None) -> None:
-    future = start()
-    between()
-    finish(future)
-
-
-def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> tuple[Start, Finish]:
-    """The functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
+def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Collective:
+    """Runs two lines of a trace, issue and wait, with something between them. A bound symbol holds its function."""
     start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
-    return lambda: start((values,), bucket), lambda future: finish(future, bucket)
+
+    def run(between: Callable[[], Any] = lambda: None) -> None:
+        future = start((values,), bucket)
+        between()
+        finish(future, bucket)
+
+    return run
 
 
 def fit_link(samples: Sequence[tuple[float, float]], taken: Sequence[float] = ()) -> Link:

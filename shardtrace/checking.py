@@ -197,7 +197,8 @@ def _lines(whole: nn.Module, arguments: Arguments, ours: Tensors, remarks: list[
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves: tensors by what they are and their names. ``into``: the results that have a gradient."""
+    """What a step leaves: tensors by what they are and their names. ``into``: the results that have a gradient.
+    Parameters without a gradient have zeros, because a compiled step always has one."""
 
     tensors: Tensors
     into: tuple[int, ...] = ()
@@ -213,7 +214,8 @@ def _step(model: Any, arguments: Arguments, *, into: Sequence[int] | None = None
         torch.autograd.backward([_weighted_sum(t) for t in loss])
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     found = {("result", str(i)): t for i, t in enumerate(results)}
-    found |= {("gradient", name): _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    found |= {("gradient", name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained}
     found |= {("buffer", name): b for name, b in model.named_buffers()}
     found |= {("input", str(i)): t for i, t in enumerate(inputs)}
     found |= {("gradient", f"input {i}"): t.grad for i, t in enumerate(inputs) if t.grad is not None}
@@ -232,11 +234,6 @@ def _weighted_sum(t: torch.Tensor) -> torch.Tensor:
     t = torch.view_as_real(t) if t.is_complex() else t
     weights = torch.linspace(0.5, 1.5, t.numel(), dtype=torch.float32, device=t.device)
     return (t * weights.view(t.shape).to(t.dtype)).sum()
-
-
-def _gradient(p: torch.Tensor) -> torch.Tensor:
-    """The gradient; zeros if there is none: a compiled step always has one."""
-    return torch.zeros_like(p) if p.grad is None else p.grad
 
 
 def _in_float64(run: Callable[..., Any], whole: nn.Module, arguments: Arguments, remarks: list[str]) -> Any:

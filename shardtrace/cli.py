@@ -21,7 +21,8 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,23 @@ from shardtrace.checking import Check, check
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.model.state import state_of, states_in
 from shardtrace.model.whole import whole_copy
+from shardtrace.options.policies import POLICIES, grouped
 from shardtrace.planner import plan
 
 import thunder
 import torch
 from torch import nn
+
+INSPECTED = (
+    *("sharding_strategy", "bucketing_strategy", "device", "prefetch", "gather_dtype", "reduce_wire"),
+    "error_feedback",
+)
+FLAGS = {  # options of fsdp and fields of its policies, by the commands that have a flag for them
+    "inspect": INSPECTED,
+    "explain": INSPECTED,
+    "check": ("sharding_strategy", "bucketing_strategy", "mp_policy"),
+    "plan": ("sharding_strategy", "mp_policy"),
+}
 
 
 class TargetError(Exception):
@@ -90,49 +103,52 @@ def _parser() -> argparse.ArgumentParser:
         ("inspect", "writes the inspector's page, a single HTML file"),
         ("explain", "prints the summary"),
     ):
-        command = commands.add_parser(name, help=about, description=f"{about}.\n\n{__doc__}", formatter_class=_Format)
-        command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+        command = _command(commands, name, about, "for a factory: as in shardtrace.fsdp", more=f"\n\n{__doc__}")
         command.add_argument("--world-size", type=int, metavar="N", help="number of fake ranks (8)")
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to show (0)")
-        command.add_argument("--sharding-strategy", metavar="S", help="for a factory: as in shardtrace.fsdp (zero3)")
-        command.add_argument(
-            "--bucketing-strategy",
-            metavar="B",
-            type=_number_or_name,
-            help="for a factory: as in shardtrace.fsdp (auto)",
-        )
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
-        device = "for a factory: the device to compile for, as in cuda, which need not be there"
-        command.add_argument("--device", metavar="D", help=device)
-        command.add_argument("--prefetch", type=int, metavar="K", help="for a factory: as in shardtrace.fsdp")
-        for option in ("--gather-dtype", "--reduce-wire"):
-            command.add_argument(option, metavar="W", help="for a factory: as in shardtrace.fsdp")
-        command.add_argument(
-            "--error-feedback", action="store_true", default=None, help="for a factory: as in shardtrace.fsdp"
-        )
-        command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     _add_plan(commands)
-    _add_check(commands)
+    about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
+    _command(commands, "check", about, "as in shardtrace.fsdp")
     return parser
 
 
-def _add_check(commands: Any) -> None:
-    about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
-    command = commands.add_parser("check", help=about, description=f"{about}.", formatter_class=_Format)
+def _command(commands: Any, name: str, about: str, options: str, *, more: str = "") -> argparse.ArgumentParser:
+    """Adds a command with what all have: a target, options of ``fsdp``, and a traceback."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=f"{about}.{more}", formatter_class=_Format
+    )
     command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
-    for option in ("--sharding-strategy", "--bucketing-strategy", "--mp-policy"):
-        command.add_argument(option, metavar="V", help="as in shardtrace.fsdp")
     command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    _add_options(command, name, options)
+    return command
+
+
+def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> None:
+    """Adds the flags of options of ``fsdp``: a switch for a field that is True or False, else a flag with a value."""
+    kinds = {f.name: str(f.type) for policy in POLICIES.values() for f in fields(policy)}
+    for option in FLAGS[name]:
+        flag, kind = f"--{option.replace('_', '-')}", kinds.get(option, "")
+        if kind == "bool":
+            command.add_argument(flag, action="store_true", default=None, help=about)
+        else:
+            number = _number_or_name if option == "bucketing_strategy" else int if kind.startswith("int") else str
+            command.add_argument(flag, type=number, metavar="V", help=about)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``fsdp`` that have a value, with fields in place of their policies."""
+    values = {name: getattr(options, name) for name in FLAGS[options.command]}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _add_plan(commands: Any) -> None:
     about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
-    command = commands.add_parser("plan", help=about, description=f"{about}.", formatter_class=_Format)
-    command.add_argument("target", metavar="TARGET", help="file.py:function, package.module:function, or file.py")
+    command = _command(commands, "plan", about, "to be kept, as in shardtrace.fsdp")
     command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
     shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
     command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
@@ -143,13 +159,10 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--node-ranks", type=int, metavar="N", help="ranks of a machine (what is usual)")
     command.add_argument("--optimizer", default="AdamW", metavar="O", help="of torch.optim (AdamW)")
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
-    command.add_argument("--mp-policy", metavar="P", help="bf16, fp16 or fp32, as in shardtrace.fsdp")
-    command.add_argument("--sharding-strategy", metavar="S", help="to keep instead of choosing one")
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
     command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
     command.add_argument("--page", type=Path, metavar="FILE", help="write a page with memory against time (HTML)")
-    command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
@@ -180,43 +193,34 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
     """Compiles the target and inspects it. Raises TargetError if it is no target, and the target's own exceptions."""
-    place, colon, function = options.target.rpartition(":")
-    if not colon:
-        _check_file(Path(options.target))
-        return run_script(Path(options.target), script_arguments, world_size=options.world_size, rank=options.rank)
-    made = _factory(place, function)()
+    if (script := _script(options.target)) is not None:
+        return run_script(script, script_arguments, world_size=options.world_size, rank=options.rank)
+    made = _make(options.target)
     if thunder.compile_data(made) is not None:
         return inspect(made)
-    names = [
-        *("device", "mesh_shape", "sharding_strategy", "bucketing_strategy", "prefetch"),
-        *("gather_dtype", "reduce_wire", "error_feedback"),
-    ]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return inspect(*_model_and_inputs(options.target, made), world_size=options.world_size, rank=options.rank, **given)
+    model, inputs = _model_and_inputs(options.target, made)
+    size, shape, given = options.world_size, options.mesh_shape, grouped(_given(options))
+    return inspect(model, inputs, world_size=size, mesh_shape=shape, rank=options.rank, **given)
 
 
 def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
-    place, colon, function = options.target.rpartition(":")
-    names = ("sharding_strategy", "bucketing_strategy", "mp_policy")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = grouped(_given(options))
     torch.manual_seed(0)  # ranks make the same model and inputs
-    if colon:
-        return check(*_model_and_inputs(options.target, _factory(place, function)()), **given)
-    _check_file(Path(options.target))
-    call = first_call(Path(options.target), arguments, world_size=1)
+    if (script := _script(options.target)) is None:
+        return check(*_model_and_inputs(options.target, _make(options.target)), **given)
+    call = first_call(script, arguments, world_size=1)
     return check(whole_copy(call.model, values=True), _inputs(call), **given)
 
 
 def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
     model, inputs, fixed = _to_be_planned(options, script_arguments)
-    pins = ("mp_policy", "sharding_strategy")
     found = plan(
         model,
         inputs,
         world_size=options.world_size,
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "device", "link", "node_link")},
         **{name: getattr(options, name) for name in ("node_ranks", "optimizer", "accumulation")},
-        fixed=fixed | {name: getattr(options, name) for name in pins if getattr(options, name) is not None},
+        fixed=fixed | _given(options),
         allowed=dict(options.allow),
     )
     print(found)
@@ -230,11 +234,9 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
 def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A model, its inputs, and the options of ``fsdp`` that a plan is to keep: those of a script that change results,
     or where parameters are."""
-    place, colon, function = options.target.rpartition(":")
-    if colon:
-        return *_model_and_inputs(options.target, _factory(place, function)()), {}
-    _check_file(Path(options.target))
-    call = first_call(Path(options.target), arguments, world_size=options.world_size)
+    if (script := _script(options.target)) is None:
+        return *_model_and_inputs(options.target, _make(options.target)), {}
+    call = first_call(script, arguments, world_size=options.world_size)
     state = state_of(call.model)
     if state is None:
         (inner, *_) = states_in(call.model)
@@ -263,7 +265,17 @@ def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:
     return model, inputs
 
 
-def _factory(place: str, function: str) -> Callable[[], Any]:
+def _script(target: str) -> Path | None:
+    """The file of a target that is a training script. None for a factory."""
+    if ":" in target:
+        return None
+    _check_file(Path(target))
+    return Path(target)
+
+
+def _make(target: str) -> Any:
+    """What a factory returns."""
+    place, _, function = target.rpartition(":")
     if place.endswith(".py"):
         _check_file(Path(place))
         sys.path.insert(0, str(Path(place).resolve().parent))
@@ -276,7 +288,7 @@ def _factory(place: str, function: str) -> Callable[[], Any]:
             raise TargetError(f"there is no module {error.name}: is {place} a file? Then write {place}.py") from error
     if not callable(found):
         raise TargetError(f"there is no function {function} in {place}")
-    return found
+    return found()
 
 
 def _check_file(path: Path) -> None:

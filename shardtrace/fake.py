@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from passes.compat import attention_of_gpus, deeper_recursion
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.counts import parse_count
+from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.mesh import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 
@@ -75,8 +77,9 @@ def compile_sharded(
 
     The model is not changed. Its copy has no memory.
     """
-    device = resolve_device(fsdp_options.get("device"), _device(model, arguments))
-    options = {**fsdp_options, "device": device, "param_init_fn": never_runs}
+    init = fsdp_options.get("init_policy", InitPolicy())
+    device = resolve_device(init.device, _device(model, arguments))
+    options = {**fsdp_options, "init_policy": replace(init, device=device, param_init_fn=never_runs)}
     with deeper_recursion(), attention_of_gpus() if is_absent(device) else nullcontext():
         ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
         compile_only(ours, _on(device, arguments))

@@ -13,8 +13,7 @@ from unittest import mock
 import shardtrace  # isort: split
 
 from passes.analysis.liveness import step_liveness
-from shardtrace import api
-from shardtrace.model import state
+from shardtrace.model import distribute, state
 from shardtrace.model.home import Home
 from shardtrace.ranks.mesh import Transport
 
@@ -60,12 +59,15 @@ def missing_nvfuser(asked: bool) -> str:
 def talking_to_itself() -> Iterator[None]:
     """Lets ``fsdp`` shard over a group of one as over any other. Otherwise a world of one replicates parameters."""
 
-    def homes(found: Any, strategies: Any, groups: Any, **options: Any) -> dict[str, Home]:
-        placements = {p.name: strategies[p.name].placement for p in found}
-        return {p.name: Home(placements[p.name], groups.everyone, host=options["host"]) for p in found}
+    def homes(chosen: Any, target: Any, *, evenness: float) -> dict[str, Home]:
+        group, host = target.groups.everyone, target.host
+        return {name: Home(s.placement, group, host=host) for name, s in chosen.strategies.items()}
 
     like_nccl = Transport(direct=False, averages=True)
-    with mock.patch.object(api, "find_homes", homes), mock.patch.object(state, "transport", return_value=like_nccl):
+    with (
+        mock.patch.object(distribute, "find_homes", homes),
+        mock.patch.object(state, "transport", return_value=like_nccl),
+    ):
         yield
 
 
@@ -82,7 +84,13 @@ def numbers_over_a_group_of_one(
     if precision is not None:  # buffers and parameters without elements keep their dtype, which would widen the others
         model.shift, model.nothing.data = model.shift.bfloat16(), model.nothing.data.bfloat16()
     with talking_to_itself():
-        shardtrace.fsdp(model, sharding_strategy=strategy, mp_policy=precision or "fp32", mesh=group, device=device)
+        shardtrace.fsdp(
+            model,
+            sharding_strategy=strategy,
+            mp_policy=precision or "fp32",
+            mesh=group,
+            init_policy=shardtrace.InitPolicy(device=device),
+        )
     cmodel = thunder.jit(model, executors=executors)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, cmodel)]
     before, steps, apart = issued(group), 3, 0.0
@@ -139,7 +147,7 @@ def traces_and_memory(device: torch.device, strategy: str, *, executors: list[st
     x = torch.randn(ROWS, WIDTH, device=device)
 
     def build() -> tuple[nn.Module, Any]:
-        model = shardtrace.fsdp(Blocks(), sharding_strategy=strategy, device=device)
+        model = shardtrace.fsdp(Blocks(), sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(device=device))
         return model, thunder.jit(model, executors=executors)
 
     (model, cmodel), built = metered(build, device)

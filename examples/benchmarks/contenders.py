@@ -115,7 +115,7 @@ def contenders() -> list[Contender]:
         for suffix, executors, devices in executor_sets
         for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
     ]
-    both: dict[str, Any] = {"gather_dtype": "int8", "reduce_wire": "int8"}
+    both: dict[str, Any] = {"comm_policy": shardtrace.CommPolicy(gather_dtype="int8", reduce_wire="int8")}
     ours += [
         Contender(f"shardtrace {strategy} int8", partial(use_shardtrace, strategy=strategy, **both), peer)
         for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))

@@ -28,6 +28,7 @@ from passes.plan import CostModel
 from passes.plan.hardware import hardware
 from shardtrace.calibrate import calibrate
 from shardtrace.options.planned import TrainingPlan
+from shardtrace.options.policies import grouped
 from shardtrace.planner.compose import Step
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
@@ -193,7 +194,7 @@ def run(job: Job, world: World, cost: Mapping[str, Any], planned: str, wires: bo
 
 def sharded(model: nn.Module, world: World, cost: CostModel, options: Mapping[str, Any]) -> nn.Module:
     if "plan" not in options:
-        options = {"bucketing_strategy": "block", "cost_model": cost, **options}
+        options = grouped({"bucketing_strategy": "block", "cost_model": cost, **options})
     return thunder.jit(shardtrace.fsdp(model, mesh=world.group, **options))
 
 

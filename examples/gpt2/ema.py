@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     with start(args) as trainer:
         model = trainer.build_model()
-        shardtrace.fsdp(model, device=trainer.device)
+        shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(device=trainer.device))
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.decay))  # as many shards again
         cmodel = thunder.jit(model)
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)

@@ -30,7 +30,7 @@ def main() -> None:
         for name, matrices in (("AdamW", "zero3"), ("Muon and AdamW", "owner")):
             model = trainer.build_model()
             strategy = {is_hidden_matrix: matrices, "*": "zero3"}
-            shardtrace.fsdp(model, sharding_strategy=strategy, device=trainer.device)
+            shardtrace.fsdp(model, sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(device=trainer.device))
             cmodel = thunder.jit(model)
             report = trainer.run(cmodel, *optimizers(cmodel, args, muon=matrices == "owner"))
             rows.append((name, report["losses"][-1], report["val_loss"]))

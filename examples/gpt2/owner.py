@@ -19,7 +19,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     with start(args) as trainer:
         model = trainer.build_model()
-        shardtrace.fsdp(model, sharding_strategy="owner", device=trainer.device)
+        shardtrace.fsdp(model, sharding_strategy="owner", init_policy=shardtrace.InitPolicy(device=trainer.device))
         cmodel = thunder.jit(model)
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
         trainer.run(cmodel, optimizer)

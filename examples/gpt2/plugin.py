@@ -22,7 +22,7 @@ def main() -> None:
             sharding_strategy=args.sharding_strategy,
             bucketing_strategy=args.bucketing_strategy,
             mp_policy=args.mp_policy,
-            device=trainer.device,
+            init_policy=shardtrace.InitPolicy(device=trainer.device),
         )
         cmodel = thunder.compile(trainer.build_model(), recipe=BaseRecipe(fuser=args.fuser), plugins=[plugin])
         optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)

@@ -22,12 +22,12 @@ from trainer import OPTIMIZERS, arguments, is_main, new_file, start, table
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
     "exact, from weights off by a millionth": {},  # the distance that chance makes
-    "int8 gathers": {"gather_dtype": "int8"},
-    "fp8 gathers": {"gather_dtype": "fp8"},
-    "int8 reductions": {"reduce_wire": "int8"},
-    "int8 both": {"gather_dtype": "int8", "reduce_wire": "int8"},
-    "int4 reductions": {"reduce_wire": "int4"},
-    "int4 reductions, error feedback": {"reduce_wire": "int4", "error_feedback": True},
+    "int8 gathers": {"comm_policy": shardtrace.CommPolicy(gather_dtype="int8")},
+    "fp8 gathers": {"comm_policy": shardtrace.CommPolicy(gather_dtype="fp8")},
+    "int8 reductions": {"comm_policy": shardtrace.CommPolicy(reduce_wire="int8")},
+    "int8 both": {"comm_policy": shardtrace.CommPolicy(gather_dtype="int8", reduce_wire="int8")},
+    "int4 reductions": {"comm_policy": shardtrace.CommPolicy(reduce_wire="int4")},
+    "int4 reductions, error feedback": {"comm_policy": shardtrace.CommPolicy(reduce_wire="int4", error_feedback=True)},
 }
 LAST = 20  # steps whose mean loss is compared: a single batch is noisy
 APART = 4  # steps between two points of a curve
@@ -42,7 +42,12 @@ def main() -> None:
             if "millionth" in name:
                 for p in model.parameters():
                     p.data.mul_(1 + 1e-6 * torch.randn_like(p))
-            shardtrace.fsdp(model, sharding_strategy=args.sharding_strategy, device=trainer.device, **WIRES[name])
+            shardtrace.fsdp(
+                model,
+                sharding_strategy=args.sharding_strategy,
+                init_policy=shardtrace.InitPolicy(device=trainer.device),
+                **WIRES[name],
+            )
             cmodel = thunder.jit(model)
             optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
             losses[name] = trainer.run(cmodel, optimizer)["losses"]

@@ -29,7 +29,7 @@ def main() -> None:
             sharding_strategy=args.sharding_strategy,
             bucketing_strategy=args.bucketing_strategy,
             mp_policy=args.mp_policy,
-            device=trainer.device,
+            init_policy=shardtrace.InitPolicy(device=trainer.device),
             offload_policy=CPUOffloadPolicy() if args.cpu_offload else None,
         )
         cmodel = thunder.jit(model, executors=args.executors)

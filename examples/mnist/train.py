@@ -47,7 +47,7 @@ def main() -> None:
             sharding_strategy=args.sharding_strategy,
             bucketing_strategy=args.bucketing_strategy,
             mp_policy=args.mp_policy,
-            device=device,
+            init_policy=shardtrace.InitPolicy(device=device),
         )
         cmodel = thunder.jit(model)
         optimizer = torch.optim.Adadelta(cmodel.parameters(), lr=args.lr)

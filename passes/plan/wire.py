@@ -42,7 +42,7 @@ def _no_work(bucket: Bucket) -> Ends:
 class Wire:
     """A custom way to gather a bucket's shards, or to reduce its gradients: compressed for example.
 
-    A plan has one for its gathers and one for its reductions (``fsdp(gather_dtype=...)``, ``fsdp(reduce_wire=...)``),
+    A plan has one for its gathers and one for its reductions (``CommPolicy.gather_dtype`` and ``reduce_wire``),
     and a pass may put one on any bucket of a gather.
 
     Args:

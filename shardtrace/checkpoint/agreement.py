@@ -15,7 +15,7 @@ def agree(model: ModelState, what: str, lines: list[str], error: Exception | Non
     """
     found = str(error) if error is not None else ""
     if model.group is not None:
-        timeout += model.states[0].options.timeout
+        timeout += model.states[0].options.checks.timeout
         try:
             compare(model.group, what, lines, timeout=timeout, error=found)
         except RankMismatchError as mismatch:

@@ -195,10 +195,10 @@ def inspect(
             its number in order of compilation, from 0. Default: the one of the last call.
         profile: a profile of the jitted model by :func:`profile`. Its times replace the predicted ones.
         jit_options: options of ``thunder.jit``, for fake ranks.
-        fsdp_options: options of :func:`shardtrace.fsdp`, for fake ranks: ``sharding_strategy``, ``prefetch``, ...
-            Without ``cost_model``, times rest on its pessimistic defaults, which are the same on every machine.
-            ``device="cuda"`` needs no GPU; the executors are those of this machine, so nvFuser takes part only if it
-            is installed.
+        fsdp_options: options of :func:`shardtrace.fsdp`, for fake ranks: ``sharding_strategy``, ``compile_policy``, ...
+            Without a ``cost_model``, times rest on its pessimistic defaults, which are the same on every machine.
+            ``InitPolicy(device="cuda")`` needs no GPU; the executors are those of this machine, so nvFuser takes part
+            only if it is installed.
 
     Raises:
         TypeError: if ``model`` is neither, or if an argument does not apply to it.

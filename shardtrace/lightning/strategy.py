@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from shardtrace.lightning import checkpoint
 from shardtrace.lightning.precision import check_precision, policy_of
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.model.state import state_of
+from shardtrace.options.policies import Checks, InitPolicy
 from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.clipping import clip_grad_norm_
@@ -55,7 +57,7 @@ class ShardtraceStrategy(DDPStrategy):
         timeout: how long ranks wait for each other.
         process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
             Fabric's DDPStrategy.
-        options: further arguments of :func:`shardtrace.fsdp`.
+        options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.
 
     Raises:
         TypeError: for a precision plugin or a CheckpointIO plugin that it does not work with.
@@ -145,9 +147,11 @@ class ShardtraceStrategy(DDPStrategy):
         """Shards the module in place, unless it is sharded already, and compiles it."""
         if state_of(module) is None:
             policy = policy_of(self.precision)
-            options = {"mp_policy": policy, **self.options} if policy is not None else self.options
+            options = {**({"mp_policy": policy} if policy is not None else {}), **self.options}
             assert not isinstance(self.mesh, tuple)  # setup_environment made a mesh of it
-            module = fsdp(module, mesh=self.mesh, device=self.root_device, timeout=self._seconds, **options)
+            init = replace(options.pop("init_policy", InitPolicy()), device=self.root_device)
+            checks = replace(options.pop("checks", Checks()), timeout=self._seconds)
+            module = fsdp(module, mesh=self.mesh, init_policy=init, checks=checks, **options)
         if not isinstance(module, ThunderModule):
             if not self.jit:
                 return module

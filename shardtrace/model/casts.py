@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -42,6 +42,17 @@ def with_casts(forward: Callable[..., Any], precision: MixedPrecisionPolicy | No
         return cast(forward(module, *cast(args, given), **cast(kwargs, given)), returned)
 
     return cast_forward
+
+
+def inputs_of_blocks(
+    model: nn.Module, blocks: Iterable[str], cast_layers: Collection[str], policy: MixedPrecisionPolicy | None
+) -> dict[nn.Module, torch.dtype]:
+    """The dtype to which each block casts its inputs, as in FSDP2: that of its parameters. ``cast_layers``: the names
+    of the modules whose own parameters are cast."""
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return {}
+    chosen = (b for b in blocks if any(f"{layer}.".startswith(f"{b}.") for layer in cast_layers))
+    return {model.get_submodule(block): policy.param_dtype for block in chosen}
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

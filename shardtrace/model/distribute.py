@@ -5,37 +5,79 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from passes.compat import set_traced_device
-from passes.plan import HostMemory, Placement
+from passes.plan import Placement, Wire
+from shardtrace.model.casts import keeps_dtype
+from shardtrace.model.choose import Chosen, Target
 from shardtrace.model.home import Home, shard, unshard
-from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data
+from shardtrace.model.materialize import broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
+from shardtrace.model.refusal import SEED_HINT
 from shardtrace.model.sample import sample
-from shardtrace.options.strategy import ShardingStrategy
-from shardtrace.ranks.mesh import Groups
+from shardtrace.model.state import Entry
+from shardtrace.options.options import Options
+from shardtrace.options.policies import InitPolicy
+from shardtrace.ranks.consensus import compare
 from shardtrace.record.absent import claim, is_absent, never_runs
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def host_memory(policy: CPUOffloadPolicy | None, device: torch.device) -> HostMemory | None:
-    """The host memory for parameters that are used on ``device``. None if they stay on the device."""
-    return None if policy is None or device.type == "cpu" else HostMemory(device, pinned=policy.pin_memory)
-
-
-def find_homes(
-    found: Sequence[Place],
-    strategies: Mapping[str, ShardingStrategy],
-    groups: Groups,
+def shard_parameters(
+    model: nn.Module,
+    chosen: Chosen,
+    gathers: Mapping[str, Wire | None],
+    target: Target,
+    options: Options,
     *,
-    evenness: float,
-    host: HostMemory | None,
-) -> dict[str, Home]:
+    given: Collection[int] = (),
+) -> tuple[Entry, ...]:
+    """Gives each parameter its shard, in place, and returns their entries: none if the model stays as it is. Tensors
+    whose id is ``given`` get memory for the caller to fill.
+
+    Raises RankMismatchError on every rank if the initial values of parameters differ.
+    """
+    group, init = target.groups.everyone, options.init
+    homes = find_homes(chosen, target, evenness=init.evenness)
+    cast = {p.name: None if any(keeps_dtype(o.module) for o in p.owners) else options.precision for p in chosen.places}
+    dtypes = {p.name: p.parameter.dtype for p in chosen.places}
+    stand_ins = {p.name: stand_in(p.parameter, target.device, cast[p.name]) for p in chosen.places}
+    initialized = distribute(model, chosen.places, homes, group=group, device=target.device, init=init, given=given)
+    if initialized:
+        what = "the initial values of parameters"
+        compare(group, what, initialized, timeout=options.checks.timeout, hint=SEED_HINT)
+    unchanged = options.precision is None and options.comm.gradient_divide_factor in (None, 1)
+    if group.size() == 1 and target.host is None and unchanged:
+        return ()
+    return tuple(
+        Entry(
+            name=p.name,
+            full_shape=tuple(stand_ins[p.name].shape),
+            layer=p.layer,
+            block=p.block,
+            shard=p.parameter,
+            shard_shape=tuple(p.parameter.shape),
+            rest_device=p.parameter.device,
+            dtype=dtypes[p.name],
+            strategy=chosen.strategies[p.name],
+            home=homes[p.name],
+            stand_in=stand_ins[p.name],
+            owners=tuple(p.owners),
+            precision=cast[p.name],
+            gather=gathers[p.name],
+        )
+        for p in chosen.places
+        if stand_ins[p.name].numel()
+    )
+
+
+def find_homes(chosen: Chosen, target: Target, *, evenness: float) -> dict[str, Home]:
     """The home of each parameter, by its name. With one rank to shard over it is that of DDP, or a single shard if
-    there is a ``host``."""
+    it lives in host memory."""
+    found, strategies, groups, host = chosen.places, chosen.strategies, target.groups, target.host
     owned = [
         Owned(p.name, p.layer, p.parameter.numel() * p.parameter.element_size())
         for p in found
@@ -72,15 +114,14 @@ def distribute(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    broadcast_from: int | None,
-    param_init_fn: InitFn | None,
+    init: InitPolicy,
     given: Collection[int] = (),
 ) -> list[str]:
     """Gives each parameter its shard and each buffer its device, in place. Works on one module and one parameter at a
     time: a whole parameter is freed as soon as its shard is made. Nothing has memory on a device that is absent, or if
     the model :func:`never_runs`. Tensors whose id is ``given`` get memory for the caller to fill. Returns what must be
     equal on all ranks: the values that each has initialized by itself."""
-    absent, used_on = is_absent(device) or param_init_fn is never_runs, device
+    absent, used_on = is_absent(device) or init.param_init_fn is never_runs, device
     device = torch.device("meta") if absent else device
     full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
     names = {id(p.parameter): p.name for p in found}
@@ -88,7 +129,7 @@ def distribute(
     initialized: list[str] = []
 
     def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
-        source = None if absent else broadcast_from
+        source = None if absent else init.broadcast_from
         whole, name = broadcast(values.to(device), source, group), names[id(parameter)]
         home = homes[name]
         kept = shard(whole, home)
@@ -116,11 +157,11 @@ def distribute(
             make_room(parameter)
     for module in model.modules():
         if module in meta_modules:
-            for parameter, values in materialized(module, device, param_init_fn, whole_again):
+            for parameter, values in materialized(module, device, init.param_init_fn, whole_again):
                 if id(parameter) in given:
                     continue
                 if id(parameter) in names:
-                    if broadcast_from is None:
+                    if init.broadcast_from is None:
                         initialized.append(names[id(parameter)] + sample(values))
                     keep_shard(parameter, values)
                 elif parameter.is_meta:  # ignored, so not sharded
@@ -136,5 +177,5 @@ def distribute(
             elif buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
             else:
-                module._buffers[name] = broadcast(buffer.to(device), broadcast_from, group)
+                module._buffers[name] = broadcast(buffer.to(device), init.broadcast_from, group)
     return initialized

@@ -18,7 +18,7 @@ def init_empty_weights() -> Iterator[None]:
 
         with shardtrace.init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
-        shardtrace.fsdp(model, weights=folder)
+        shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(weights=folder))
 
     A layer's parameter has memory only until the layer registers it. ``torch.device("meta")`` puts buffers on the meta
     device as well. Accelerate has a function of this name.

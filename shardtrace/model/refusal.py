@@ -7,12 +7,13 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from passes.plan import Wire
-from shardtrace.model.materialize import InitFn, uninitializable
+from shardtrace.model.choose import Chosen
+from shardtrace.model.materialize import uninitializable
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.sample import sample
 from shardtrace.model.state import part_of, state_of, states_in
 from shardtrace.options.options import Options
-from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare
 
 import torch
@@ -22,35 +23,35 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SEED_HINT = (
-    "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass broadcast_from=0; "
-    "pass the same weights on all ranks"
+    "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass "
+    "init_policy=InitPolicy(broadcast_from=0); pass the same weights on all ranks"
 )
 
 
 def compare_models(
     model: nn.Module,
-    found: Sequence[Place],
-    strategies: Mapping[str, ShardingStrategy],
+    chosen: Chosen,
     gathers: Mapping[str, Wire | None],
     options: Options,
-    others: Mapping[str, object],
-    weights: Sequence[str],
     *,
-    kept: Collection[int],
+    weights: Sequence[str],
+    given: Collection[int],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raises on every rank if parameters, options, ``others`` or ``weights`` differ between ranks. ``kept``: the ids of
-    the parameters whose values the ranks keep."""
+    """Raises on every rank if parameters, options, what they have chosen, or ``weights`` differ between ranks.
+    ``given``: the ids of the parameters whose values are read."""
+    keeps = options.init.broadcast_from is None
     lines = [
         f"parameter {p.name} of shape {tuple(p.parameter.shape)}, {p.parameter.dtype}, "
         f"{'trainable' if p.parameter.requires_grad else 'frozen'}, held in {len(p.owners)} place(s), "
-        f"strategy {strategies[p.name].value}{_travelling(gathers.get(p.name))}"
-        f"{sample(p.parameter) if id(p.parameter) in kept else ''}"
-        for p in found
+        f"strategy {chosen.strategies[p.name].value}{_travelling(gathers.get(p.name))}"
+        f"{sample(p.parameter) if keeps and id(p.parameter) not in given else ''}"
+        for p in chosen.places
     ]
     lines += [f"weights {line}" for line in weights]
-    lines.append(" ".join([f"options {options}", *(f"{name}={value}" for name, value in others.items())]))
-    compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.timeout, hint=SEED_HINT)
+    checkpointed = [f"{name}: {what}" for name, (_, what) in chosen.checkpointed.items()]
+    lines.append(f"options {options} checkpointed={checkpointed}")
+    compare(group, f"the parameters of {type(model).__name__}", lines, timeout=options.checks.timeout, hint=SEED_HINT)
 
 
 def _travelling(wire: Wire | None) -> str:
@@ -60,9 +61,8 @@ def _travelling(wire: Wire | None) -> str:
 def refuse(
     model: nn.Module,
     found: Sequence[Place],
+    init: InitPolicy,
     *,
-    broadcast_from: int | None,
-    param_init_fn: InitFn | None,
     group: dist.ProcessGroup,
     given: Collection[int] = (),
 ) -> None:
@@ -78,9 +78,9 @@ def refuse(
     if problem := next(problems, ""):
         raise ValueError(problem)
     ranks = dist.get_process_group_ranks(group)
-    if broadcast_from is not None and broadcast_from not in ranks:
-        raise ValueError(f"broadcast_from={broadcast_from} is not one of the group's ranks {ranks}")
-    if module := uninitializable(model, param_init_fn, given):
+    if init.broadcast_from is not None and init.broadcast_from not in ranks:
+        raise ValueError(f"broadcast_from={init.broadcast_from} is not one of the group's ranks {ranks}")
+    if module := uninitializable(model, init.param_init_fn, given):
         what = "has a buffer on the meta device that is not in the weights" if given else "is on the meta device"
         hint = " or build the model in shardtrace.init_empty_weights(), which keeps buffers" if given else ""
         raise ValueError(f"module {module} {what} and has no reset_parameters: pass param_init_fn{hint}")

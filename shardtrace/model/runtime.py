@@ -7,6 +7,7 @@ from typing import Any
 
 from passes.comm.kept_gradients import KeptGradients
 from passes.plan import Axis, Gradients, Progress, Step
+from shardtrace.options.policies import Checks
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import Groups, is_alone
@@ -28,8 +29,7 @@ class ModelRuntime:
         groups: its process groups.
         check_unchanged: raises RuntimeError if a parameter is not the one that was sharded. It runs before every step
             and must be cheap.
-        check_steps: compare every step (True), only unusual ones (None: see :meth:`compare_step`), or none (False).
-        timeout: seconds to wait for the other ranks.
+        checks: whether to compare every step, or only unusual ones (None: see :meth:`compare_step`).
     """
 
     def __init__(
@@ -37,9 +37,7 @@ class ModelRuntime:
         model_name: str,
         groups: Groups,
         check_unchanged: Callable[[], None],
-        *,
-        check_steps: bool | None,
-        timeout: float,
+        checks: Checks,
     ) -> None:
         self.groups = groups
         self._by_axis = {Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer}
@@ -48,10 +46,10 @@ class ModelRuntime:
         self.keeps_gradients = False  # inside no_sync
         self.generation = 0  # incremented when the model's modules have changed
         self.progress = None if is_alone(groups.everyone) else Progress()
-        self.compares = check_steps is not False and self.progress is not None
+        self.compares = checks.steps is not False and self.progress is not None
         self._what = f"the collectives of {model_name}"
         self._check_unchanged = check_unchanged
-        self._check_steps, self._timeout = check_steps, timeout
+        self._checks = checks
         self._agreed: set[tuple[str, ...]] = set()
         self._last: Arrival | None = None  # the step that ran last
         self._usual: dict[Arrival | None, Arrival] = {}  # the step that followed each one the last time
@@ -95,7 +93,7 @@ class ModelRuntime:
             self._agreed.add(known)
 
     def compare_step(self, step: Step) -> None:
-        """Compares each step if ``check_steps`` is True. By default compares a step only if it differs from the one
+        """Compares each step if ``Checks.steps`` is True. By default compares a step only if it differs from the one
         that followed the same predecessor the last time, or if it begins elsewhere, such as after a forward instead of
         a backward. If only one rank changes its course, it thus sends nothing, and raises if the others do not come in
         time. A step that sends nothing is not compared.
@@ -104,7 +102,7 @@ class ModelRuntime:
             return
         last, now = self._last, (step.sends, str(self.progress))
         unusual = last is not None and (self.progress.under_way or self._usual.get(last) != now)
-        if self._check_steps or unusual:
+        if self._checks.steps or unusual:
             place, (first, *rest) = f"a step begins {now[1]}", step.collectives
             self._compare([f"{first}, where {place}", *rest], likely=True, here=place)
             self.progress.drain()
@@ -112,7 +110,7 @@ class ModelRuntime:
         self.progress.begin(step, "forward")
 
     def _compare(self, lines: list[str], **options: Any) -> None:
-        compare(self.groups.everyone, self._what, lines, timeout=self._timeout, hint=ORDER_HINT, **options)
+        compare(self.groups.everyone, self._what, lines, timeout=self._checks.timeout, hint=ORDER_HINT, **options)
 
     def announce(self, error: str) -> None:
         announce(self.groups.everyone, self._what, error)

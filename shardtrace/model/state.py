@@ -120,9 +120,7 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
-        self.runtime = ModelRuntime(
-            self.model_name, groups, self._check_in_place, check_steps=options.check_steps, timeout=options.timeout
-        )
+        self.runtime = ModelRuntime(self.model_name, groups, self._check_in_place, options.checks)
         self.plans = {key: self._plan(*key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -157,15 +155,15 @@ class ShardedState:
             "strategy": strategy.value,
             "bucketing": "block" if options.bucketing == "auto" else options.bucketing,
             "pieces": pieces,
-            "prefetch": default_prefetch if options.prefetch is None else options.prefetch,
-            "max_inflight_bytes": options.max_inflight_bytes,
+            "prefetch": default_prefetch if options.compile.prefetch is None else options.compile.prefetch,
+            "max_inflight_bytes": options.compile.max_inflight_bytes,
             "cost": self.cost,
-            "sum_dtype": _dtype(options.accumulation_dtype),
+            "sum_dtype": _dtype(options.comm.accumulation_dtype),
             "reduction": options.reduction,
             "runtime": self.runtime,
         }
 
-        factor, shards = options.gradient_divide_factor, home.group.size()
+        factor, shards = options.comm.gradient_divide_factor, home.group.size()
 
         def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
             group = self.runtime.group(axis)
@@ -176,8 +174,8 @@ class ShardedState:
                 rank=group.rank(),
                 placement=placement,
                 direct=travel.direct,
-                averages=travel.averages and not options.sum_reductions,
-                sums=options.sum_reductions,
+                averages=travel.averages and not options.comm.sum_reductions,
+                sums=options.comm.sum_reductions,
                 **common,
                 **others,
             )
@@ -267,7 +265,7 @@ class ShardedState:
                 f"the forward of {self.model_name} is not what was compiled ({difference}): it reads something that is "
                 "not compared before each step, such as an object that a call returns. Steps since it was compared "
                 "last may have been wrong. Keep what it reads on a module, pass it as an argument, or leave the module "
-                "to PyTorch with fsdp(eager=[...])"
+                "to PyTorch with fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
         if left := self.runtime.kept.left_behind():
             self.runtime.kept.clear()
@@ -318,7 +316,7 @@ class ShardedState:
             if module not in run_by_torch and (module._backward_hooks or module._backward_pre_hooks):
                 raise RuntimeError(
                     f"module {name!r} of {self.model_name} has a hook on its backward, which the compiled backward "
-                    f"does not call: let PyTorch run the module, by fsdp(eager=[{name!r}])"
+                    f"does not call: let PyTorch run it, by fsdp(compile_policy=CompilePolicy(eager=[{name!r}]))"
                     if name
                     else f"{self.model_name} has a hook on its backward, which the compiled backward does not call: "
                     "register it on the result of thunder.jit"

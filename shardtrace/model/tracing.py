@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
-from shardtrace.model.casts import INPUTS, cast, with_casts
+from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
+from shardtrace.model.choose import Chosen
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
@@ -73,7 +74,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             state.runtime.announce(str(error))
             raise
     refresh_modules()
-    if any(state.options.kernels for state in states):
+    if any(state.options.compile.kernels for state in states):
         enlist_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
@@ -104,7 +105,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
             compare=functools.partial(_comparison, states),
-            fall_back=states[0].options.eager is not None,
+            fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
         )
     compilation.guards.append(traced.guard)
@@ -122,7 +123,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _comparison(states: Sequence[ShardedState], recording: Recording, done: Record) -> Comparison | None:
     """What records a step's forward again; None if it is not asked for."""
-    how = states[0].options.check_recording
+    how = states[0].options.checks.recording
 
     @contextmanager
     def with_stand_ins() -> Iterator[None]:
@@ -150,7 +151,7 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
             f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
             "their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
         )
-    if state.options.error_feedback:
+    if state.options.comm.error_feedback:
         raise RuntimeError(
             f"a CUDA graph cannot hold {name}, because the errors of its rounded gradients begin with the first step: "
             "call fsdp() without error_feedback, or thunder.jit without CUDAGraphTransform"
@@ -158,7 +159,7 @@ def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None
     if runtime.compares:
         raise RuntimeError(
             f"a CUDA graph cannot hold {name}, because the program compares its steps across ranks: call "
-            "fsdp(check_steps=False), or thunder.jit without CUDAGraphTransform"
+            "fsdp(checks=Checks(steps=False)), or thunder.jit without CUDAGraphTransform"
         )
     if runtime.gradients() in (Gradients.KEPT, Gradients.ADDED):
         raise RuntimeError(
@@ -320,28 +321,25 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 def attach(
     model: nn.Module,
     state: ShardedState,
-    checkpointed: Collection[tuple[nn.Module, str]] = (),
-    repeated: Mapping[str, nn.Module] | None = None,
-    eager: Iterable[nn.Module] = (),
-    inputs: Mapping[nn.Module, torch.dtype] | None = None,
+    chosen: Chosen,
     *,
-    no_sync: Callable[..., Any] | None = None,
+    no_sync: Callable[..., Any],
 ) -> None:
     """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed, have a ``save_pretrained``, are ``repeated`` blocks (by their names), or cast their ``inputs`` to a
-    dtype. PyTorch runs those that are ``eager``."""
+    checkpointed or repeated, have a ``save_pretrained``, or cast their inputs."""
     model.__dict__[ATTRIBUTE] = state
     model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
-    for module, what in checkpointed:
+    for module, what in chosen.checkpointed.values():
         module.__dict__[CHECKPOINTED[what]] = True
-    for module in eager:
+    for module in chosen.by_torch:
         module.__dict__[EAGER] = True
-    for module, dtype in (inputs or {}).items():
+    cast_layers = {e.layer for e in state.entries if e.precision is not None}
+    inputs = inputs_of_blocks(model, chosen.blocks, cast_layers, state.options.precision)
+    for module, dtype in inputs.items():
         module.__dict__[INPUTS] = dtype
-    names = {module: name for name, module in (repeated or {}).items()}
-    parts = {module for entry in state.entries for _, module, _ in entry.owners}.union(
-        (module for module, _ in checkpointed), names, inputs or {}
-    )
+    names = {module: name for name, module in chosen.repeated.items()}
+    parts = {module for entry in state.entries for _, module, _ in entry.owners}
+    parts |= {*names, *inputs, *(module for module, _ in chosen.checkpointed.values())}
     parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
     for module in parts - {model}:
         # a forward on the instance overrides the class's; submodules with their own sharding are no parts

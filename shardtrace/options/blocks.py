@@ -53,12 +53,12 @@ def blocks_of_a_kind(model: nn.Module, chosen: Any, buckets: Collection[str]) ->
     """
     if chosen == "inline":
         return {}
+    if chosen != "once":
+        if not _classes(chosen):
+            raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
+        buckets = chosen_blocks(model, chosen)
     modules = dict(model.named_modules(remove_duplicate=False))
-    if chosen == "once":
-        return {name: modules[name] for name in buckets}
-    elif is_wrap(chosen) and (isinstance(chosen, type) or not callable(chosen)):
-        return {name: modules[name] for name in chosen_blocks(model, chosen)}
-    raise ValueError(f'repeated_blocks={chosen!r}: pass "once", "inline", or the class of a block (or several)')
+    return {name: modules[name] for name in buckets}
 
 
 Eager = str | type[nn.Module] | Collection[str | type[nn.Module]] | None
@@ -92,9 +92,13 @@ Wrap = type[nn.Module] | Collection[type[nn.Module]] | Callable[..., Any]
 
 def is_wrap(value: Any) -> TypeGuard[Wrap]:
     """True if :func:`chosen_blocks` accepts ``value``."""
-    classes = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
-    modules = all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
-    return bool(classes) and (modules or (callable(value) and not isinstance(value, type)))
+    return bool(_classes(value)) or (callable(value) and not isinstance(value, type))
+
+
+def _classes(value: Any) -> tuple[type[nn.Module], ...]:
+    """The class of modules that ``value`` is, or the several that it has. None if it is anything else."""
+    found = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    return found if all(isinstance(c, type) and issubclass(c, nn.Module) for c in found) else ()
 
 
 def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
@@ -103,16 +107,14 @@ def chosen_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
 
     Raises ValueError if there is none.
     """
-    if callable(wrap) and not isinstance(wrap, type):
-        if hasattr(wrap, "_run_policy"):  # torch's policies that are objects
-            wrapped = wrap._run_policy(model, ignored_modules=set(), root_kwargs={})
-            blocks = [name for name, module in model.named_modules() if name and module in wrapped]
-        else:
-            blocks = []
-            _apply_policy(wrap, model, "", blocks)
-    else:
-        classes = (wrap,) if isinstance(wrap, type) else tuple(wrap)
+    blocks: list[str] = []
+    if classes := _classes(wrap):
         blocks = [name for name, module in model.named_modules() if name and isinstance(module, classes)]
+    elif hasattr(wrap, "_run_policy"):  # torch's policies that are objects
+        wrapped = wrap._run_policy(model, ignored_modules=set(), root_kwargs={})
+        blocks = [name for name, module in model.named_modules() if name and module in wrapped]
+    elif callable(wrap):
+        _apply_policy(wrap, model, "", blocks)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no module that {wrap!r} makes a bucket")
     return blocks
@@ -193,9 +195,8 @@ def _by_pattern(
     return found
 
 
-def _predicate(chosen: Wrap) -> Callable[[str, nn.Module], bool]:
-    if isinstance(chosen, type) or not callable(chosen):
-        classes = (chosen,) if isinstance(chosen, type) else tuple(chosen)
+def _predicate(chosen: Any) -> Callable[[str, nn.Module], bool]:
+    if classes := _classes(chosen):
         return lambda name, module: isinstance(module, classes)
     takes_name = len(inspect.signature(chosen).parameters) > 1
     return chosen if takes_name else lambda name, module: bool(chosen(module))

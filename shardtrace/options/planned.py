@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from passes.plan import CostModel
 from shardtrace.options.front import HEADINGS, Row, Rows, gib, ms
 from shardtrace.options.plan_page import Shown, embed, render
+from shardtrace.options.policies import HOMES, flat, grouped
+from shardtrace.options.spellings import DEFAULTS
 
 import torch
 from torch import nn
@@ -113,9 +115,22 @@ class TrainingPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of :func:`shardtrace.fsdp`. A hybrid strategy needs a mesh of ``mesh_shape`` as well, which
+        """The arguments of :func:`shardtrace.fsdp`. A hybrid strategy needs a mesh of ``mesh_shape`` as well, which
         ``fsdp(model, plan=plan)`` makes."""
+        return grouped(self._decided)
+
+    @property
+    def _decided(self) -> dict[str, Any]:
         return options_of(self.choices) | {"cost_model": self.cost}
+
+    def merged(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ``fsdp``: all those ``given``, with the options of the plan. Raises PlanError if an option is
+        given and decided."""
+        decided, own = self._decided, flat(given)
+        twice = [n for n in decided if n in own and (n in HOMES or own[n] != DEFAULTS.get(n))]
+        if twice:
+            raise PlanError(f"the plan decides {', '.join(twice)}: leave it to the plan, or pass plan.options yourself")
+        return grouped(own | decided)
 
     def largest_batch(self) -> int:
         """The largest size of dim 0 of the inputs with which these options fit into the memory.
@@ -298,7 +313,8 @@ def _shortened(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choices_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``fsdp`` as JSON. Raises TypeError that names an option that has no place there."""
+    """Options of ``fsdp``, with fields in place of policies, as JSON. Raises TypeError that names one that has no place
+    there."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, MixedPrecisionPolicy):

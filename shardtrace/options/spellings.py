@@ -1,21 +1,17 @@
-"""Names that other libraries use for the arguments of ``fsdp``, for their users."""
+"""Names that other libraries use for the arguments of ``fsdp``, and fields that are no arguments of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-_OURS = {
-    "shard_strat": "sharding_strategy",
-    "reshard_after_forward": "sharding_strategy",
-    "mp": "mp_policy",
-    "auto_wrap_policy": "bucketing_strategy",
-    "TransformerBlock": "bucketing_strategy",
-    "auto_wrap": "bucketing_strategy",
-    "bucket_size_in_mb": "bucketing_strategy",
-    "bucket_cap_mb": "bucketing_strategy",
-}
-_RESHARD = {True: "zero3", False: "zero2"}
-_DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "auto", "mp_policy": None}
+from shardtrace.options.policies import HOMES, POLICIES
+
+DEFAULTS = {"sharding_strategy": "zero3", "bucketing_strategy": "auto", "mp_policy": None}
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _resharded(value: Any) -> str:
@@ -25,35 +21,54 @@ def _resharded(value: Any) -> str:
             f"reshard_after_forward={value!r}: pass True (zero3) or False (zero2). Parameters are not kept over "
             'fewer ranks after forward; sharding_strategy="hybrid_zero3" shards over fewer ranks all the time'
         )
-    return _RESHARD[value]
+    return "zero3" if value else "zero2"
 
 
-def canonical(
-    sharding_strategy: Any, bucketing_strategy: Any, mp_policy: Any, spelling: dict[str, Any]
-) -> tuple[Any, Any, Any]:
-    """The three arguments, each from its own name or from another library's.
+def _wrapped(value: Any) -> str | None:
+    """One bucket, unless ``auto_wrap`` is True: it means the default, or the class or policy beside it."""
+    return None if value is True else "model"
+
+
+SPELLINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # our argument, and our value for theirs
+    "shard_strat": ("sharding_strategy", _same),
+    "reshard_after_forward": ("sharding_strategy", _resharded),
+    "mp": ("mp_policy", _same),
+    "auto_wrap_policy": ("bucketing_strategy", _same),
+    "TransformerBlock": ("bucketing_strategy", _same),
+    "auto_wrap": ("bucketing_strategy", _wrapped),
+    "bucket_size_in_mb": ("bucketing_strategy", _same),
+    "bucket_cap_mb": ("bucketing_strategy", _same),
+}
+FIELDS = {name: name for name in HOMES} | {"check_steps": "steps", "check_recording": "recording"}
+
+
+def canonical(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``arguments`` of ``fsdp``, some of which have another name in ``spelling``.
 
     Raises:
-        TypeError: for an unknown name.
+        TypeError: for an unknown name, for the field of a policy, or for a policy of another class.
         ValueError: if two spellings of one argument are given.
     """
-    values = {
-        "sharding_strategy": sharding_strategy,
-        "bucketing_strategy": bucketing_strategy,
-        "mp_policy": mp_policy,
-    }
-    said = {name: name for name, value in values.items() if value is not _DEFAULTS[name] and value != _DEFAULTS[name]}
-    if unknown := sorted(spelling.keys() - _OURS.keys()):
-        raise TypeError(f"fsdp() got an unexpected keyword argument {unknown[0]!r}")
-    spelling = {name: value for name, value in spelling.items() if value is not None}
-    if spelling.get("auto_wrap") is True:  # it means the default, or the class or policy beside it
-        del spelling["auto_wrap"]
+    found = dict(arguments)
+    for name, policy in POLICIES.items():
+        if not isinstance(found[name], policy):
+            raise TypeError(f"{name} must be a shardtrace.{policy.__name__}, not {type(found[name]).__name__}")
+    said = {name: name for name, default in DEFAULTS.items() if found[name] != default}
     for name, value in spelling.items():
-        ours = _OURS[name]
+        if name in FIELDS:
+            raise TypeError(_where(name, value))
+        if name not in SPELLINGS:
+            raise TypeError(f"fsdp() got an unexpected keyword argument {name!r}")
+        ours, convert = SPELLINGS[name]
+        if value is None or (value := convert(value)) is None:
+            continue
         if ours in said:
             raise ValueError(f"{said[ours]} and {name} both say what {ours} is to be: pass one of them")
-        said[ours] = name
-        if name == "reshard_after_forward":
-            value = _resharded(value)
-        values[ours] = "model" if name == "auto_wrap" else value
-    return values["sharding_strategy"], values["bucketing_strategy"], values["mp_policy"]
+        said[ours], found[ours] = name, value
+    return found
+
+
+def _where(name: str, value: Any) -> str:
+    argument, shown = HOMES[FIELDS[name]], repr(value) if isinstance(value, str | float | int | None) else "..."
+    policy = POLICIES[argument].__name__
+    return f"{name} is a field of {policy}: pass {argument}={policy}({FIELDS[name]}={shown})"

@@ -56,7 +56,7 @@ def _gather(value: Any, known: dict[str, Wire]) -> Wire | None:
     return known.setdefault(format.name, gather_wire(format))
 
 
-def parse_reduce_wire(value: Any, error_feedback: Any, precision: MixedPrecisionPolicy | None) -> Wire | None:
+def parse_reduce_wire(value: Any, error_feedback: Any, precision: MixedPrecisionPolicy | None = None) -> Wire | None:
     """Accepts "int8", "int4" or None.
 
     Raises ValueError that lists the names, or that says why there can be no error feedback.

@@ -21,6 +21,7 @@ from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
 from shardtrace.options.counts import parse_count
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
+from shardtrace.options.policies import flat, grouped
 from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
 from shardtrace.options.wires import NO_WIRES, Allowed, parse_allowed
 from shardtrace.planner.compose import Call, Compiled, Pair, Step, compiled
@@ -103,7 +104,8 @@ def plan(
         optimizer: a class of optimizers or the name of one of ``torch.optim``, whose state and work are counted.
         accumulation: forwards and backwards for each step of the optimizer. Each reduces its gradients, as with
             ``no_sync(reduce_each=True)``.
-        fixed: options of ``fsdp`` that are kept as they are, such as ``{"mp_policy": "bf16", "prefetch": 2}``.
+        fixed: options of ``fsdp`` that are kept as they are, policies or fields of them by name: ``{"mp_policy":
+            "bf16", "prefetch": 2}``.
         allowed: values of "gather_dtype" and "reduce_wire" that it may choose, such as ``{"gather_dtype": ["int8",
             "fp8"], "reduce_wire": "int8"}``. They round what is sent, and so change results. Exact steps are tried as
             well. ``error_feedback`` belongs to ``fixed``, and counts where gradients are rounded.
@@ -129,7 +131,7 @@ def plan(
         parse_count("node_ranks", node_ranks, "the number of ranks of a machine, 1 or more", least=1)
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
-    fixed = dict(fixed or {})
+    fixed = flat(fixed or {})
     wires = parse_allowed(allowed, fixed) if allowed else NO_WIRES
     if wires.reductions:
         fixed.pop("error_feedback", None)  # exact steps have none
@@ -362,7 +364,7 @@ class _Task(NamedTuple):
             shape = self.mesh() or ()
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         arguments = parse_arguments(self.inputs)
-        return compile_sharded(self.model, arguments, fsdp_options=options, jit_options=self.jit_options)
+        return compile_sharded(self.model, arguments, fsdp_options=grouped(options), jit_options=self.jit_options)
 
 
 def _by_variant(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from shardtrace.ranks.failure import communicating, wait_for
-from shardtrace.ranks.mesh import is_alone
+from shardtrace.ranks.mesh import Mesh, is_2d, is_alone, resolve_groups
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 EQUAL, DIFFERENT, LATE = "equal", "different", "late"  # results of the comparison by digest
 GRACE = 10.0  # seconds for the store operations of the ranks that are there
@@ -74,6 +77,19 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     _say(store, turn, group, what=what, lines=[], error=error, hint="")
     if dist.get_rank(group) == 0:
         store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
+
+
+@contextmanager
+def announced(model: nn.Module, mesh: Mesh | None) -> Iterator[None]:
+    """An error of this rank is raised by the other ranks of a process group, too, once they compare the model."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            with suppress(ValueError, TypeError):  # of a mesh that is wrong itself
+                group = resolve_groups(mesh, torch.device("cpu"), hybrid=is_2d(mesh)).everyone
+                announce(group, f"the parameters of {type(model).__name__}", str(error))
+        raise
 
 
 def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:

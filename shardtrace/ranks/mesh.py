@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shardtrace.ranks.rendezvous import init_process_group
 
@@ -31,7 +31,7 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool, tim
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
         return Groups(group, group)
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+    if not is_2d(mesh):
         found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(
             f"a hybrid strategy needs a mesh of two dimensions, (replicate, shard), not {found}, and so does "
@@ -81,6 +81,11 @@ def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def is_2d(mesh: Mesh | None) -> TypeGuard[DeviceMesh]:
+    """True for a mesh that a hybrid strategy needs."""
+    return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
 
 
 def choose_device(

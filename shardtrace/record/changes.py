@@ -49,7 +49,7 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
         if change.kind in FIXED:
             raise RuntimeError(
                 f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, or "
-                "leave the module to PyTorch with fsdp(eager=[...])"
+                "leave the module to PyTorch with fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
         leaves, spec = pytree.tree_flatten(change.new)
         values = [number(change, leaf) for leaf in leaves]

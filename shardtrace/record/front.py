@@ -338,7 +338,7 @@ class Front:
         what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
         if not self._auto:
-            remedy = 'call fsdp(eager="auto"), or name the module that PyTorch is to run'
+            remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained

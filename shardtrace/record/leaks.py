@@ -44,7 +44,8 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (
         if holder := _holder(tensor, ignored, DEPTH):
             raise RuntimeError(
                 f"forward leaves a tensor of shape {tuple(tensor.shape)} in {holder}, where no step would set it: "
-                "return it, set it as an attribute of a module, or leave the module to PyTorch with fsdp(eager=[...])"
+                "return it, set it as an attribute of a module, or leave the module to PyTorch with "
+                "fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
 
 
@@ -157,7 +158,8 @@ def no_other_random_numbers() -> Iterator[None]:
         raise RuntimeError(
             f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "
             "random functions (torch.rand, torch.randint), draw outside of forward and pass the numbers as arguments, "
-            "or leave the module to PyTorch with fsdp(eager=[...])"
+            "or leave the module to PyTorch with "
+            "fsdp(compile_policy=CompilePolicy(eager=[...]))"
         )
 
 

@@ -73,7 +73,7 @@ def check_settled(first: Iterable[Change], second: Iterable[Change]) -> None:
                 f"forward sets {change.label} to another value in each step ({old.new!r}, then {change.new!r}) and "
                 "also reads it, so that every step would be recorded again: keep it in a buffer and count with "
                 "tensors (register_buffer, add_), set it outside of forward, or leave the module to PyTorch with "
-                "fsdp(eager=[...])"
+                "fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
 
 
@@ -84,7 +84,7 @@ def check_recurrent(changes: Iterable[Change], used: Collection[int]) -> None:
             raise RuntimeError(
                 f"forward reads {change.label}, a tensor that the step before has left there, and replaces it: make it "
                 "a buffer (register_buffer), pass it as an argument, or leave the module to PyTorch with "
-                "fsdp(eager=[...])"
+                "fsdp(compile_policy=CompilePolicy(eager=[...]))"
             )
 
 

@@ -26,8 +26,8 @@ def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
 
     Thunder compiles one step for inside and one for the step that reduces. Every rank keeps the unsharded sums of all
     parameters from the first step inside until they are reduced: 4 bytes per element (fp32, even if gradients have a
-    lower precision, unless ``fsdp(accumulation_dtype=None)``). No gradients are sent inside. ``zero_grad`` leaves the
-    sums alone; an exception that leaves the context drops them.
+    lower precision, unless ``CommPolicy.accumulation_dtype`` is None). No gradients are sent inside. ``zero_grad``
+    leaves the sums alone; an exception that leaves the context drops them.
 
     Args:
         model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.

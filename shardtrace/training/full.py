@@ -98,7 +98,7 @@ def load_full_state_dict(
             problems += [f"unexpected key {k}" for k in keys.unexpected_keys]
     error = f"cannot load the state dict into {type(module).__name__}: {'; '.join(problems)}" if problems else ""
     try:
-        compare(group, "a state dict to load", [], timeout=options.timeout, error=error)
+        compare(group, "a state dict to load", [], timeout=options.checks.timeout, error=error)
     except RankMismatchError as mismatch:
         raise RuntimeError(error or str(mismatch)) from None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import shardtrace
+from shardtrace.options.policies import grouped
 
 import thunder
 import torch
@@ -292,7 +293,7 @@ class Trainer:
         FACTOR, ELSEWHERE.scale = 1.0, 1.0
         torch.manual_seed(0)
         self.model, self.sharded = Model(lines), sharded
-        self.call: Any = thunder.jit(shardtrace.fsdp(self.model, **options)) if sharded else self.model
+        self.call: Any = thunder.jit(shardtrace.fsdp(self.model, **grouped(options))) if sharded else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.002, momentum=0.9)
         self.batch, self.seen, self.as_object = ROWS, [], False
 
@@ -408,6 +409,6 @@ options = st.fixed_dictionaries(
     optional={
         "repeated_blocks": st.just("inline"),
         "activation_checkpointing": st.sampled_from(["full", "cheap"]),
-        "check_recording": st.just(1),
+        "recording": st.just(1),
     },
 )

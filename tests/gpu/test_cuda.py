@@ -91,7 +91,7 @@ def test_nccl_world_of_one_trains_as_a_single_process(nccl_of_one, executors, st
     torch.manual_seed(0)
     expected = Zoo().cuda()
     torch.manual_seed(0)
-    model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy, device="cuda")
+    model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(device="cuda"))
     cmodel = thunder.jit(model, executors=executors)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (expected, cmodel)]
     for step in range(3):
@@ -172,7 +172,7 @@ def test_memory_of_a_model_in_host_memory(fake_ranks, executors, proves, case, w
 def test_a_checkpoint_of_a_gpu_is_loaded_on_it_and_on_the_cpu(nccl_of_one, tmp_path):
     def trained(seed):
         torch.manual_seed(seed)
-        model = shardtrace.fsdp(Zoo(), device="cuda")
+        model = shardtrace.fsdp(Zoo(), init_policy=shardtrace.InitPolicy(device="cuda"))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for p in model.parameters():
             p.grad = torch.rand_like(p)

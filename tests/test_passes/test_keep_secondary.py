@@ -138,7 +138,7 @@ def test_training_equals_zero3():
     exact = trained(None, "zero3")
     assert_equal(trained(mesh_of((2, 2)), "zero3_secondary"), exact)
     # rounded gathers: backward uses the values that forward has used
-    options = {"gather_dtype": "int8", "mp_policy": "bf16"}
+    options = {"comm_policy": shardtrace.CommPolicy(gather_dtype="int8"), "mp_policy": "bf16"}
     assert_equal(trained(mesh_of((2, 2)), "zero3_secondary", **options), trained(None, "zero3", **options))
 
 

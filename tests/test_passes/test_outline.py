@@ -327,7 +327,9 @@ def test_a_backward_that_is_called_twice(fake_ranks, how):
     """The list is kept with ``retain_graph=True``, and empty otherwise."""
     fake_ranks(1)
     net = Net()
-    loss = thunder.jit(shardtrace.fsdp(net, repeated_blocks=how))(torch.ones(2, WIDTH)).sum()
+    loss = thunder.jit(shardtrace.fsdp(net, compile_policy=shardtrace.CompilePolicy(repeated_blocks=how)))(
+        torch.ones(2, WIDTH)
+    ).sum()
     loss.backward(retain_graph=True)
     once = net.scale.grad.clone()
     loss.backward()
@@ -341,7 +343,9 @@ def test_the_peak_is_not_above_that_of_the_lines(fake_ranks, options):
     fake_ranks(2)
     peaks = []
     for how in ("inline", "once"):
-        cmodel = compile_fake(Net, torch.ones(64, WIDTH), repeated_blocks=how, **options)
+        cmodel = compile_fake(
+            Net, torch.ones(64, WIDTH), compile_policy=shardtrace.CompilePolicy(repeated_blocks=how), **options
+        )
         peaks.append(step_liveness(*traces(cmodel)).peak)
     assert peaks[1] <= peaks[0] * 1.01
 

@@ -20,7 +20,7 @@ def penalty(cmodel, **options):
 REFUSED = pytest.raises(RuntimeError, match="backward of Sequential was called with create_graph=True")
 
 
-@pytest.mark.parametrize("options", [{}, {"check_steps": False}, {"sharding_strategy": "ddp"}])
+@pytest.mark.parametrize("options", [{}, {"checks": shardtrace.Checks(steps=False)}, {"sharding_strategy": "ddp"}])
 def test_a_gradient_penalty_is_refused(fake_ranks, options):
     fake_ranks(2)
     cmodel = thunder.jit(shardtrace.fsdp(net(), **options))
@@ -66,7 +66,7 @@ def test_what_keeps_working(single_rank):
 
 def penalties_on_ranks():
     """Every rank raises before anything is sent. Then all train on."""
-    cmodel = thunder.jit(shardtrace.fsdp(net(), timeout=20))
+    cmodel = thunder.jit(shardtrace.fsdp(net(), checks=shardtrace.Checks(timeout=20)))
     with REFUSED:
         penalty(cmodel)
     cmodel(torch.ones(2, 4)).sum().backward()

@@ -26,7 +26,9 @@ def fused(fake_ranks, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def compile(**options):
-        model = shardtrace.fsdp(Zoo(), repeated_blocks="inline", **options)  # a call passes parameters and saves none
+        model = shardtrace.fsdp(
+            Zoo(), compile_policy=shardtrace.CompilePolicy(repeated_blocks="inline"), **options
+        )  # a call passes parameters and saves none
         cmodel = thunder.jit(model, executors=["sdpa", "torchcompile"])
         cmodel(*tokens(2)).backward()
         return cmodel

@@ -1,4 +1,5 @@
 from passes.analysis.recognise import is_collective
+from shardtrace import CompilePolicy
 
 import pytest
 import thunder
@@ -148,7 +149,7 @@ def four_linear():
 
 def test_prefetch_0(fake_ranks):
     fake_ranks(2)
-    cmodel = compile_fake(four_linear, torch.ones(3, 4), prefetch=0)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4), compile_policy=CompilePolicy(prefetch=0))
     assert_expected_inline(
         collective_lines(stage(cmodel, "schedule")),
         """\
@@ -192,7 +193,7 @@ python_return""",
 
 def test_prefetch_2(fake_ranks):
     fake_ranks(2)
-    cmodel = compile_fake(four_linear, torch.ones(3, 4), prefetch=2)
+    cmodel = compile_fake(four_linear, torch.ones(3, 4), compile_policy=CompilePolicy(prefetch=2))
     assert_expected_inline(
         collective_lines(stage(cmodel, "schedule")),
         """\

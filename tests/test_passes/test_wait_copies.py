@@ -15,7 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 def test_one_stop_at_the_end_of_each_trace(fake_ranks):
     fake_ranks(2)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    cmodel = thunder.jit(shardtrace.fsdp(net, device="cuda", offload_policy=CPUOffloadPolicy()))
+    cmodel = thunder.jit(
+        shardtrace.fsdp(net, init_policy=shardtrace.InitPolicy(device="cuda"), offload_policy=CPUOffloadPolicy())
+    )
     compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     for traces in (thunder.last_traces, thunder.last_backward_traces):
         lines = stage(cmodel, "schedule", traces).bound_symbols

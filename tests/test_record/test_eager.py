@@ -163,10 +163,10 @@ def test_chosen_modules(single_rank):
         ([nn.Linear], ["torch_eager_Linear_0", "torch_eager_Linear_1"]),
         (["0", nn.Tanh], ["torch_eager_Linear_0", "torch_eager_Tanh_0"]),
     ):
-        cmodel = check(model, rows, eager=chosen)
+        cmodel = check(model, rows, compile_policy=shardtrace.CompilePolicy(eager=chosen))
         assert [b.sym.name for b in thunder.last_traces(cmodel)[0].bound_symbols if "eager" in b.sym.name] == names
     with pytest.raises(ValueError, match=r"Sequential has no module that eager='2\.fc' chooses"):
-        shardtrace.fsdp(model(), eager=["2.fc"])
+        shardtrace.fsdp(model(), compile_policy=shardtrace.CompilePolicy(eager=["2.fc"]))
 
 
 # ---- what is refused ----
@@ -199,10 +199,12 @@ X = torch.randn(2, 4)
 )
 def test_without_pytorch(fake_ranks, cls, line):
     fake_ranks(2)
-    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, eager=None)
+    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, compile_policy=shardtrace.CompilePolicy(eager=None))
     assert type(found) is RuntimeError
     assert str(found).startswith("the forward of Sequential cannot be recorded: it depends on the values of tensors")
-    assert 'call fsdp(eager="auto"), or name the module that PyTorch is to run' in str(found)
+    assert 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run' in str(
+        found
+    )
     place, source, hint = text_of(found).split("\n")[-3:]
     assert place.startswith(f"shardtrace was recording Sequential, at {__file__}:")
     assert place.endswith(" in forward:")
@@ -344,7 +346,7 @@ class Generator(Part):
 @pytest.mark.parametrize("eager", ["auto", None])
 def test_errors_of_the_model_stay_as_they_are(fake_ranks, cls, error, line, eager):
     fake_ranks(2)
-    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, eager=eager)
+    found = refused(nn.Sequential(nn.Linear(4, 4), cls()), X, compile_policy=shardtrace.CompilePolicy(eager=eager))
     assert type(found) is error
     assert "cannot be recorded" not in str(found)
     assert f"shardtrace was recording Sequential, at {__file__}:" in text_of(found)

@@ -266,8 +266,8 @@ def test_blocks_that_are_called_by_class(fake_ranks):
     x = torch.ones(3, D, requires_grad=True)
     for options, kinds in (
         ({}, ["0 1"]),
-        ({"repeated_blocks": Plain}, ["0.0 1.0", "0.1 1.1"]),
-        ({"repeated_blocks": "inline"}, []),
+        ({"compile_policy": shardtrace.CompilePolicy(repeated_blocks=Plain)}, ["0.0 1.0", "0.1 1.1"]),
+        ({"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")}, []),
     ):
         cmodel = thunder.jit(shardtrace.fsdp(model(), **options))
         cmodel(x)
@@ -315,7 +315,7 @@ def test_collectives_are_those_of_blocks_by_themselves(options, fake_ranks):
 
     fake_ranks(2)
     sent = []
-    for how in ({}, {"repeated_blocks": "inline"}):
+    for how in ({}, {"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")}):
         cmodel = thunder.jit(shardtrace.fsdp(Net(Deep(), Deep(), Deep()), **options, **how))
         cmodel(*rows(0)).sum().backward()
         assert called(cmodel) == ([] if how else ["0 1 2"])

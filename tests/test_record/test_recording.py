@@ -63,7 +63,7 @@ def test_a_change_that_no_guard_sees_is_an_error(single_rank, elsewhere, change,
 
 
 def test_how_often(single_rank, elsewhere):
-    never, third = (thunder.jit(shardtrace.fsdp(Net(), check_recording=n)) for n in (False, 3))
+    never, third = (thunder.jit(shardtrace.fsdp(Net(), checks=shardtrace.Checks(recording=n))) for n in (False, 3))
     take_steps(never, 1)
     take_steps(third, 3)
     elsewhere.scale = 1.0
@@ -71,8 +71,8 @@ def test_how_often(single_rank, elsewhere):
     take_steps(third, 2)
     with pytest.raises(RuntimeError, match=r"0\.5 is now 1\.0"):
         take_steps(third, 1)
-    with pytest.raises(ValueError, match="check_recording must be True, False or a number of steps, not -1"):
-        shardtrace.fsdp(Net(), check_recording=-1)
+    with pytest.raises(ValueError, match="recording must be True, False or a number of steps, not -1"):
+        shardtrace.fsdp(Net(), checks=shardtrace.Checks(recording=-1))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ class Varied(nn.Module):
 
 
 def test_new_objects_are_no_difference(single_rank):
-    cmodel = thunder.jit(shardtrace.fsdp(Varied(), check_recording=1))
+    cmodel = thunder.jit(shardtrace.fsdp(Varied(), checks=shardtrace.Checks(recording=1)))
     take_steps(cmodel, 5)
     assert thunder.cache_misses(cmodel) == 1
 

@@ -275,8 +275,9 @@ def test_unknown_bucketing(ranks, bucketing):
 
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True])
-def test_bad_prefetch(ranks, prefetch):
-    refused("prefetch must be a number of buckets", Net(), prefetch=prefetch)
+def test_bad_prefetch(prefetch):
+    with pytest.raises(ValueError, match="prefetch must be a number of buckets"):
+        shardtrace.CompilePolicy(prefetch=prefetch)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_bad_prefetch(ranks, prefetch):
         ({"bucketing_strategy": nn.Sequential}, 1),
         ({"bucketing_strategy": (nn.Sequential, nn.Linear)}, 2),  # a bucket of the inner ones and one of the outer
         ({"bucketing_strategy": (nn.Sequential, nn.Linear), "sharding_strategy": "zero2"}, 3),
-        ({"bucketing_strategy": (nn.Sequential, nn.Linear), "prefetch": 0}, 0),
+        ({"bucketing_strategy": (nn.Sequential, nn.Linear), "compile_policy": shardtrace.CompilePolicy(prefetch=0)}, 0),
     ],
 )
 def test_default_prefetch(ranks, options, expected):
@@ -316,7 +317,11 @@ def test_gradients_lazy_parameters_and_patched_forwards(ranks):
     refused("0 is a TorchScript module, whose parameters cannot be sharded", nn.Sequential(scripted))
     sparse.first.weight = nn.Parameter(torch.eye(4).to_sparse())
     refused("parameter 'first.weight' is a sparse tensor", sparse)
-    refused(r"broadcast_from=5 is not one of the group's ranks \[0, 1\]", Net(), broadcast_from=5)
+    refused(
+        r"broadcast_from=5 is not one of the group's ranks \[0, 1\]",
+        Net(),
+        init_policy=shardtrace.InitPolicy(broadcast_from=5),
+    )
 
 
 def replace(model):
@@ -438,7 +443,7 @@ def test_without_a_cache(ranks):
 def test_max_inflight_bytes_is_a_number_of_bytes(fake_ranks, value):
     fake_ranks(2)
     with pytest.raises(ValueError, match="max_inflight_bytes must be a number of bytes, or None"):
-        shardtrace.fsdp(nn.Linear(4, 4), max_inflight_bytes=value)
+        shardtrace.fsdp(nn.Linear(4, 4), compile_policy=shardtrace.CompilePolicy(max_inflight_bytes=value))
 
 
 def test_limits_and_the_cost_model_reach_the_trace(fake_ranks):
@@ -446,7 +451,9 @@ def test_limits_and_the_cost_model_reach_the_trace(fake_ranks):
     fake_ranks(2)
     fast = CostModel(Link(1e12, 0.0), Device(1e3, 1e3, 1e3, 1.0))
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    cmodel = thunder.jit(shardtrace.fsdp(model, cost_model=fast, max_inflight_bytes=1))
+    cmodel = thunder.jit(
+        shardtrace.fsdp(model, compile_policy=shardtrace.CompilePolicy(cost_model=fast, max_inflight_bytes=1))
+    )
     cmodel(torch.ones(2, 4))
     names = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols if "del" not in b.sym.name]
     assert [n for n in names if "gather" in n or n == "linear"] == [

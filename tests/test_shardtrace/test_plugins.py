@@ -88,7 +88,7 @@ def test_buffers_that_get_memory(fake_ranks):
     fake_ranks(2)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    cmodel = compiled(shardtrace.FSDP(device="cpu"), model)
+    cmodel = compiled(shardtrace.FSDP(init_policy=shardtrace.InitPolicy(device="cpu")), model)
     assert not any(t.is_meta for t in (*cmodel.parameters(), *cmodel.buffers()))
     assert cmodel.get_buffer("1.running_var").tolist() == [1] * 4
 

@@ -15,6 +15,7 @@ import fused  # Thunder registers nvFuser when it is imported, and fused makes i
 
 from passes.analysis.verify import verify
 from passes.compat import function_of
+from shardtrace import CompilePolicy
 
 import matrix
 import torch
@@ -37,7 +38,7 @@ FACTORS: dict[str, list[Any]] = {
     "gradients": ["", "kept", "added"],
     "offload_policy": [None, CPUOffloadPolicy()],
     "train": [True, False],  # with and without dropout
-    "repeated_blocks": ["once", "inline"],
+    "compile_policy": [CompilePolicy(repeated_blocks=how) for how in ("once", "inline")],
 }
 
 

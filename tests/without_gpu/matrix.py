@@ -69,8 +69,11 @@ class Model(nn.Module):
 TOKENS = torch.arange(24).view(2, 12) % 20
 CASES: dict[str, dict[str, Any]] = {
     "zero3": {},
-    "zero3, inline": {"repeated_blocks": "inline"},
-    "zero3, dataflow": {"repeated_blocks": "inline", "jit_options": {"fusion_type": "dataflow"}},
+    "zero3, inline": {"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")},
+    "zero3, dataflow": {
+        "compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline"),
+        "jit_options": {"fusion_type": "dataflow"},
+    },
     "mix, bf16": {
         "sharding_strategy": {"embedding*": "ddp", "blocks.0.*": "owner", "*": "zero2"},
         "bucketing_strategy": "layer",
@@ -114,7 +117,9 @@ def compile_step(
             options["mesh"] = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
         with torch.device("meta"):
             model = Model().train(train)
-        shardtrace.fsdp(model, device=DEVICE, param_init_fn=lambda module: None, **options)
+        shardtrace.fsdp(
+            model, init_policy=shardtrace.InitPolicy(device=DEVICE, param_init_fn=lambda module: None), **options
+        )
         runtime = model._shardtrace.runtime
         runtime.keeps_gradients, runtime.kept.used = gradients == "kept", gradients == "added"
         jitted = thunder.jit(model, **(jit_options or {}))

@@ -26,7 +26,7 @@ def compiled(world_size=2, *, kept=None, **options):
     """The forward and the backward of a step on CUDA. ``kept``: inside no_sync, or after it."""
     if world_size == 4:
         options["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shardtrace.fsdp(net(), device="cuda:0", **options)
+    model = shardtrace.fsdp(net(), init_policy=shardtrace.InitPolicy(device="cuda:0"), **options)
     runtime = model._shardtrace.runtime
     runtime.keeps_gradients, runtime.kept.used = kept == "inside", kept == "after"
     cmodel = thunder.jit(model)
@@ -37,7 +37,7 @@ def compiled(world_size=2, *, kept=None, **options):
 MATRIX = {
     "zero3": {},
     "zero2": {"sharding_strategy": "zero2", "activation_checkpointing": True},
-    "mix": {"sharding_strategy": MIX, "mp_policy": "bf16", "prefetch": 3},
+    "mix": {"sharding_strategy": MIX, "mp_policy": "bf16", "compile_policy": shardtrace.CompilePolicy(prefetch=3)},
     "hybrid": {"world_size": 4, "sharding_strategy": "hybrid_zero3", "mp_policy": "fp16"},
     "inside no_sync": {"kept": "inside"},
     "after no_sync": {"kept": "after", "sharding_strategy": "owner"},

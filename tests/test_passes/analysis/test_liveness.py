@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from passes.analysis.liveness import KINDS, liveness, step_liveness
+from shardtrace.options.policies import grouped
 
 import pytest
 import thunder
@@ -233,7 +234,7 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
         wires = {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
     config = GPTConfig(n_layer=1, n_embd=128, n_head=4, block_size=64, dropout=0.0 if strategy == "zero2" else 0.1)
     tokens = torch.randint(0, 256, (4, 64))
-    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy, **wires)
+    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, sharding_strategy=strategy, **grouped(wires))
     cmodel.zero_grad()
 
     forward_levels, loss = measured(tmp_path / "forward.json", lambda: cmodel(tokens, tokens))

@@ -108,7 +108,9 @@ def test_lines_of_a_lowered_step(net):
 
 def test_copies_to_the_host():
     with fake_ranks(2):
-        model = shardtrace.fsdp(nn.Linear(4, 4), device="cuda:0", offload_policy=CPUOffloadPolicy())
+        model = shardtrace.fsdp(
+            nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(device="cuda:0"), offload_policy=CPUOffloadPolicy()
+        )
         cmodel = thunder.jit(model)
         compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     forward, backward = thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]

@@ -4,6 +4,7 @@ from passes.analysis.flops import bytes_made, bytes_moved, flops
 from passes.analysis.recognise import bucket_of, is_issue, is_wait
 from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
 from passes.plan import CostModel, Device, Link, Wire
+from shardtrace import CommPolicy, CompilePolicy
 from shardtrace.inspector.timeline import predicted
 
 import pytest
@@ -59,7 +60,11 @@ def test_a_wire_takes_the_device_before_its_message_leaves_and_after_it_has_arri
     """A matrix in blocks of 256, a bias as it is. On each of two ranks 2048 and 32 elements."""
     fake_ranks(2)
     line, x = (lambda: nn.Linear(64, 64)), torch.ones(2, 64)
-    forward = thunder.last_traces(compile_fake(line, x, gather_dtype="int8", cost_model=MODEL))[-1]
+    forward = thunder.last_traces(
+        compile_fake(
+            line, x, comm_policy=CommPolicy(gather_dtype="int8"), compile_policy=CompilePolicy(cost_model=MODEL)
+        )
+    )[-1]
     (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
     (wait,) = [b for b in forward.bound_symbols if is_wait(b)]
     packed = 0.25 * (8 + 2) + (33 * 2048 + 4 * 32 * 4) / 1e3  # kernels, and the bytes of their memory
@@ -75,7 +80,12 @@ def test_a_wire_takes_the_device_before_its_message_leaves_and_after_it_has_arri
 def test_a_reduction_is_rounded_for_others_and_added_here(fake_ranks):
     fake_ranks(4)
     x = torch.ones(2, 64)
-    jitted = compile_fake(lambda: nn.Linear(64, 64, bias=False), x, reduce_wire="int4", cost_model=MODEL)
+    jitted = compile_fake(
+        lambda: nn.Linear(64, 64, bias=False),
+        x,
+        comm_policy=CommPolicy(reduce_wire="int4"),
+        compile_policy=CompilePolicy(cost_model=MODEL),
+    )
     backward = thunder.last_backward_traces(jitted)[-1]
     (reduce,) = [b for b in backward.bound_symbols if is_issue(b) and bucket_of(b).wire is not None]
     issue, finish, late = bucket_of(reduce).work
@@ -86,7 +96,14 @@ def test_a_reduction_is_rounded_for_others_and_added_here(fake_ranks):
 
 def test_the_second_half_of_an_all_reduce_on_a_wire_is_waited_for(fake_ranks):
     fake_ranks(2)
-    x, options = torch.ones(2, 64), {"sharding_strategy": "ddp", "reduce_wire": "int8", "cost_model": MODEL}
+    x, options = (
+        torch.ones(2, 64),
+        {
+            "sharding_strategy": "ddp",
+            "comm_policy": CommPolicy(reduce_wire="int8"),
+            "compile_policy": CompilePolicy(cost_model=MODEL),
+        },
+    )
     backward = thunder.last_backward_traces(compile_fake(lambda: nn.Linear(64, 64, bias=False), x, **options))[-1]
     (reduce,) = [b for b in backward.bound_symbols if is_issue(b)]
     (wait,) = [b for b in backward.bound_symbols if is_wait(b)]
@@ -101,7 +118,9 @@ def test_a_wire_of_a_user_takes_no_time(fake_ranks):
     fake_ranks(2)
     full = torch.zeros(4, 4), torch.zeros(4)
     wire = Wire(lambda tensors, bucket: None, lambda future, bucket: full, lambda bucket: 7)
-    forward = thunder.last_traces(compile_fake(lambda: nn.Linear(4, 4), torch.ones(2, 4), gather_dtype=wire))[-1]
+    forward = thunder.last_traces(
+        compile_fake(lambda: nn.Linear(4, 4), torch.ones(2, 4), comm_policy=CommPolicy(gather_dtype=wire))
+    )[-1]
     (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
     assert bucket_of(gather).bytes == 7
     assert compute_seconds(MODEL, gather) == 0

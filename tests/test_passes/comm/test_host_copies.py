@@ -34,7 +34,9 @@ class Net(nn.Module):
 
 
 def compiled(**options):
-    model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy(), **options)
+    model = shardtrace.fsdp(
+        Net(), init_policy=shardtrace.InitPolicy(device="cuda:0"), offload_policy=CPUOffloadPolicy(), **options
+    )
     cmodel = thunder.jit(model)
     compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
     return cmodel
@@ -121,7 +123,9 @@ def test_a_world_of_one_gathers_from_the_host(fake_ranks):
 
 def test_kept_gradients_are_not_copied(fake_ranks):
     fake_ranks(2)
-    model = shardtrace.fsdp(Net(), device="cuda:0", offload_policy=CPUOffloadPolicy())
+    model = shardtrace.fsdp(
+        Net(), init_policy=shardtrace.InitPolicy(device="cuda:0"), offload_policy=CPUOffloadPolicy()
+    )
     cmodel = thunder.jit(model)
     with model.no_sync():
         compile_only(cmodel, ((on_absent_cuda(4, 8),), {}))
@@ -174,7 +178,7 @@ def test_a_copy_that_is_not_awaited_is_found(fake_ranks):
 def test_a_gather_takes_the_copy_too(fake_ranks):
     fake_ranks(2)
     cost = CostModel(Link(bandwidth=100.0, latency=1.0), Device(1e12, 1e12, 1e12, 0.0, host_bandwidth=50.0))
-    cmodel = compiled(cost_model=cost, bucketing_strategy="model")
+    cmodel = compiled(compile_policy=shardtrace.CompilePolicy(cost_model=cost), bucketing_strategy="model")
     (gather,) = [b for b in stage(cmodel, "schedule").bound_symbols if b.sym.name == "all_gather"]
     shards = 3 * 4 * (8 * 8 + 8) // 2
     assert link_seconds(gather) == 1 + shards / 100 + shards / 50

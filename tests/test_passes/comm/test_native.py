@@ -91,7 +91,12 @@ def test_accumulation_clipping_and_checkpoints(strategy, tmp_path):
     batches = torch.randn(4, 2, 3, 4)  # batch, rank, row
     with late_groups() as group:
         sums = isinstance(strategy, dict)
-        model = shardtrace.fsdp(copy.deepcopy(single), sharding_strategy=strategy, mesh=group, sum_reductions=sums)
+        model = shardtrace.fsdp(
+            copy.deepcopy(single),
+            sharding_strategy=strategy,
+            mesh=group,
+            comm_policy=shardtrace.CommPolicy(sum_reductions=sums),
+        )
         cmodel = thunder.jit(model)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
         for i, batch in enumerate(batches):

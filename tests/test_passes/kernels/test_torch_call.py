@@ -352,7 +352,12 @@ class Experts(nn.Sequential):
 def test_grouped_products_are_recomputed_as_products_are(fake_ranks, how, again):
     """They are not cheap."""
     fake_ranks(2)
-    cmodel = compile_fake(Experts, torch.ones(8, 8), activation_checkpointing=how, repeated_blocks="inline")
+    cmodel = compile_fake(
+        Experts,
+        torch.ones(8, 8),
+        activation_checkpointing=how,
+        compile_policy=shardtrace.CompilePolicy(repeated_blocks="inline"),
+    )
     forward, backward = ([b for b in lines_of_torch(t) if "grouped_mm" in b.sym.name] for t in traces(cmodel))
     assert [b.sym.id.kind for b in forward] == ["_forward"] * 4
     assert sorted(b.sym.id.kind for b in backward) == ["_backward"] * 4 + ["_forward"] * again

@@ -49,7 +49,9 @@ def test_each_rank_reads_its_rows(strategy, tmp_path):
         with shardtrace.init_empty_weights():
             model = Zoo()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shardtrace.fsdp(model, sharding_strategy=strategy, weights=weights, device="cpu")
+        shardtrace.fsdp(
+            model, sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(weights=weights, device="cpu")
+        )
         assert model.head.weight is model.embedding.weight
         assert_holds(model, expected)
         for p in model.parameters():  # the padding too
@@ -166,7 +168,7 @@ def test_a_file_that_one_rank_cannot_read(tmp_path):
     with shardtrace.init_empty_weights():
         model = Zoo()
     with pytest.raises((shardtrace.CheckpointError, shardtrace.RankMismatchError), match=r"1/model\.safetensors is no"):
-        shardtrace.fsdp(model, weights=folder)
+        shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(weights=folder))
     assert all(p.is_meta for p in model.parameters())
     model = shardtrace.fsdp(zoo(2))
     with pytest.raises(shardtrace.CheckpointError, match=r"1/model\.safetensors is no"):
@@ -197,14 +199,21 @@ def test_empty_weights_keep_buffers_and_ties(fake_ranks):
     assert not nn.Linear(2, 2).weight.is_meta
     assert isinstance(lazy.weight, nn.UninitializedParameter)
     fake_ranks(2)
-    shardtrace.fsdp(model, weights={"shared": torch.tensor([4.0, 5.0, 6.0])}, device="cpu")
+    shardtrace.fsdp(
+        model, init_policy=shardtrace.InitPolicy(weights={"shared": torch.tensor([4.0, 5.0, 6.0])}, device="cpu")
+    )
     assert model.weight.tolist() == [4, 5]
 
     with torch.device("meta"):
         model = Rotary()
     with pytest.raises(ValueError, match=r"module the model itself .Rotary. has a buffer on the meta device"):
-        shardtrace.fsdp(model, weights={"weight": torch.ones(3)})
-    shardtrace.fsdp(model, weights={"weight": torch.ones(3)}, param_init_fn=lambda m: m.frequencies.fill_(7.0))
+        shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(weights={"weight": torch.ones(3)}))
+    shardtrace.fsdp(
+        model,
+        init_policy=shardtrace.InitPolicy(
+            weights={"weight": torch.ones(3)}, param_init_fn=lambda m: m.frequencies.fill_(7.0)
+        ),
+    )
     assert model.frequencies.tolist() == [7, 7, 7]
     assert model.weight.tolist() == [1, 1]
 
@@ -250,11 +259,13 @@ def test_no_rank_holds_more_than_its_shards_and_a_slice(large_file, ranks_of):
 
 
 def read_large(folder):
-    shardtrace.fsdp(nn.Linear(4, 4), weights=folder / "small.safetensors")  # what a first model allocates once
+    shardtrace.fsdp(
+        nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(weights=folder / "small.safetensors")
+    )  # what a first model allocates once
     with shardtrace.init_empty_weights():
         model = large()
     before = peak_memory()["VmRSS:"]
-    shardtrace.fsdp(model, weights=folder, device="cpu")
+    shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(weights=folder, device="cpu"))
     grown = peak_memory()["VmHWM:"] - before
     slices = [p.nbytes for p in model.parameters()]
     assert grown < sum(slices) + 1.2 * max(slices)
@@ -278,14 +289,18 @@ def test_values_that_do_not_fit(fake_ranks, tmp_path, in_files):
     fake_ranks(2)
     codes = torch.ones(3, dtype=torch.int8)
     with pytest.raises(shardtrace.CheckpointError, match=r"weight of .* has integer values, the model's are floating"):
-        shardtrace.fsdp(Saved(), weights=weights(weight=codes))
+        shardtrace.fsdp(Saved(), init_policy=shardtrace.InitPolicy(weights=weights(weight=codes)))
     with pytest.raises(
         shardtrace.CheckpointError, match=r"frequencies of .* has floating values.*are integer: convert"
     ):
-        shardtrace.fsdp(Saved(torch.int64), weights=weights())
+        shardtrace.fsdp(Saved(torch.int64), init_policy=shardtrace.InitPolicy(weights=weights()))
     with pytest.raises(
         shardtrace.CheckpointError, match=r"cannot read \w+ .*\w+ has other values, and the model has one"
     ):
-        shardtrace.fsdp(Saved(), weights=weights(shared=torch.tensor([1.0, 2.0, 3.0])))
-    model = shardtrace.fsdp(Saved(torch.int64), weights=weights(shared=torch.ones(3), frequencies=codes))
+        shardtrace.fsdp(
+            Saved(), init_policy=shardtrace.InitPolicy(weights=weights(shared=torch.tensor([1.0, 2.0, 3.0])))
+        )
+    model = shardtrace.fsdp(
+        Saved(torch.int64), init_policy=shardtrace.InitPolicy(weights=weights(shared=torch.ones(3), frequencies=codes))
+    )
     assert model.frequencies.tolist() == [1, 1, 1]

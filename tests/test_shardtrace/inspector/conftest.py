@@ -15,7 +15,7 @@ def zoo():
 @pytest.fixture(scope="session")
 def three_blocks():
     """An inspection of three equal blocks whose lines are written for each, ZeRO-3 over two ranks."""
-    return _three_blocks(repeated_blocks="inline")
+    return _three_blocks(compile_policy=shardtrace.CompilePolicy(repeated_blocks="inline"))
 
 
 @pytest.fixture(scope="session")

@@ -167,7 +167,13 @@ def test_a_step_that_never_runs_has_no_memory():
 def test_meta_model_of_any_number_of_ranks():
     with torch.device("meta"):
         model = two_linear()
-    shown = shardtrace.inspect(model, (torch.ones(3, 6),), world_size=1024, sharding_strategy="zero2", prefetch=2)
+    shown = shardtrace.inspect(
+        model,
+        (torch.ones(3, 6),),
+        world_size=1024,
+        sharding_strategy="zero2",
+        compile_policy=shardtrace.CompilePolicy(prefetch=2),
+    )
     assert str(shown).startswith(
         "Sequential: ZeRO-2 over 1,024 ranks, seen from rank 0 · buckets by block · prefetch 2"
     )

@@ -73,7 +73,9 @@ def test_lines_belong_to_the_module_that_asked_for_them():
                 x = torch.exp(block(x))
             return self.norm(x)
 
-    shown = shardtrace.inspect(Model(), torch.ones(2, 4), world_size=2, repeated_blocks="inline")
+    shown = shardtrace.inspect(
+        Model(), torch.ones(2, 4), world_size=2, compile_policy=shardtrace.CompilePolicy(repeated_blocks="inline")
+    )
     forward, backward = shown.record.phases
     where = {
         line.code.partition(" = ")[2].partition("(")[0].rpartition(".")[2] + f" {k}": module
@@ -142,7 +144,9 @@ def test_repeated_modules_are_folded():
 def test_timeline_of_a_slow_link():
     second = CostModel(Link(bandwidth=1e12, latency=1.0), Device(1e12, 1e12, 1e12, overhead=0.25))
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    shown = shardtrace.inspect(model, torch.ones(2, 4), world_size=2, cost_model=second)
+    shown = shardtrace.inspect(
+        model, torch.ones(2, 4), world_size=2, compile_policy=shardtrace.CompilePolicy(cost_model=second)
+    )
     rows = [
         (c.phase[0], c.kind, c.bucket, *(round(t, 2) for t in (c.start, c.stop, c.exposed))) for c in shown.collectives
     ]

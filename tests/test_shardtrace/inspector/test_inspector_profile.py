@@ -32,7 +32,10 @@ def test_two_ranks():
     late = 0.2  # seconds
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
-    cmodel, inputs = thunder.jit(shardtrace.fsdp(model, check_steps=False)), torch.randn(3, 6) + dist.get_rank()
+    cmodel, inputs = (
+        thunder.jit(shardtrace.fsdp(model, checks=shardtrace.Checks(steps=False))),
+        torch.randn(3, 6) + dist.get_rank(),
+    )
 
     def gradients():
         cmodel.zero_grad()
@@ -97,7 +100,7 @@ def test_medians_over_steps(jitted):
 def test_both_traces_of_a_gpu_are_timed_by_events(fake_ranks):
     """The arguments of backward are lists of tensors."""
     fake_ranks(2)
-    cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(4, 4), device="cuda"))
+    cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(device="cuda")))
     compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     stopwatches = _stopwatches(thunder.compile_stats(cmodel).interpreter_cache[-1])
     assert [watch._on_cuda for watch in stopwatches] == [True, True]

@@ -37,7 +37,9 @@ def test_the_step_of_a_gpu(strategy):
     """The same collectives as on the CPU, on tensors of a GPU only."""
     ranks = {"mesh_shape": (2, 4)} if strategy.startswith("hybrid") else {"world_size": 8}
     here, there = (
-        shardtrace.inspect(Zoo(), tokens(2), sharding_strategy=strategy, device=device, **ranks)
+        shardtrace.inspect(
+            Zoo(), tokens(2), sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(device=device), **ranks
+        )
         for device in ("cpu", "cuda")
     )
     assert sorted(c[:6] for c in here.collectives) == sorted(c[:6] for c in there.collectives)
@@ -54,4 +56,4 @@ def test_the_command(tmp_path, capsys):
 
 def test_real_ranks_need_a_real_device(single_rank):
     with pytest.raises(ValueError, match="torch sees no cuda device on this machine"):
-        shardtrace.fsdp(nn.Linear(4, 4), device="cuda")
+        shardtrace.fsdp(nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(device="cuda"))

@@ -82,7 +82,14 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.usefixtures("single_rank")
-@pytest.mark.parametrize("options", [{}, {"eager": ["blocks.1"]}, {"repeated_blocks": "inline"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compile_policy": shardtrace.CompilePolicy(eager=["blocks.1"])},
+        {"compile_policy": shardtrace.CompilePolicy(repeated_blocks="inline")},
+    ],
+)
 def test_blocks_cast_their_inputs_as_in_fsdp2(options):
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(torch.bfloat16)

@@ -47,9 +47,11 @@ def test_a_slow_link_splits_the_buffer_of_a_block(fake_ranks):
     fake_ranks(2)
     slow = replace(default_cost_model("cpu", "gloo"), link=Link(bandwidth=1e6, latency=1e-9))
     block = ["blocks.0.norm", "blocks.0.down", "blocks.0.up.weight", "blocks.0.up.bias"]
-    split = buffers(shardtrace.fsdp(Zoo(), cost_model=slow))
+    split = buffers(shardtrace.fsdp(Zoo(), compile_policy=shardtrace.CompilePolicy(cost_model=slow)))
     assert not any({"blocks.0.down", "blocks.0.up.weight"} <= set(names) for names in split)
-    assert block in buffers(shardtrace.fsdp(Zoo(), cost_model=slow, bucketing_strategy="block"))
+    assert block in buffers(
+        shardtrace.fsdp(Zoo(), compile_policy=shardtrace.CompilePolicy(cost_model=slow), bucketing_strategy="block")
+    )
 
 
 def test_a_copy_of_the_model_has_buffers_of_its_own(fake_ranks):

@@ -26,7 +26,7 @@ from sharded_training import (
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-ON_HOST = {"device": "cpu", "offload_policy": CPUOffloadPolicy()}
+ON_HOST = {"init_policy": shardtrace.InitPolicy(device="cpu"), "offload_policy": CPUOffloadPolicy()}
 
 
 def train(strategy, mesh=None):
@@ -134,7 +134,9 @@ def test_on_the_cpu_nothing_changes(fake_ranks):
     traces = []
     for policy in (None, OffloadPolicy(), CPUOffloadPolicy()):
         torch.manual_seed(0)
-        cmodel = thunder.jit(shardtrace.fsdp(Zoo(), device="cpu", offload_policy=policy))
+        cmodel = thunder.jit(
+            shardtrace.fsdp(Zoo(), init_policy=shardtrace.InitPolicy(device="cpu"), offload_policy=policy)
+        )
         cmodel(*tokens(2)).backward()
         traces.append(text(thunder.last_backward_traces(cmodel)[-1]))
     assert traces[0] == traces[1] == traces[2]
@@ -150,4 +152,4 @@ def test_replicas_are_not_kept_on_the_host(fake_ranks):
 def test_what_is_no_policy(fake_ranks, policy):
     fake_ranks(2)
     with pytest.raises(TypeError, match=r"offload_policy must be torch\.distributed\.fsdp\.CPUOffloadPolicy\(\)"):
-        shardtrace.fsdp(Zoo(), device="cpu", offload_policy=policy)
+        shardtrace.fsdp(Zoo(), init_policy=shardtrace.InitPolicy(device="cpu"), offload_policy=policy)

@@ -65,7 +65,7 @@ def test_on_if_the_model_was_jitted_before(fake_ranks):
 
 def test_off(fake_ranks):
     fake_ranks(2)
-    jitted = thunder.jit(shardtrace.fsdp(nn.Linear(4, 4), kernels=False))
+    jitted = thunder.jit(shardtrace.fsdp(nn.Linear(4, 4), compile_policy=shardtrace.CompilePolicy(kernels=False)))
     assert "torch_kernels" not in executors_of(jitted)
 
 

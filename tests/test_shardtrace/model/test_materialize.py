@@ -22,7 +22,7 @@ def test_broadcast_from(source):
     torch.manual_seed(source)
     expected = Zoo()
     expected.shift.fill_(source)
-    shardtrace.fsdp(model, broadcast_from=source)
+    shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(broadcast_from=source))
     torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(expected.state_dict()), rtol=0, atol=0)
 
 
@@ -70,7 +70,9 @@ def test_meta_device(with_init_fn):
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()
     torch.manual_seed(3)
-    shardtrace.fsdp(model, device="cpu", param_init_fn=init if with_init_fn else None)
+    shardtrace.fsdp(
+        model, init_policy=shardtrace.InitPolicy(device="cpu", param_init_fn=init if with_init_fn else None)
+    )
     assert model.head.weight is model.embedding.weight
     full = shardtrace.full_state_dict(model)
     for name, value in expected.state_dict().items():

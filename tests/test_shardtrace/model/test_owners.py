@@ -50,7 +50,7 @@ def test_owners_have_about_the_same_bytes(fake_ranks, evenness):
     held = []
     for rank in range(4):
         fake_ranks(4, rank=rank)
-        model = shardtrace.fsdp(Zoo(), sharding_strategy="owner", evenness=evenness)
+        model = shardtrace.fsdp(Zoo(), sharding_strategy="owner", init_policy=shardtrace.InitPolicy(evenness=evenness))
         held.append(sum(p.numel() for p in model.parameters()))
         torch.distributed.destroy_process_group()
     assert sum(held) == sum(p.numel() for p in Zoo().parameters())

@@ -266,13 +266,23 @@ def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):
     """They would happen when a graph is captured, and never again."""
     fake_ranks(2)
     with slow_host():
-        on_host = shardtrace.fsdp(nn.Linear(4, 4), device="cpu", offload_policy=CPUOffloadPolicy())
-    compared, adding = (shardtrace.fsdp(nn.Linear(4, 4), check_steps=False) for _ in range(2))
+        on_host = shardtrace.fsdp(
+            nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(device="cpu"), offload_policy=CPUOffloadPolicy()
+        )
+    compared, adding = (shardtrace.fsdp(nn.Linear(4, 4), checks=shardtrace.Checks(steps=False)) for _ in range(2))
     compared._shardtrace.runtime.compares = True  # as with real ranks
-    corrected = shardtrace.fsdp(nn.Linear(64, 64), check_steps=False, reduce_wire="int4", error_feedback=True)
+    corrected = shardtrace.fsdp(
+        nn.Linear(64, 64),
+        checks=shardtrace.Checks(steps=False),
+        comm_policy=shardtrace.CommPolicy(reduce_wire="int4", error_feedback=True),
+    )
     for model, context, reason in (
         (on_host, nullcontext(), "whose parameters are in host memory"),
-        (compared, nullcontext(), r"because the program compares its steps across ranks: call fsdp\(check_steps=False"),
+        (
+            compared,
+            nullcontext(),
+            r"because the program compares its steps across ranks: call fsdp\(checks=Checks\(steps=False",
+        ),
         (corrected, nullcontext(), "the errors of its rounded gradients begin with the first step"),
         (adding, adding.no_sync(), "inside or after no_sync, because the program adds up its gradients"),
     ):
@@ -299,9 +309,15 @@ def test_ranks_that_begin_with_other_values():
     found = (
         r"rank 0 has (parameter |weights )?weight.*values \w+; rank 1 has .*values \w+.*same torch.manual_seed on all"
     )
-    for model, options in ((nn.Linear(4, 4), {}), (meta, {"device": "cpu"}), (nn.Linear(4, 4), {"weights": weights})):
+    for model, options in (
+        (nn.Linear(4, 4), {}),
+        (meta, {"init_policy": shardtrace.InitPolicy(device="cpu")}),
+        (nn.Linear(4, 4), {"init_policy": shardtrace.InitPolicy(weights=weights)}),
+    ):
         with pytest.raises(shardtrace.RankMismatchError, match=found):
-            shardtrace.fsdp(model, timeout=20, **options)
-    shardtrace.fsdp(nn.Linear(4, 4), broadcast_from=1)
+            shardtrace.fsdp(model, checks=shardtrace.Checks(timeout=20), **options)
+    shardtrace.fsdp(nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(broadcast_from=1))
     shardtrace.fsdp(nn.Linear(4, 4), sharding_strategy="ddp")
-    shardtrace.fsdp(nn.Linear(4, 4), weights={"weight": torch.ones(4, 4), "bias": torch.zeros(4)})
+    shardtrace.fsdp(
+        nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(weights={"weight": torch.ones(4, 4), "bias": torch.zeros(4)})
+    )

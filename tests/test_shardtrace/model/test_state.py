@@ -40,7 +40,7 @@ def test_conversion_after_a_step():
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_parameter_changed_on_one_rank_is_an_error_on_all(on):
     model = nn.Linear(4, 4)
-    cmodel = thunder.jit(shardtrace.fsdp(model, timeout=20))
+    cmodel = thunder.jit(shardtrace.fsdp(model, checks=shardtrace.Checks(timeout=20)))
     if dist.get_rank() == on:
         model.half()
     with pytest.raises(
@@ -53,7 +53,9 @@ def test_a_parameter_changed_on_one_rank_is_an_error_on_all(on):
 def test_hooks_on_a_backward():
     """A compiled backward calls none: they are refused, whenever they are registered. PyTorch calls those of a module
     that it runs, and those of the jitted module."""
-    model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), eager=["0"])
+    model = shardtrace.fsdp(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), compile_policy=shardtrace.CompilePolicy(eager=["0"])
+    )
     cmodel, x, called = thunder.jit(model), torch.ones(2, 4, requires_grad=True), []
 
     def hook(*_):
@@ -64,7 +66,7 @@ def test_hooks_on_a_backward():
         cmodel(x).sum().backward()
         handle.remove()
     assert len(called) == 2
-    for module, remedy in ((model, r"on the result of thunder\.jit"), (model[1], r"fsdp\(eager=\['1'\]\)")):
+    for module, remedy in ((model, r"on the result of thunder\.jit"), (model[1], r"CompilePolicy\(eager=\['1'\]\)")):
         for register in (module.register_full_backward_hook, module.register_full_backward_pre_hook):
             handle = register(hook)
             with pytest.raises(RuntimeError, match="a hook on its backward, which the compiled backward.*" + remedy):

@@ -26,5 +26,7 @@ def test_it_is_as_before(world_size):
         assert whole.lm_head.weight is whole.wte.weight
         assert all(p.is_meta for p in whole.parameters())
         assert {name: tuple(p.shape) for name, p in model.named_parameters()} == shards
-        shardtrace.fsdp(whole, param_init_fn=torch.nn.Module.modules)  # it can be sharded again
+        shardtrace.fsdp(
+            whole, init_policy=shardtrace.InitPolicy(param_init_fn=torch.nn.Module.modules)
+        )  # it can be sharded again
         assert [p.shape for p in whole.parameters()] == [p.shape for p in model.parameters()]

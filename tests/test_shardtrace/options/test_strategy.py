@@ -2,7 +2,8 @@
 
 import shardtrace
 from shardtrace import ShardingStrategy
-from shardtrace.options.spellings import canonical
+from shardtrace.model.state import state_of
+from shardtrace.options.policies import grouped
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
 
 import pytest
@@ -170,8 +171,11 @@ def test_a_replicated_parameter_is_whole(fake_ranks):
 
 
 @pytest.mark.parametrize(("reshard", "strategy"), [(True, "zero3"), (False, "zero2")])
-def test_fsdp2s_reshard_after_forward(reshard, strategy):
-    assert canonical("zero3", "auto", None, {"reshard_after_forward": reshard}) == (strategy, "auto", None)
+def test_fsdp2s_reshard_after_forward(fake_ranks, reshard, strategy):
+    fake_ranks(2)
+    assert [
+        value.value for _, value in state_of(shardtrace.fsdp(mlp(), reshard_after_forward=reshard)).options.rules
+    ] == [strategy]
 
 
 def test_what_callers_of_other_libraries_write(fake_ranks):
@@ -220,14 +224,14 @@ def test_policies_of_torch(fake_ranks):
         ({"evenness": 2}, "evenness must be a number from 0 to 1"),
         ({"timeout": "a minute"}, "timeout must be a number of seconds, not 'a minute'"),
         ({"accumulation_dtype": "bf16"}, "accumulation_dtype must be a torch.dtype, or None, not 'bf16'"),
-        ({"check_steps": "always"}, "check_steps must be True, False, or None, not 'always'"),
+        ({"steps": "always"}, "steps must be True, False, or None, not 'always'"),
         ({"kernels": "torch"}, "kernels must be True or False, not 'torch'"),
     ],
 )
 def test_bad_input(fake_ranks, options, message):
     fake_ranks(2)
     with pytest.raises((ValueError, TypeError), match=message):
-        shardtrace.fsdp(mlp(), **options)
+        shardtrace.fsdp(mlp(), **grouped(options))
 
 
 def test_an_unknown_argument(fake_ranks):

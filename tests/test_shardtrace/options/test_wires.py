@@ -9,6 +9,7 @@ from passes.analysis.recognise import bucket_of, is_issue
 from passes.comm.quantize import INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from shardtrace.model.state import state_of
+from shardtrace.options.policies import grouped
 from shardtrace.ranks.consensus import RankMismatchError
 
 import pytest
@@ -44,7 +45,7 @@ X = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
 
 def rows(strategy="zero3", ranks=2, **options):
     with_mesh = {} if not strategy.startswith("hybrid") else {"mesh": mesh_of((2, ranks // 2))}
-    cmodel = compile_fake(Net, X, sharding_strategy=strategy, **with_mesh, **options)
+    cmodel = compile_fake(Net, X, **grouped({"sharding_strategy": strategy, **with_mesh, **options}))
     return cmodel, shardtrace.collectives(cmodel)
 
 
@@ -108,22 +109,22 @@ REFUSED = [
 def test_refused(fake_ranks, options, message):
     fake_ranks(2)
     with pytest.raises(ValueError, match=re.escape(message)):
-        shardtrace.fsdp(Net(), **options)
+        shardtrace.fsdp(Net(), **grouped(options))
 
 
 @pytest.mark.parametrize("options", [{"gather_dtype": "int8"}, {"reduce_wire": "int8"}], ids=str)
 def test_refused_on_one_rank(fake_ranks, options):
     fake_ranks(1)
     with pytest.raises(ValueError, match=r"changes nothing: 'scale' is on one rank.*none of 9 parameters"):
-        shardtrace.fsdp(Net(), **options)
+        shardtrace.fsdp(Net(), **grouped(options))
 
 
 def test_refused_where_no_gradient_travels(fake_ranks):
     fake_ranks(2)
     with pytest.raises(ValueError, match="'scale' is frozen and has no gradient"):
-        shardtrace.fsdp(Net().requires_grad_(False), reduce_wire="int8")
+        shardtrace.fsdp(Net().requires_grad_(False), comm_policy=shardtrace.CommPolicy(reduce_wire="int8"))
     with pytest.raises(ValueError, match="the gradient of parameter 'scale' is fp16"):
-        shardtrace.fsdp(Net().half(), reduce_wire="int8", error_feedback=True)
+        shardtrace.fsdp(Net().half(), comm_policy=shardtrace.CommPolicy(reduce_wire="int8", error_feedback=True))
 
 
 # ---- on ranks ----
@@ -134,16 +135,16 @@ def test_ranks_that_differ():
     mine = dist.get_rank()
     for options in ({"gather_dtype": ["int8", "fp8"][mine]}, {"reduce_wire": ["int8", "int4"][mine]}):
         with pytest.raises(RankMismatchError, match="int8"):
-            shardtrace.fsdp(Net(), **options)
+            shardtrace.fsdp(Net(), **grouped(options))
     with pytest.raises(RankMismatchError, match="gathered as int8"):
-        shardtrace.fsdp(Net(), gather_dtype=[None, "int8"][mine])
+        shardtrace.fsdp(Net(), comm_policy=shardtrace.CommPolicy(gather_dtype=[None, "int8"][mine]))
     with pytest.raises((RankMismatchError, ValueError), match="no parameter matches 'nothing"):
-        shardtrace.fsdp(Net(), gather_dtype=["int8", {"nothing": "int8"}][mine])
+        shardtrace.fsdp(Net(), comm_policy=shardtrace.CommPolicy(gather_dtype=["int8", {"nothing": "int8"}][mine]))
 
 
 def trained(strategy, steps=2, mesh=None, model=None, accumulate=False, **options):
     """Losses and whole parameters after some steps of SGD on this rank's share of the batch."""
-    model = shardtrace.fsdp(model or Net(), sharding_strategy=strategy, mesh=mesh, **options)
+    model = shardtrace.fsdp(model or Net(), sharding_strategy=strategy, mesh=mesh, **grouped(options))
     cmodel = thunder.jit(model)
     optimizer = torch.optim.SGD([p for p in cmodel.parameters() if p.requires_grad], lr=0.05)
     share = X.chunk(dist.get_world_size())[dist.get_rank()]
@@ -207,7 +208,7 @@ def test_training_on_a_mesh():
 def test_a_step_is_that_of_one_process_with_rounded_weights():
     """The rows of each rank are rounded, this rank's own too; gradients go to the exact shards."""
     model, single, rank = Net(), Net(), dist.get_rank()
-    shardtrace.fsdp(model, gather_dtype="int8")
+    shardtrace.fsdp(model, comm_policy=shardtrace.CommPolicy(gather_dtype="int8"))
     cmodel = thunder.jit(model)
     for p in single.parameters():
         if p.dim() == 2:  # every matrix is rounded: 1024 elements or more on a rank
@@ -239,7 +240,9 @@ def rounded(rows):
 
 @on_ranks(2)
 def test_an_overflow_skips_the_step_on_all_ranks():
-    model = shardtrace.fsdp(Net(), mp_policy="fp16", gather_dtype="int8", reduce_wire="int4")
+    model = shardtrace.fsdp(
+        Net(), mp_policy="fp16", comm_policy=shardtrace.CommPolicy(gather_dtype="int8", reduce_wire="int4")
+    )
     cmodel = thunder.jit(model)
     trainable = [p for p in cmodel.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.05)
@@ -257,7 +260,7 @@ def test_an_overflow_skips_the_step_on_all_ranks():
 
 @on_ranks(2)
 def test_errors_live_from_step_to_step_until_a_checkpoint_is_loaded(tmp_path):
-    model = shardtrace.fsdp(Net(), reduce_wire="int4", error_feedback=True)
+    model = shardtrace.fsdp(Net(), comm_policy=shardtrace.CommPolicy(reduce_wire="int4", error_feedback=True))
     errors = state_of(model).runtime.errors
     cmodel = thunder.jit(model)
     for _ in range(2):

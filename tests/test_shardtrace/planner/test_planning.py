@@ -149,7 +149,7 @@ def test_what_is_fixed_stays():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     found = small(fixed={"sharding_strategy": "zero2", "prefetch": 2, "mp_policy": policy})
     assert found.choices["sharding_strategy"] == "zero2"
-    assert found.options["prefetch"] == 2
+    assert found.options["compile_policy"].prefetch == 2
     assert found.options["mp_policy"] == policy
 
 

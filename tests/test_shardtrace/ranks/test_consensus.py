@@ -40,7 +40,7 @@ def test_another_model_on_one_rank(how, message, on):
     for i in range(depth):
         model.add_module(f"{name}{i}", nn.Linear(width, width, dtype=dtype).requires_grad_(not frozen))
     with pytest.raises(RankMismatchError, match=re.escape(message)):
-        shardtrace.fsdp(model, timeout=20)
+        shardtrace.fsdp(model, checks=shardtrace.Checks(timeout=20))
     assert all(p.shape[0] == width for p in model.parameters()), "half sharded"
 
 
@@ -53,23 +53,25 @@ def test_a_refusal_on_one_rank_is_raised_on_all():
     else:
         error, message = RankMismatchError, "rank 1: parameter 'weight' has a gradient"
     with pytest.raises(error, match=message):
-        shardtrace.fsdp(model, timeout=20)
+        shardtrace.fsdp(model, checks=shardtrace.Checks(timeout=20))
 
 
 @on_ranks(2)
 def test_an_argument_that_only_one_rank_refuses():
     """The ranks are still in step: they shard a model afterwards."""
     refused = {
-        "prefetch must be a number of buckets": {"prefetch": "two"},
+        "prefetch is a field of CompilePolicy": {"prefetch": 2},
         "no parameter matches 'embed": {"sharding_strategy": {"embed.*": "ddp", "*": "zero3"}},
         "got an unexpected keyword argument 'shards'": {"shards": 2},
         "there is no plan in": {"plan": "nowhere.json"},
     }
     for message, options in refused.items():
         with pytest.raises(Exception, match=("" if dist.get_rank() == 1 else "rank 1: .*") + message) as raised:
-            shardtrace.fsdp(nn.Linear(4, 4), timeout=20, **(options if dist.get_rank() == 1 else {}))
+            shardtrace.fsdp(
+                nn.Linear(4, 4), checks=shardtrace.Checks(timeout=20), **options if dist.get_rank() == 1 else {}
+            )
         assert isinstance(raised.value, RankMismatchError) == (dist.get_rank() == 0)
-    shardtrace.fsdp(nn.Linear(4, 4), timeout=20)
+    shardtrace.fsdp(nn.Linear(4, 4), checks=shardtrace.Checks(timeout=20))
 
 
 def all_but_one_shard(absent):
@@ -77,7 +79,7 @@ def all_but_one_shard(absent):
         return
     message = re.escape(f"rank(s) {absent} did not come to compare the parameters of Linear within 0.5 s")
     with pytest.raises(RankMismatchError, match=message):
-        shardtrace.fsdp(nn.Linear(4, 4), timeout=0.5)
+        shardtrace.fsdp(nn.Linear(4, 4), checks=shardtrace.Checks(timeout=0.5))
 
 
 def test_a_rank_that_does_not_come(ranks_of):
@@ -99,7 +101,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_layers_in_another_order():
-    cmodel = thunder.jit(shardtrace.fsdp(Branches(), bucketing_strategy="layer", timeout=20))
+    cmodel = thunder.jit(shardtrace.fsdp(Branches(), bucketing_strategy="layer", checks=shardtrace.Checks(timeout=20)))
     message = (
         "the ranks differ in the collectives of Branches; the first difference, at position 0: "
         "rank 0 has forward: all_gather of left (f32, 80 bytes: left.weight, left.bias); "
@@ -111,7 +113,7 @@ def test_layers_in_another_order():
 
 @on_ranks(2)
 def test_a_parameter_unused_on_one_rank():
-    cmodel = thunder.jit(shardtrace.fsdp(Switch(), bucketing_strategy="layer", timeout=20))
+    cmodel = thunder.jit(shardtrace.fsdp(Switch(), bucketing_strategy="layer", checks=shardtrace.Checks(timeout=20)))
     message = (
         "the ranks differ in the collectives of Switch: rank 0 has 2, rank 1 has 1; the first "
         "difference, at position 1: rank 0 has forward: all_gather of second "
@@ -123,6 +125,6 @@ def test_a_parameter_unused_on_one_rank():
 @on_ranks(2)
 def test_a_new_shape_on_one_rank():
     """Only one rank compiles. Its collectives are the same, so nothing needs to be compared again."""
-    cmodel = thunder.jit(shardtrace.fsdp(Branches(), timeout=2))
+    cmodel = thunder.jit(shardtrace.fsdp(Branches(), checks=shardtrace.Checks(timeout=2)))
     for rows in (3, 3 + dist.get_rank(), 3):
         cmodel(torch.ones(rows, 4), "left").sum().backward()

@@ -53,7 +53,7 @@ def late(rank, store, where, failing):
 def leave(rank, store, how, failing):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    cmodel = thunder.jit(shardtrace.fsdp(model, bucketing_strategy="layer", timeout=5, check_steps=None))
+    cmodel = thunder.jit(shardtrace.fsdp(model, bucketing_strategy="layer", checks=shardtrace.Checks(timeout=5)))
     for step in range(4):
         words, bad = torch.tensor([1, 2]), step == 2 and rank == failing
         if bad and how == "fails":
@@ -131,7 +131,7 @@ for how, pids in ranks.items():
 
 def compiled_steps(check_steps):
     """A function that runs a step of a given kind. All ranks have compiled all kinds."""
-    model = shardtrace.fsdp(nn.Linear(4, 4), check_steps=check_steps, timeout=20)
+    model = shardtrace.fsdp(nn.Linear(4, 4), checks=shardtrace.Checks(steps=check_steps, timeout=20))
     cmodel, x = thunder.jit(model), torch.ones(2, 4)
 
     def step(kind):
@@ -264,7 +264,7 @@ def test_a_step_that_all_ranks_leave_alike(check_steps):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     single = copy.deepcopy(model)
-    shardtrace.fsdp(model, bucketing_strategy="layer", timeout=20, check_steps=check_steps)
+    shardtrace.fsdp(model, bucketing_strategy="layer", checks=shardtrace.Checks(timeout=20, steps=check_steps))
     cmodel, words = thunder.jit(model), torch.tensor([1, 2])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
     for step in range(4):

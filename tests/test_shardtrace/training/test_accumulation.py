@@ -63,7 +63,7 @@ def test_sums_are_in_fp32():
     kept = {}
     for dtype in (torch.float32, None):
         model = nn.Linear(4, 4, bias=False)
-        shardtrace.fsdp(model, mp_policy="bf16", accumulation_dtype=dtype)
+        shardtrace.fsdp(model, mp_policy="bf16", comm_policy=shardtrace.CommPolicy(accumulation_dtype=dtype))
         cmodel = thunder.jit(model)
         for i in range(9):
             with model.no_sync() if i < 8 else nullcontext():
@@ -95,7 +95,9 @@ def test_a_sum_that_is_not_reduced_is_an_error():
 @on_ranks(2)
 def test_a_parameter_that_is_frozen_before_its_sum_is_reduced():
     """The reducing step says so, compiled before or not; unfrozen, it reduces what was added up."""
-    model = shardtrace.fsdp(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), timeout=20)
+    model = shardtrace.fsdp(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), checks=shardtrace.Checks(timeout=20)
+    )
     cmodel, x, weight = thunder.jit(model), torch.ones(2, 4), model[0].weight
     messages = []
     for _ in range(2):

@@ -115,7 +115,7 @@ def test_extra_state_and_odd_buffers():
     model = Counts()
     if dist.get_rank() == 1:
         model.table += 7
-    shardtrace.fsdp(model, broadcast_from=1)
+    shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(broadcast_from=1))
     assert model.table.tolist() == [7, 8, 9, 10, 11]
     full = shardtrace.full_state_dict(model)
     assert full["row"].untyped_storage().nbytes() == 4000

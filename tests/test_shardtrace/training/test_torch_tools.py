@@ -97,7 +97,9 @@ def test_every_token_counts_the_same():
     def divided_by_tokens(strategy, mesh=None):
         model = torch.nn.Linear(3, 5)
         model.load_state_dict(single.state_dict())
-        shardtrace.fsdp(model, sharding_strategy=strategy, mesh=mesh, gradient_divide_factor=1)
+        shardtrace.fsdp(
+            model, sharding_strategy=strategy, mesh=mesh, comm_policy=shardtrace.CommPolicy(gradient_divide_factor=1)
+        )
         total = torch.nn.functional.cross_entropy(thunder.jit(model)(x), labels, reduction="sum")
         (total / everyones).backward()
         torch.testing.assert_close(full_gradients(model), expected)
@@ -113,7 +115,9 @@ def test_divisors_of_hybrid_strategies(fake_ranks):
     fake_ranks(8)
     mesh = dist.init_device_mesh("cpu", (4, 2))
     model = torch.nn.Linear(4, 4)
-    shardtrace.fsdp(model, sharding_strategy="hybrid_zero3", mesh=mesh, gradient_divide_factor=16)
+    shardtrace.fsdp(
+        model, sharding_strategy="hybrid_zero3", mesh=mesh, comm_policy=shardtrace.CommPolicy(gradient_divide_factor=16)
+    )
     (plan,) = state_of(model).plans.values()
     assert (plan.divisor, plan.outer.divisor) == (4, 4)
 
@@ -122,7 +126,9 @@ def test_divisors_of_hybrid_strategies(fake_ranks):
 def test_a_divisor_in_a_world_of_one():
     for strategy in ("zero3", "ddp"):
         model = torch.nn.Linear(2, 1, bias=False)
-        shardtrace.fsdp(model, sharding_strategy=strategy, gradient_divide_factor=4.0)
+        shardtrace.fsdp(
+            model, sharding_strategy=strategy, comm_policy=shardtrace.CommPolicy(gradient_divide_factor=4.0)
+        )
         thunder.jit(model)(torch.ones(1, 2)).sum().backward()
         assert model.weight.grad.tolist() == [[0.25, 0.25]]
 

@@ -1,0 +1,119 @@
+"""What the options choose in a model that is still whole, and where it is to live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from passes.plan import HostMemory, Placement, Wire
+from shardtrace.model.places import Place, places
+from shardtrace.model.state import states_in
+from shardtrace.options.blocks import (
+    blocks_of_a_kind,
+    checkpointed_blocks,
+    chosen_blocks,
+    eager_modules,
+    repeated_blocks,
+)
+from shardtrace.options.options import Options
+from shardtrace.options.strategy import ShardingStrategy, assign
+from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
+from shardtrace.ranks.failure import tell_others_of_failure
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, resolve_groups
+from shardtrace.record.absent import is_absent
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+class Chosen(NamedTuple):
+    """The parameters to shard with the strategy of each by name, and the modules that are treated in another way:
+    ``blocks`` are buckets, ``checkpointed`` ones are recomputed (what of them), ``by_torch`` are run by PyTorch,
+    ``repeated`` ones are compiled once."""
+
+    places: list[Place]
+    strategies: Mapping[str, ShardingStrategy]
+    blocks: list[str]
+    checkpointed: Mapping[str, tuple[nn.Module, str]]
+    by_torch: list[nn.Module]
+    repeated: Mapping[str, nn.Module]
+    device: torch.device | None  # of the whole model
+
+
+class Target(NamedTuple):
+    """The device that computes, the groups of ranks, and the host memory for shards, if they do not stay on it."""
+
+    device: torch.device
+    groups: Groups
+    host: HostMemory | None
+
+
+def choose(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> Chosen:
+    """Finds all parameters that are neither ignored nor sharded by an earlier call for a submodule, and what the
+    options choose for them. Raises ValueError for a choice that chooses nothing."""
+    blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
+    exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
+    found = places(module, exclude, blocks)
+    return Chosen(
+        places=found,
+        checkpointed=checkpointed_blocks(module, options.checkpointing),
+        by_torch=eager_modules(module, options.compile.eager),
+        repeated=blocks_of_a_kind(module, options.compile.repeated_blocks, blocks),
+        strategies=assign(options.rules, {p.name: p.parameter for p in found}),
+        blocks=blocks,
+        device=found[0].parameter.device if found else None,
+    )
+
+
+def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
+    """Chooses the device and the groups. Raises ValueError if the options have nothing to do there."""
+    device = choose_device(options.init.device, mesh, chosen.device, on_host=options.offload is not None)
+    hybrid = any(strategy.needs_mesh for _, strategy in options.rules)
+    groups = resolve_groups(mesh, device, hybrid=hybrid, timeout=options.checks.timeout)
+    tell_others_of_failure(groups.everyone)
+    if is_absent(device) and dist.get_backend(groups.everyone) != "fake":
+        raise ValueError(
+            f'torch sees no {device.type} device on this machine: pass init_policy=InitPolicy(device="cpu"), or '
+            "compile for fake ranks, as in "
+            'shardtrace.inspect(model, x, world_size=8, init_policy=InitPolicy(device="cuda"))'
+        )
+    strategies = chosen.strategies.values()
+    if options.offload and strategies and all(s.placement is Placement.REPLICATE for s in strategies):
+        raise ValueError(
+            'offload_policy keeps nothing in host memory with sharding_strategy="ddp", which replicates parameters on '
+            'the device: choose one that shards, such as "zero3"'
+        )
+    if ShardingStrategy.ZERO3_SECONDARY in strategies and groups.outer is not None:
+        _refuse_useless_secondary(groups.inner.size(), groups.outer.size())
+    return Target(device, groups, host_memory(options.offload, device))
+
+
+def host_memory(policy: CPUOffloadPolicy | None, device: torch.device) -> HostMemory | None:
+    """The host memory for parameters that are used on ``device``. None if they stay on the device."""
+    return None if policy is None or device.type == "cpu" else HostMemory(device, pinned=policy.pin_memory)
+
+
+def _refuse_useless_secondary(inside: int, nodes: int) -> None:
+    if inside == 1 or nodes == 1:
+        same = "zero2" if inside == 1 else "zero3"
+        raise ValueError(
+            f'sharding_strategy="zero3_secondary" on a mesh of shape {(nodes, inside)} is "{same}": choose that, or a '
+            "mesh with more than one node and more than one rank in each"
+        )
+
+
+def choose_gathers(chosen: Chosen, options: Options, target: Target) -> dict[str, Wire | None]:
+    """The wire on which each parameter is gathered, by name. Raises ValueError if a wire changes nothing."""
+    inner, ranks = target.groups.inner, target.groups.everyone.size()
+    travelling = {
+        p.name: Travelling(p.parameter, strategy, inner.size() if strategy.is_hybrid else ranks, ranks)
+        for p in chosen.places
+        for strategy in [chosen.strategies[p.name]]
+    }
+    refuse_reductions(options.reduction, travelling, error_feedback=options.comm.error_feedback)
+    device = target.device.type
+    if options.reduction is not None and device != "cpu" and backend_for(inner, {device}) == "gloo":
+        raise ValueError(f"gloo cannot send parts of gradients from {device}: use nccl with reduce_wire")
+    return assign_gathers(options.gathers, travelling)

@@ -1,0 +1,222 @@
+"""The options of ``fsdp`` that few scripts need, by what they are about. Each option is a field of one policy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from passes.plan import CostModel, Wire
+from shardtrace.options.blocks import Eager, Repeated
+from shardtrace.options.counts import parse_count
+from shardtrace.options.wires import parse_gather_dtype, parse_reduce_wire
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitPolicy:
+    """Where parameters begin: their device, their owners and their first values.
+
+    Args:
+        device: the device of shards and buffers; with ``offload_policy``, the device that computes. Default, as in
+            FSDP2: the mesh's device type, else this rank's GPU (that of LOCAL_RANK) if there is one, else the CPU. A
+            model stays where it is if the process group was made without nccl.
+        weights: values for all parameters and persistent buffers, of which each rank reads only its rows: a folder of
+            safetensors files, one file, or a state dict (:func:`shardtrace.load_safetensors`). The model may be on the
+            meta device (:func:`shardtrace.init_empty_weights`) and is then never whole. ``fsdp`` raises CheckpointError
+            if they do not fit.
+        broadcast_from: the global rank whose parameters and buffers all ranks take over. Default: the group's first
+            rank if a strategy replicates parameters; otherwise each rank keeps its own values.
+        param_init_fn: for meta-device models: called with each module that owns meta parameters or buffers, once these
+            have memory. Default: the module's ``reset_parameters``. At most one module is whole at a time.
+        evenness: for "owner": 1 (default) gives each tensor to the rank with the fewest bytes, 0 keeps the tensors of
+            a module together.
+
+    Raises:
+        ValueError: ``evenness`` is not from 0 to 1.
+    """
+
+    device: torch.device | str | None = None
+    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None
+    broadcast_from: int | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    evenness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.evenness) or not 0 <= self.evenness <= 1:
+            raise ValueError(f"evenness must be a number from 0 to 1, not {self.evenness!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommPolicy:
+    """How parameters travel to their use, and gradients to the shards.
+
+    Args:
+        gather_dtype: round parameters for their way from shards to use: "int8" (blocks of 256 elements with a scale
+            each) or "fp8" (torch.float8_e4m3fn, likewise), a :class:`passes.Wire`, or a mapping of name patterns to
+            these and None, of which the first that matches counts. All ranks compute with the same rounded values;
+            shards, gradients and the optimizer stay exact. Parameters with fewer than 1024 elements on a rank, and
+            those that are not fp32, bf16 or fp16, travel as they are.
+        reduce_wire: round gradients for their way to the shards: "int8" or "int4" (blocks of 128 elements). Each rank's
+            gradient is rounded once, sent to the owner of the shard, and added up there in fp32. Replicas ("ddp",
+            hybrid strategies) then gather the sum, rounded to int8.
+        error_feedback: with ``reduce_wire``, add what a step's rounding has lost to the gradients of the next step.
+            Takes 2 bytes for each element of a gradient that a rank sends. Checkpoints do not have them.
+        sum_reductions: add gradients up and divide this rank's shard of the sum in the kernel that casts it, instead
+            of averaging in the collective, with which nccl uses neither its zero-copy nor its PAT kernels. fp16
+            divides by about the root of the number of ranks before, and by the rest after. The same as FSDP2's
+            ``set_force_sum_reduction_for_comms``. Changes nothing on gloo.
+        gradient_divide_factor: the number by which the sum of the ranks' gradients is divided. Default: the number of
+            ranks, for their mean. 1 leaves the sum, for a loss that is divided by the tokens of all ranks.
+        accumulation_dtype: the dtype in which :func:`shardtrace.no_sync` adds up gradients of lower precision. None:
+            their own dtype.
+
+    Raises:
+        ValueError, TypeError: the error names the field and the values that it accepts.
+    """
+
+    gather_dtype: str | torch.dtype | Wire | Mapping[str, str | torch.dtype | Wire | None] | None = None
+    reduce_wire: str | None = None
+    error_feedback: bool = False
+    sum_reductions: bool = False
+    gradient_divide_factor: float | None = None
+    accumulation_dtype: torch.dtype | None = torch.float32
+
+    def __post_init__(self) -> None:
+        parse_gather_dtype(self.gather_dtype)
+        parse_reduce_wire(self.reduce_wire, self.error_feedback)
+        _check("sum_reductions", self.sum_reductions, bool, "True or False")
+        factor = self.gradient_divide_factor
+        if factor is not None and (not _is_number(factor) or not 0 < factor < math.inf):
+            raise ValueError(f"gradient_divide_factor must be a positive number, or None for the ranks, not {factor!r}")
+        _check("accumulation_dtype", self.accumulation_dtype, torch.dtype | None, "a torch.dtype, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePolicy:
+    """How a step is compiled, and when its collectives are issued.
+
+    Args:
+        repeated_blocks: "once" compiles blocks that make the same calls of torch once, and calls the function for each
+            of them. "inline" compiles every block. A class (or several) names the blocks if they are not those of
+            "block" buckets.
+        eager: the modules that PyTorch runs and differentiates, each as one line of the trace: names (or patterns) and
+            classes. "auto" chooses the smallest ones whose forward depends on the values of tensors (``.item()``,
+            ``nonzero``, a branch); the provenance of the trace names them. None: such a forward is an error.
+        kernels: whether ``thunder.jit`` runs torch's own forward and backward kernels (:data:`shardtrace.kernels`) if
+            it was given no executors and none of its default ones fuses, as without nvFuser. Steps then take the time
+            and the memory of eager PyTorch.
+        prefetch: how many buckets may be gathered ahead of use. At most ``prefetch + 1`` buckets are unsharded at once,
+            unless the model uses several at once. Default: 1; 2 if there are blocks in blocks; 3 if parameters are kept
+            until backward has used them, because gathering ahead then takes no more memory in the end, or if "auto"
+            splits blocks.
+        max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
+            bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
+        cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
+            Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
+            of the group's first rank, else those of a slow link and a fast device.
+        disable_passes: names of passes that are left out.
+
+    Raises:
+        ValueError, TypeError: the error names the field and the values that it accepts.
+    """
+
+    repeated_blocks: Repeated = "once"
+    eager: Eager = "auto"
+    kernels: bool = True
+    prefetch: int | None = None
+    max_inflight_bytes: int | None = None
+    cost_model: CostModel | None = None
+    disable_passes: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        _check("kernels", self.kernels, bool, "True or False")
+        if self.prefetch is not None:
+            parse_count("prefetch", self.prefetch, "a number of buckets, 0 or more")
+        if self.max_inflight_bytes is not None:
+            parse_count("max_inflight_bytes", self.max_inflight_bytes, "a number of bytes, or None")
+        _check("cost_model", self.cost_model, CostModel | None, "a passes.CostModel, or None")
+        names = self.disable_passes
+        if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
+            raise TypeError(f"disable_passes must be several names of passes, as in ('schedule',), not {names!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What is checked while training, and how long ranks wait for each other.
+
+    Args:
+        steps: check that all ranks are about to send the same collectives: before every step (True), only when a step
+            is compiled (False), or only before a step other than the one that followed the same predecessor last time
+            (None, the default), such as an evaluation after training, or a forward after a skipped backward.
+            SHARDTRACE_CHECK_STEPS=1 in the environment makes True the default.
+        recording: record the forward again before steps 2, 4, 8, 16, ... (True), before each step whose number is a
+            multiple of this one, or never (False). If it calls torch otherwise than when the step was compiled, it
+            reads what no guard sees, and an error names the first call that differs.
+        timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
+            if ``fsdp`` makes the process group.
+
+    Raises:
+        ValueError, TypeError: the error names the field and the values that it accepts.
+    """
+
+    steps: bool | None = None
+    recording: bool | int = True
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check("steps", self.steps, bool | None, "True, False, or None")
+        if not isinstance(self.recording, int) or self.recording < 0:
+            raise ValueError(f"recording must be True, False or a number of steps, not {self.recording!r}")
+        if not _is_number(self.timeout) or not self.timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds, not {self.timeout!r}")
+
+
+def _check(name: str, value: Any, kind: Any, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- fields by name ----
+
+Policy = InitPolicy | CommPolicy | CompilePolicy | Checks
+POLICIES: dict[str, type[Policy]] = {  # by the argument of fsdp
+    "init_policy": InitPolicy,
+    "comm_policy": CommPolicy,
+    "compile_policy": CompilePolicy,
+    "checks": Checks,
+}
+HOMES = {f.name: argument for argument, policy in POLICIES.items() for f in fields(policy)}  # unique over policies
+
+
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``fsdp`` with fields in place of their policies: those that have another value than their default."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Policy):
+            found |= {f.name: own for f in fields(value) if _differs(own := getattr(value, f.name), f.default)}
+        else:
+            found[name] = value
+    return found
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and (type(value) is not type(default) or value != default)
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``fsdp``: options with policies in place of their fields. The later of two values counts."""
+    values = flat(options)
+    found = {name: value for name, value in values.items() if name not in HOMES}
+    for argument, policy in POLICIES.items():
+        if own := {name: value for name, value in values.items() if HOMES.get(name) == argument}:
+            found[argument] = policy(**own)
+    return found
