@@ -52,7 +52,10 @@ class Target(NamedTuple):
 
 def choose(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> Chosen:
     """Finds all parameters that are neither ignored nor sharded by an earlier call for a submodule, and what the
-    options choose for them. Raises ValueError for a choice that chooses nothing."""
+    options choose for them. Raises ValueError for a choice that chooses nothing, TypeError for one of another kind."""
+    ignored = tuple(ignored)
+    if wrong := next((p for p in ignored if not isinstance(p, torch.Tensor)), None):
+        raise TypeError(f"ignored_params must be parameters, not {wrong!r}: pass those of model.named_parameters()")
     blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
     exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
     found = places(module, exclude, blocks)

@@ -37,7 +37,7 @@ class InitPolicy:
             a module together.
 
     Raises:
-        ValueError: ``evenness`` is not from 0 to 1.
+        ValueError, TypeError: the error names the field and the values that it accepts.
     """
 
     device: torch.device | str | None = None
@@ -49,6 +49,10 @@ class InitPolicy:
     def __post_init__(self) -> None:
         if not _is_number(self.evenness) or not 0 <= self.evenness <= 1:
             raise ValueError(f"evenness must be a number from 0 to 1, not {self.evenness!r}")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise TypeError(f"param_init_fn must be a function of a module, or None, not {self.param_init_fn!r}")
+        _check("broadcast_from", self.broadcast_from, int | None, "a global rank, or None")
+        _check("weights", self.weights, str | os.PathLike | Mapping | None, "a path or a state dict")
 
 
 @dataclass(frozen=True, kw_only=True)

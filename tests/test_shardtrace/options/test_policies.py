@@ -68,10 +68,11 @@ def test_fields_and_arguments():
         ({"check_steps": False}, r"^check_steps is a field of Checks: pass checks=Checks\(steps=False\)$"),
         ({"check_recording": 3}, r"pass checks=Checks\(recording=3\)$"),
         ({"weights": {"weight": torch.ones(2, 2)}}, r"pass init_policy=InitPolicy\(weights=...\)$"),
+        ({"ignored_params": [3]}, "^ignored_params must be parameters, not 3"),
         ({"compile_policy": {"prefetch": 2}}, "^compile_policy must be a shardtrace.CompilePolicy, not dict$"),
     ],
 )
-def test_a_field_is_no_argument(fake_ranks, given, message):
+def test_an_argument_of_another_kind(fake_ranks, given, message):
     fake_ranks(2)
     with pytest.raises(TypeError, match=message):
         shardtrace.fsdp(nn.Linear(2, 2), **given)
@@ -91,6 +92,9 @@ def test_inspect_takes_no_fields_either():
         ("CommPolicy", {"sum_reductions": 1}, "sum_reductions must be True or False, not 1"),
         ("Checks", {"timeout": 0}, "timeout must be a number of seconds, not 0"),
         ("InitPolicy", {"evenness": -1}, "evenness must be a number from 0 to 1"),
+        ("InitPolicy", {"param_init_fn": 3}, "param_init_fn must be a function of a module, or None, not 3"),
+        ("InitPolicy", {"broadcast_from": "0"}, "broadcast_from must be a global rank, or None, not '0'"),
+        ("InitPolicy", {"weights": 3}, "weights must be a path or a state dict, not 3"),
     ],
 )
 def test_a_policy_checks_its_fields(policy, fields, message):
