@@ -7,6 +7,7 @@ computes the products one by one, and so does Thunder's decomposition.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from passes.compat import shape_of
 from passes.kernels.registration import FLOATING, HALF, Differentiated, Gradients, implements, is_floating, kernel, like
@@ -107,11 +108,10 @@ def _supported(
     query: TensorProxy,
     key: TensorProxy,
     value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    attn_mask: TensorProxy | None,
+    dropout_p: float,
+    is_causal: bool,
+    **others: Any,
 ) -> bool:
     if not is_floating(query, key, value) or query.device.type != "cpu" or dropout_p:
         return False

@@ -28,11 +28,7 @@ linear_backward_weight = kernel(
 )
 
 
-def _supported(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> bool:
-    return is_floating(a, weight, bias) and a.ndim > 0
-
-
-@implements(prims.linear, supported=_supported)
+@implements(prims.linear, supported=lambda a, weight, bias: is_floating(a, weight, bias) and a.ndim > 0)
 def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Differentiated:
     def gradients(grad: TensorProxy) -> Gradients:
         yield a, linear_backward_input(grad, weight)

@@ -14,6 +14,7 @@ A function returns its result (or several) and a function from its gradient to p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -110,12 +111,19 @@ def kernel_id(name: str) -> str:
 
 def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = True) -> Callable[[F], F]:
     """Makes the decorated function, which has the parameters of ``functions`` (symbols of thunder.torch or their ids),
-    the executor's implementation of them wherever ``supported(*args, **kwargs)``.
+    the executor's implementation of them wherever ``supported``, which gets all parameters by name.
 
     ``fusible``: whether an executor that fuses does better.
     """
 
     def decorate(implementation: F) -> F:
+        parameters = inspect.signature(implementation)
+
+        def check(*args: Any, **kwargs: Any) -> bool:
+            bound = parameters.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return supported(**bound.arguments)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             return implementation(*args, **kwargs)[0]
 
@@ -128,7 +136,7 @@ def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = 
 
         for function in functions:
             executor.register_implementation(
-                function, checker=supported, execution_transform=run, grad_transform=differentiate
+                function, checker=check, execution_transform=run, grad_transform=differentiate
             )
             if fusible:
                 executor.fusible.add(function.id if isinstance(function, Symbol) else function)
