@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from passes.kernels.registration import Differentiated, Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import Differentiated, Gradients, Shapes, implements, is_floating, kernel, like
 
 import torch
 from thunder.core import prims
@@ -14,7 +15,18 @@ from thunder.core.proxies import TensorProxy
 aten = torch.ops.aten
 
 
-convolution_forward = kernel("convolution", prims.convolution_meta, torch.convolution)
+def convolution_flops(tensors: Shapes, outs: Shapes) -> int:
+    """(n, c, ...) * (o, c / groups, kernel...) -> (n, o, ...)"""
+    return 2 * math.prod(outs[0]) * math.prod(tensors[1][1:])
+
+
+def _backward_flops(tensors: Shapes, outs: Shapes) -> int:
+    """The output's gradient, the input and the weight. A bias's gradient, which is no product, has one dimension."""
+    grad, _, weight = tensors
+    return sum(2 * math.prod(grad) * math.prod(weight[1:]) for o in outs if len(o) > 1)
+
+
+convolution_forward = kernel("convolution", prims.convolution_meta, torch.convolution, flops=convolution_flops)
 convolution_backward = kernel(
     "convolution_backward",
     lambda grad, a, weight, options, wanted: (like(a), like(weight), like(weight, weight.shape[:1])),
@@ -22,12 +34,11 @@ convolution_backward = kernel(
         grad, a, weight, weight.shape[:1], *options, wanted
     ),
     masked=True,
+    flops=_backward_flops,
 )
 
 
-@implements(
-    prims.convolution, supported=lambda a, weight, bias, **options: is_floating(a, weight, bias), fusible=False
-)
+@implements(prims.convolution, supported=lambda a, weight, bias, **options: is_floating(a, weight, bias), fusible=False)
 def convolution(
     a: TensorProxy,
     weight: TensorProxy,

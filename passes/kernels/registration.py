@@ -32,6 +32,9 @@ Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
 # A result or a tuple of results, and the function from their gradients to those of the arguments.
 Differentiated = tuple[Any, Callable[..., Gradients]]
 Implementation = Callable[..., Differentiated]
+Shapes = Sequence[Sequence[int]]
+# FLOPs from the shapes of a line's tensor arguments and of its results. Numbers and None are left out.
+Flops = Callable[[Shapes, Shapes], int]
 F = TypeVar("F", bound=Implementation)
 
 HALF = frozenset({dtypes.float16, dtypes.bfloat16})
@@ -49,6 +52,7 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
     def __init__(self, name: str, *, version: str) -> None:
         super().__init__(name, version=version)
         self.fusible: set[Hashable] = set()  # ids of symbols
+        self.flops: dict[Hashable, Flops] = {}  # of products, convolutions and attention, by the id of the kernel
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
         return not (bsym.sym.id in self.fusible and _is_beside_fusions()) and super().can_execute(bsym)
@@ -91,9 +95,15 @@ def has_mask(sym: Symbol) -> bool:
 
 
 def kernel(
-    name: str, meta: Callable[..., Any], fn: Callable[..., Any], *, masked: bool = False, tags: Sequence[Any] = ()
+    name: str,
+    meta: Callable[..., Any],
+    fn: Callable[..., Any],
+    *,
+    flops: Flops | None = None,
+    masked: bool = False,
+    tags: Sequence[Any] = (),
 ) -> Symbol:
-    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies.
+    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies, ``flops`` counts its products.
 
     ``masked`` kernels have several results and take a tuple of bools as their last argument; they return None in place
     of a result whose bool is False.
@@ -101,6 +111,8 @@ def kernel(
     tags = [*tags, *([Masked] if masked else [])]
     symbol = symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
     executor.opmap[name] = symbol
+    if flops is not None:
+        executor.flops[symbol.id] = flops
     return symbol
 
 
