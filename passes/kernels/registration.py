@@ -4,7 +4,7 @@ Thunder's autodiff takes functions such as layer_norm apart. Without a fusing ex
 saves its own activations. Here each function is one line of forward and one line of backward, which call the kernels
 that eager PyTorch calls and save what eager saves.
 
-    @implements(ltorch.gelu, supported=is_floating)
+    @implements(ltorch.gelu, supported=lambda a, approximate: is_floating(a))
     def gelu(a, *, approximate="none"):
         out = gelu_forward(a, approximate)
         return out, lambda grad: [(a, gelu_backward(grad, a, approximate))]
