@@ -45,7 +45,7 @@ TRUSTED = frozenset(
     """add sub mul div true_divide neg exp expm1 log log1p log2 sqrt rsqrt reciprocal sin cos tanh sigmoid erf abs pow
     square eq ne lt le gt ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_xor bitwise_not where
     masked_fill
-    relu gelu silu logsigmoid softmax log_softmax
+    relu gelu silu mish elu selu softplus logsigmoid softmax log_softmax leaky_relu
     view reshape transpose permute t flatten unflatten squeeze unsqueeze expand expand_as contiguous chunk split unbind
     narrow select movedim swapaxes swapdims view_as reshape_as detach clone T mT
     to float half bfloat16 double long int bool type_as

@@ -14,9 +14,17 @@ ACTIVATIONS = {
     "tanh": torch.tanh,
     "gelu": F.gelu,
     "silu": F.silu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
 }
 OPTIONS = {
     "gelu, tanh": ("gelu", lambda a: F.gelu(a, approximate="tanh")),
+    "softplus, beta": ("softplus", lambda a: F.softplus(a, 2.0, 1.0)),
+    "leaky_relu, slope": ("leaky_relu", lambda a: F.leaky_relu(a, 0.3)),
+    "elu, alpha": ("elu", lambda a: F.elu(a, 0.4)),
+    "selu": ("elu", F.selu),
     "method": ("relu", lambda a: a.relu()),
 }
 
