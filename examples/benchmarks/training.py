@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
-from passes.comm import direct
+from passes.comm import messages
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Silenced:
     def turn(self) -> Iterator[None]:
         parameters = list(self.training.model.parameters())
         before = [p.detach().clone() for p in parameters]
-        with mock.patch.object(direct, "exchange", _send_nothing):
+        with mock.patch.object(messages, "exchange", _send_nothing):
             yield
         with torch.no_grad():
             for p, values in zip(parameters, before, strict=True):

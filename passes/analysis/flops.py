@@ -6,7 +6,7 @@ A multiply-add is 2 FLOPs, as in PyTorch's ``torch.utils.flop_counter``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from passes.analysis.calls import lines_within, part_of
@@ -14,7 +14,11 @@ from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat import shape_of
-from passes.kernels.registration import kernel_id
+from passes.kernels import executor as kernels
+from passes.kernels.attention import attention_backward_flops, attention_flops
+from passes.kernels.convolution import convolution_flops
+from passes.kernels.linear import product
+from passes.kernels.registration import Flops, Shapes, kernel_id
 from passes.kernels.torch_call import Line, call_of
 from passes.plan.cost import Work
 
@@ -43,7 +47,8 @@ def work(bsym: BoundSymbol) -> Work:
         tensors, outs = _tensors(bsym.flat_proxy_args), _tensors(bsym.flat_proxy_outs)
         # A function's gradient takes its arguments and the output's gradient. It recomputes the output and then
         # usually computes two gradients of the same cost.
-        count = rule(tensors, outs) if function is None else 3 * rule(tensors[:-1], tensors[-1:])
+        shapes, results = list(map(_shape, tensors)), list(map(_shape, outs))
+        count = rule(shapes, results) if function is None else 3 * rule(shapes[:-1], shapes[-1:])
         if rule in ATTENTIONS:
             return Work(half_attention=count) if _is_half(outs) else Work(attention=count)
         return _products(count, outs)
@@ -153,96 +158,42 @@ def _tensors(proxies: Iterable[Any]) -> list[TensorProxy]:
 
 # ---- rules ----
 
-# FLOPs from the tensor arguments and the outputs. Numbers and None among the arguments are left out.
-Rule = Callable[[Sequence[TensorProxy], Sequence[TensorProxy]], int]
 
-
-def _product(left: int) -> Rule:
-    """A matrix product whose left factor is tensor argument number ``left``: (..., m, k) x (..., k, n) -> (..., m, n).
-
-    Adding a bias or another tensor is not counted.
-    """
-    return lambda tensors, outs: 2 * _elements(outs[0]) * _shape(tensors[left])[-1]
-
-
-def _grouped_product(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
+def _grouped_product(tensors: Shapes, outs: Shapes) -> int:
     """Products of groups of rows, each with its own matrix, (m, k) x (g, k, n) -> (m, n), and their gradients."""
     a, b = tensors[:2]
-    if len(_shape(a)) == 2:  # each element is multiplied by one row of one matrix
-        return 2 * _elements(a) * _shape(b)[-1]
-    return _product(0)(tensors, outs)
+    if len(a) == 2:  # each element is multiplied by one row of one matrix
+        return 2 * math.prod(a) * b[-1]
+    return product(0)(tensors, outs)
 
 
-def _convolution(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
-    """(n, c, ...) * (o, c / groups, kernel...) -> (n, o, ...)"""
-    return 2 * _elements(outs[0]) * math.prod(_shape(tensors[1])[1:])
-
-
-def _linear_backward_weight(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
-    """(rows, out)^T x (rows, in) -> (out, in)"""
-    return 2 * _elements(tensors[0]) * _shape(tensors[1])[-1]
-
-
-def _convolution_backward(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
-    """The output's gradient, the input and the weight. A bias's gradient, which is no product, has one dimension."""
-    grad, _, weight = tensors
-    return sum(2 * _elements(grad) * math.prod(_shape(weight)[1:]) for o in outs if len(_shape(o)) > 1)
-
-
-def _transposed_convolution(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
+def _transposed_convolution(tensors: Shapes, outs: Shapes) -> int:
     """(n, c, ...) * (c, o / groups, kernel...) -> (n, o, ...)"""
-    return 2 * _elements(tensors[0]) * math.prod(_shape(tensors[1])[1:])
+    return 2 * math.prod(tensors[0]) * math.prod(tensors[1][1:])
 
 
-def _attention(query: int, by_key: int, by_value: int) -> Rule:
-    """Fused attention: ``by_key`` products with the keys' width and ``by_value`` with the values', for each pair of a
-    query and a key.
-
-    ``query`` is its index among the tensor arguments; keys and values follow. Queries are (..., queries, width), keys
-    (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
-    """
-
-    def count(tensors: Sequence[TensorProxy], outs: Sequence[TensorProxy]) -> int:
-        q, k, v = tensors[query : query + 3]
-        *rows, width = _shape(q)
-        return 2 * math.prod(rows) * _shape(k)[-2] * (by_key * width + by_value * _shape(v)[-1])
-
-    return count
-
-
-_attention_forward = _attention(query=0, by_key=1, by_value=1)  # Q K^T and P V
-
-# By key: recomputed scores, gradients of Q and K. By value: gradients of P and V. The output's gradient comes first.
-_attention_backward = _attention(query=1, by_key=3, by_value=2)
-
-
-FLOPS: Mapping[Hashable, Rule] = {
-    **dict.fromkeys((PrimIDs.LINEAR, PrimIDs.MATMUL, "torch.nn.functional.linear"), _product(0)),
-    **dict.fromkeys(("torch.matmul", "torch.linalg.matmul", "torch.bmm", "torch.mv"), _product(0)),
-    **dict.fromkeys(("torch.dot", "torch.vdot"), _product(0)),
+FLOPS: Mapping[Hashable, Flops] = {
+    **dict.fromkeys((PrimIDs.LINEAR, PrimIDs.MATMUL, "torch.nn.functional.linear"), product(0)),
+    **dict.fromkeys(("torch.matmul", "torch.linalg.matmul", "torch.bmm", "torch.mv"), product(0)),
+    **dict.fromkeys(("torch.dot", "torch.vdot"), product(0)),
     # the last three are other names of torch.mm
-    **dict.fromkeys(("torch.mm", "torch.spmm", "torch.dsmm", "torch.hsmm"), _product(0)),
-    **dict.fromkeys(("torch.addmm", "torch.addmv", "torch.baddbmm"), _product(1)),
+    **dict.fromkeys(("torch.mm", "torch.spmm", "torch.dsmm", "torch.hsmm"), product(0)),
+    **dict.fromkeys(("torch.addmm", "torch.addmv", "torch.baddbmm"), product(1)),
     **dict.fromkeys((PrimIDs._GROUPED_MM, "torch._grouped_mm"), _grouped_product),
-    **dict.fromkeys((PrimIDs.CONVOLUTION, "torch.convolution"), _convolution),
-    **dict.fromkeys((f"torch.nn.functional.conv{n}d" for n in (1, 2, 3)), _convolution),
+    **dict.fromkeys((PrimIDs.CONVOLUTION, "torch.convolution"), convolution_flops),
+    **dict.fromkeys((f"torch.nn.functional.conv{n}d" for n in (1, 2, 3)), convolution_flops),
     **dict.fromkeys((f"torch.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
     **dict.fromkeys((f"torch.nn.functional.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
-    "torch.nn.functional.scaled_dot_product_attention": _attention_forward,
-    **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), _attention_forward),
-    **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), _attention_backward),
-    **dict.fromkeys(map(kernel_id, ("linear", "linear_backward_input")), _product(0)),
-    kernel_id("linear_backward_weight"): _linear_backward_weight,
-    kernel_id("scaled_dot_product_attention"): _attention_forward,
-    kernel_id("scaled_dot_product_attention_backward"): _attention_backward,
-    kernel_id("convolution"): _convolution,
-    kernel_id("convolution_backward"): _convolution_backward,
+    "torch.nn.functional.scaled_dot_product_attention": attention_flops,
+    **dict.fromkeys((sdpaex.sdpea_gradfwd.id, sdpaex.sdpfa_gradfwd.id), attention_flops),
+    **dict.fromkeys((sdpaex.sdpea_bwd.id, sdpaex.sdpfa_bwd.id), attention_backward_flops),
+    **kernels.flops,
     # executors that exist only if their library is installed
-    **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), _attention_forward),
-    **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), _attention_backward),
+    **dict.fromkeys(("cudnn_sdpa_fwd", "nv_sdpfa_fwd", "fa3_fwd"), attention_flops),
+    **dict.fromkeys(("cudnn_sdpa_bwd", "nv_sdpfa_bwd", "fa3_bwd"), attention_backward_flops),
 }
 
-ATTENTIONS = frozenset({_attention_forward, _attention_backward})
+ATTENTIONS = frozenset({attention_flops, attention_backward_flops})
 
 
 def _special(names: str) -> frozenset[Hashable]:

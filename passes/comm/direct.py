@@ -12,18 +12,14 @@ Members whose shards are small travel together, packed into one message to each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from passes.comm import messages
+from passes.comm.native import finish_all_reduce, issue_all_reduce  # noqa: F401  gloo's own
 from passes.plan import Bucket, Member
 from passes.plan.layout import summed_to
 
 import torch
-
-# Messages of one tag between two ranks are matched in the order in which they are sent.
-TAG = 0x5AD  # unlikely to be used by a script for its own messages in the same group
-# Bytes of a message. gloo sends all of a message before it reads one: a large one would halve the rate.
-PIECE = 2**19
 
 
 class InFlight(NamedTuple):
@@ -46,18 +42,16 @@ def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlig
         full = shards[i].new_empty(parameter.full_shape, dtype=layout.dtype)
         places = [full.view(-1)[start:stop] for start, stop in parameter.pieces]
         mine = shards[i].reshape(-1)[: places[rank].numel()].to(layout.dtype)  # without padding
-        future.works.extend(exchange(bucket, [mine] * len(places), places))
+        future.works.extend(messages.exchange(bucket, [mine] * len(places), places))
         places[rank].copy_(mine)
         future.sent.append(mine)
         future.received.append(full)
     if layout.small:
         row = bucket.packed.flat_row([shards[i] for i in layout.small]).to(layout.dtype)
-        rows = row.new_empty(sum(bucket.packed.row_sizes))
-        row_places = rows.split_with_sizes(bucket.packed.row_sizes)
-        future.works.extend(exchange(bucket, [row] * len(row_places), row_places))
-        row_places[rank].copy_(row)
+        small = messages.gather(row, bucket.packed.row_sizes, bucket)
+        future.works.extend(small.works)
         future.sent.append(row)
-        future.received.append(rows)
+        future.received.append(small.received)
     return future
 
 
@@ -95,33 +89,11 @@ def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tenso
     return _in_order(bucket, large, bucket.packed.unpack_row(_mean(mine, future.received[-1], share).to(dtype)))
 
 
-def exchange(bucket: Bucket, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[Any]:
-    """Posts a message to and one from every other rank, in pieces. ``send`` and ``receive`` are indexed by rank.
-    Returns the works to wait for."""
-    group, mine = bucket.plan.group, bucket.plan.rank
-    works = []
-    for rank, (out, into) in enumerate(zip(send, receive, strict=True)):
-        if rank == mine:
-            continue
-        for to, fro in zip_longest(_pieces(out), _pieces(into)):
-            if fro is not None:
-                works.append(group.recv([fro], rank, TAG))
-            if to is not None:
-                works.append(group.send([to], rank, TAG))
-    return works
-
-
-def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Both sides cut a message alike and skip an empty one."""
-    size = PIECE // message.element_size()
-    return message.split(size) if message.numel() > size else (message,) if message.numel() else ()
-
-
 def _collect(future: InFlight, bucket: Bucket, grad: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     """Sends each rank its piece of a flat gradient, and receives from each its part of this rank's piece."""
     rank = bucket.plan.rank
     others = grad.new_empty(bucket.plan.world_size - 1, pieces[rank].numel()).unbind()
-    future.works.extend(exchange(bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]]))
+    future.works.extend(messages.exchange(bucket, pieces, [*others[:rank], pieces[rank], *others[rank:]]))
     future.sent.append(grad)
     future.received.append(others)
 

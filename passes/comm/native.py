@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from passes import compat
-from passes.plan import Bucket, Placement
+from passes.comm.messages import InFlight, gather
+from passes.plan import Bucket
 from passes.plan.host_memory import DONE, HostMemory
 
 import torch
 import torch.distributed as dist
 
 
-class InFlight(NamedTuple):
-    """An issued collective. ``input`` must outlive it, and so must ``staged``, to which shards in host memory are
-    copied."""
-
-    work: Any
-    output: torch.Tensor
-    input: torch.Tensor
-    staged: torch.Tensor | None = None
-
-
 def issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     layout = bucket.layout
     if bucket.plan.host is not None:
         return _issue_from_host(layout.pieces(shards), bucket, bucket.plan.host)
-    row = layout.flat_row(shards).to(layout.dtype)
-    return _gather(row, row.new_empty(bucket.full_numel), bucket)
+    return gather(layout.flat_row(shards).to(layout.dtype), layout.row_sizes, bucket)
 
 
 def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemory) -> InFlight:
@@ -41,23 +31,13 @@ def _issue_from_host(pieces: list[torch.Tensor], bucket: Bucket, host: HostMemor
             host.load(piece, place)
         if row is not staged:
             row.copy_(staged)  # casts on the device: a copy between devices would cast on the host
-        future = InFlight(host.mark(), rows, row) if alone else _gather(row, rows, bucket)
+        future = InFlight([host.mark()], rows, row) if alone else gather(row, bucket.layout.row_sizes, bucket, rows)
         return future._replace(staged=staged)
 
 
-def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
-    layout, group = bucket.layout, bucket.plan.group
-    if _is_uneven(bucket):  # nccl turns the list into one group of broadcasts
-        work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
-    else:
-        work = compat.all_gather_single(rows, row, group=group, async_op=True)
-    return InFlight(work, rows, row)
-
-
 def finish_all_gather(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    """Waits for the backend, which need not block the program. A collective follows the copy from host memory."""
-    future.work.wait()
-    return bucket.layout.unpack_rows(future.output)
+    """A collective follows the copy from host memory."""
+    return bucket.layout.unpack_rows(future.wait())
 
 
 def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
@@ -67,18 +47,17 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     layout, group = bucket.layout, bucket.plan.group
     rows, op = _packed(grads, bucket)
     if bucket.plan.world_size == 1 and not bucket.plan.averages:
-        return InFlight(DONE, rows, rows)
+        return InFlight([DONE], rows, rows)
     row = rows.new_empty(layout.numel)
-    if _is_uneven(bucket):  # one group of reductions
+    if len(set(layout.row_sizes)) > 1:  # one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
         work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
-    return InFlight(work, row, rows)
+    return InFlight([work], row, rows)
 
 
 def finish_reduce_scatter(future: InFlight, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    future.work.wait()
-    return bucket.layout.unpack_row(_divided(future.output, bucket))
+    return bucket.layout.unpack_row(_divided(future.wait(), bucket))
 
 
 def _divided(row: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -93,11 +72,10 @@ def _divided(row: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 def issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InFlight:
     """Averages over ranks, in place in one flat buffer."""
     rows, op = _packed(grads, bucket)
-    return InFlight(dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True), rows, rows)
+    return InFlight([dist.all_reduce(rows, op=op, group=bucket.plan.group, async_op=True)], rows, rows)
 
 
-def _is_uneven(bucket: Bucket) -> bool:
-    return bucket.plan.placement is Placement.OWNER and len(set(bucket.layout.row_sizes)) > 1
+finish_all_reduce = finish_reduce_scatter
 
 
 def _packed(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, Any]:

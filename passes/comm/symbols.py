@@ -53,41 +53,35 @@ executor = OperatorExecutor("shardtrace", version="0.1")
 Run = Callable[[Any, Bucket], Any]
 
 
-def _finishes(function: Run) -> Run:
-    """Wraps a function that waits for a future. If the bucket is on a wire, the wire's function takes its place. An
-    error says so if another rank is the cause."""
+def _pair(name: str) -> tuple[Run, Run]:
+    """The functions that issue a collective of this name and wait for it: those of the bucket's wire, or of its plan's
+    transport. An error says so if another rank is the cause."""
 
-    @functools.wraps(function)
-    def run(future: Any, bucket: Bucket) -> Any:
+    def finish(future: Any, bucket: Bucket) -> Any:
         runtime = bucket.plan.runtime
         if runtime.progress is not None:
             runtime.progress.finished(future)
         with runtime.communicating(bucket.label):
-            return (function if bucket.wire is None else bucket.wire.finish)(future, bucket)
+            run = _function(f"finish_{name}", bucket) if bucket.wire is None else bucket.wire.finish
+            return run(future, bucket)
 
-    return run
+    def issue(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
+        runtime = bucket.plan.runtime
+        try:
+            future = (_function(f"issue_{name}", bucket) if bucket.wire is None else _issue_wire)(value, bucket)
+        except RuntimeError:
+            with runtime.communicating(bucket.label):  # says so if another rank is the cause
+                raise
+        if runtime.progress is not None:
+            runtime.progress.issued(future, finish, bucket)
+        return future
+
+    return issue, finish
 
 
-def _issues(finish: Run) -> Callable[[Run], Run]:
-    """Wraps a function that returns a future, for which ``finish`` waits. If the bucket is on a wire, the wire's
-    function takes its place. An error says so if another rank is the cause."""
-
-    def decorate(function: Run) -> Run:
-        @functools.wraps(function)
-        def run(value: Any, bucket: Bucket) -> Any:
-            runtime = bucket.plan.runtime
-            try:
-                future = (function if bucket.wire is None else _issue_wire)(value, bucket)
-            except RuntimeError:
-                with runtime.communicating(bucket.label):  # says so if another rank is the cause
-                    raise
-            if runtime.progress is not None:
-                runtime.progress.issued(future, finish, bucket)
-            return future
-
-        return run
-
-    return decorate
+def _function(name: str, bucket: Bucket) -> Run:
+    found: Run = getattr(direct if bucket.plan.direct else native, name)
+    return found
 
 
 def _issue_wire(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
@@ -103,34 +97,9 @@ def _issue_wire(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     return wire.issue(places, bucket)
 
 
-@_finishes
-def _finish_all_gather(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    return (direct if bucket.plan.direct else native).finish_all_gather(future, bucket)
-
-
-@_issues(_finish_all_gather)
-def _issue_all_gather(shards: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    return (direct if bucket.plan.direct else native).issue_all_gather(shards, bucket)
-
-
-@_finishes
-def _finish_reduce_scatter(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    return (direct if bucket.plan.direct else native).finish_reduce_scatter(future, bucket)
-
-
-@_issues(_finish_reduce_scatter)
-def _issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    return (direct if bucket.plan.direct else native).issue_reduce_scatter(grads, bucket)
-
-
-@_finishes
-def _finish_all_reduce(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    return native.finish_reduce_scatter(future, bucket)
-
-
-@_issues(_finish_all_reduce)
-def _issue_all_reduce(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
-    return native.issue_all_reduce(grads, bucket)
+_issue_all_gather, _finish_all_gather = _pair("all_gather")
+_issue_reduce_scatter, _finish_reduce_scatter = _pair("reduce_scatter")
+_issue_all_reduce, _finish_all_reduce = _pair("all_reduce")
 
 
 def _cast(params: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
@@ -200,18 +169,17 @@ def _reduce_scatter_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> Futu
     return FutureTensorProxy(shape=(bucket.numel,), device=grads[0].device, dtype=bucket.dtype)
 
 
+def _shards(device: Any, bucket: Bucket, dtype: Any) -> tuple[TensorProxy, ...]:
+    """This rank's parts of the members, as proxies."""
+    return tuple(TensorProxy(shape=m.parameter.shard_shape, device=device, dtype=dtype) for m in bucket.members)
+
+
 def _wait_reduce_scatter_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
-    return tuple(
-        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.reduced_dtype)
-        for m in bucket.members
-    )
+    return _shards(future.device, bucket, bucket.reduced_dtype)
 
 
 def _wait_offload_meta(future: FutureTensorProxy, bucket: Bucket) -> tuple[TensorProxy, ...]:
-    return tuple(
-        TensorProxy(shape=m.parameter.shard_shape, device=future.device, dtype=bucket.rest_dtype)
-        for m in bucket.members
-    )
+    return _shards(future.device, bucket, bucket.rest_dtype)
 
 
 def _offload_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> FutureTensorProxy:
@@ -226,10 +194,7 @@ def _replicated_meta(params: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[T
 
 
 def _keep_shards_meta(full: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
-    return tuple(
-        TensorProxy(shape=m.parameter.shard_shape, device=p.device, dtype=bucket.dtype, requires_grad=False)
-        for p, m in zip(full, bucket.members, strict=True)
-    )
+    return _shards(full[0].device, bucket, bucket.dtype)
 
 
 all_gather = symbol("all_gather", _all_gather_meta, _issue_all_gather)

@@ -7,9 +7,21 @@ computes the products one by one, and so does Thunder's decomposition.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from passes.compat import shape_of
-from passes.kernels.registration import FLOATING, HALF, Differentiated, Gradients, implements, is_floating, kernel, like
+from passes.kernels.registration import (
+    FLOATING,
+    HALF,
+    Differentiated,
+    Flops,
+    Gradients,
+    Shapes,
+    implements,
+    is_floating,
+    kernel,
+    like,
+)
 
 import thunder.torch as ltorch
 import torch
@@ -92,7 +104,26 @@ def _is_added(mask: TensorProxy | None) -> bool:
     return mask is not None and mask.dtype in FLOATING
 
 
-attention_forward = kernel("scaled_dot_product_attention", _attention_meta, _forward)
+def _flops(query: int, by_key: int, by_value: int) -> Flops:
+    """Of ``by_key`` products with the keys' width and ``by_value`` with the values', for each pair of a query and a
+    key.
+
+    ``query`` is its index among the tensors; keys and values follow. Queries are (..., queries, width), keys
+    (..., keys, width). A causal mask does not lower the count, as in ``torch.utils.flop_counter``.
+    """
+
+    def count(tensors: Shapes, outs: Shapes) -> int:
+        (*rows, width), keys, values = tensors[query : query + 3]
+        return 2 * math.prod(rows) * keys[-2] * (by_key * width + by_value * values[-1])
+
+    return count
+
+
+attention_flops = _flops(query=0, by_key=1, by_value=1)  # Q K^T and P V
+# By key: recomputed scores, gradients of Q and K. By value: gradients of P and V. The output's gradient comes first.
+attention_backward_flops = _flops(query=1, by_key=3, by_value=2)
+
+attention_forward = kernel("scaled_dot_product_attention", _attention_meta, _forward, flops=attention_flops)
 attention_backward = kernel(
     "scaled_dot_product_attention_backward",
     lambda grad, query, key, value, out, logsumexp, mask, causal, scale, wanted: (
@@ -100,6 +131,7 @@ attention_backward = kernel(
     ),
     _backward,
     masked=True,
+    flops=attention_backward_flops,
 )  # fmt: skip
 
 
@@ -107,11 +139,10 @@ def _supported(
     query: TensorProxy,
     key: TensorProxy,
     value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    attn_mask: TensorProxy | None,
+    dropout_p: float,
+    is_causal: bool,
+    **others: Any,
 ) -> bool:
     if not is_floating(query, key, value) or query.device.type != "cpu" or dropout_p:
         return False

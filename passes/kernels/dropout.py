@@ -34,7 +34,7 @@ def masked(a: TensorProxy, mask: TensorProxy, scale: float) -> Differentiated:
     return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]
 
 
-def _supported(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+def _supported(a: TensorProxy, p: float, training: bool, inplace: bool) -> bool:
     return is_floating(a) and training and not inplace and isinstance(p, float) and 0 < p < 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from passes.kernels.registration import Differentiated, Gradients, implements, is_floating, kernel, like
+import math
+
+from passes.kernels.registration import Differentiated, Flops, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
@@ -15,24 +17,34 @@ def _rows(a: torch.Tensor) -> torch.Tensor:
     return a.reshape(-1, a.shape[-1])
 
 
-linear_forward = kernel("linear", lambda a, weight, bias: like(a, (*a.shape[:-1], weight.shape[0])), F.linear)
+def product(left: int) -> Flops:
+    """Of a matrix product whose left factor is tensor number ``left``: (..., m, k) x (..., k, n) -> (..., m, n).
+
+    Adding a bias or another tensor is not counted.
+    """
+    return lambda tensors, outs: 2 * math.prod(outs[0]) * tensors[left][-1]
+
+
+linear_forward = kernel(
+    "linear", lambda a, weight, bias: like(a, (*a.shape[:-1], weight.shape[0])), F.linear, flops=product(0)
+)
 # (..., out) x (out, in) -> (..., in)
 linear_backward_input = kernel(
-    "linear_backward_input", lambda grad, weight: like(grad, (*grad.shape[:-1], weight.shape[1])), torch.matmul
+    "linear_backward_input",
+    lambda grad, weight: like(grad, (*grad.shape[:-1], weight.shape[1])),
+    torch.matmul,
+    flops=product(0),
 )
 # (rows, out)^T x (rows, in) -> (out, in)
 linear_backward_weight = kernel(
     "linear_backward_weight",
     lambda grad, a: like(a, (grad.shape[-1], a.shape[-1])),
     lambda grad, a: _rows(grad).t() @ _rows(a),
+    flops=lambda tensors, outs: 2 * math.prod(tensors[0]) * tensors[1][-1],
 )
 
 
-def _supported(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> bool:
-    return is_floating(a, weight, bias) and a.ndim > 0
-
-
-@implements(prims.linear, supported=_supported)
+@implements(prims.linear, supported=lambda a, weight, bias: is_floating(a, weight, bias) and a.ndim > 0)
 def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Differentiated:
     def gradients(grad: TensorProxy) -> Gradients:
         yield a, linear_backward_input(grad, weight)

@@ -25,10 +25,7 @@ def _same(*results: TensorProxy | None) -> tuple[TensorProxy | None, ...]:
     return tuple(like(r) if r is not None else None for r in results)
 
 
-# ---- layer_norm ----
-
-
-def _accepts(a: TensorProxy, weight: TensorProxy | None, bias: TensorProxy | None) -> bool:
+def _accepts(a: TensorProxy, weight: TensorProxy | None, bias: TensorProxy | None, **others: Any) -> bool:
     """One dtype for all; on CPUs also 16-bit inputs with parameters in fp32."""
     parameters = [p for p in (weight, bias) if p is not None]
     if not is_floating(a, *parameters):
@@ -37,19 +34,25 @@ def _accepts(a: TensorProxy, weight: TensorProxy | None, bias: TensorProxy | Non
     return True
 
 
-def _statistics(a: TensorProxy, parameters: Sequence[TensorProxy | None], shape: Sequence[int]) -> TensorProxy:
-    """The dtype of means and deviations: fp32 at least on CUDA; on CPUs that of the parameters."""
+def _with_statistics(a: TensorProxy, shape: Sequence[int], *parameters: TensorProxy | None) -> Any:
+    """The result, means and deviations. Statistics are in fp32 at least on CUDA; on CPUs in the parameters' dtype."""
     given = next((p.dtype for p in parameters if p is not None), a.dtype)
     dtype = dtypes.float32 if a.dtype in HALF and a.device.type != "cpu" else given
-    return like(a, shape, dtype)
+    return like(a), like(a, shape, dtype), like(a, shape, dtype)
 
 
-def _layer_norm_meta(a: TensorProxy, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    kept = (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
-    return like(a), _statistics(a, (weight, bias), kept), _statistics(a, (weight, bias), kept)
+def _kept(a: TensorProxy, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of statistics over the last dimensions, which have this ``shape``."""
+    return (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
 
 
-layer_norm_forward = kernel("layer_norm", _layer_norm_meta, aten.native_layer_norm)
+# ---- layer_norm ----
+
+layer_norm_forward = kernel(
+    "layer_norm",
+    lambda a, shape, weight, bias, eps: _with_statistics(a, _kept(a, shape), weight, bias),
+    aten.native_layer_norm,
+)
 layer_norm_backward = kernel(
     "layer_norm_backward",
     lambda grad, a, shape, mean, rstd, weight, bias, wanted: _same(a, weight, bias),
@@ -58,13 +61,7 @@ layer_norm_backward = kernel(
 )
 
 
-def _layer_norm_supported(
-    a: TensorProxy, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> bool:
-    return _accepts(a, weight, bias)
-
-
-@implements(ltorch.layer_norm, supported=_layer_norm_supported)
+@implements(ltorch.layer_norm, supported=_accepts)
 def layer_norm(
     a: TensorProxy,
     normalized_shape: Sequence[int],
@@ -76,21 +73,13 @@ def layer_norm(
     out, mean, rstd = layer_norm_forward(a, shape, weight, bias, eps)
 
     def gradients(grad: TensorProxy) -> Gradients:
-        return zip(
-            (a, weight, bias),
-            layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias)),
-            strict=True,
-        )
+        found = layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias))
+        return zip((a, weight, bias), found, strict=True)
 
     return out, gradients
 
 
 # ---- rms_norm ----
-
-
-def _rms_norm_meta(a: TensorProxy, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
-    kept = (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
-    return like(a), like(a, kept, dtypes.float32 if a.dtype in HALF else a.dtype)
 
 
 def _rms_norm_backward(
@@ -118,8 +107,12 @@ def _rms_norm_backward(
 
 
 rms_norm_forward = kernel(
-    "rms_norm", _rms_norm_meta, lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps)
-)
+    "rms_norm",
+    lambda a, shape, weight, eps: (
+        like(a), like(a, _kept(a, shape), dtypes.float32 if a.dtype in HALF else a.dtype),
+    ),
+    lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps),
+)  # fmt: skip
 rms_norm_backward = kernel(
     "rms_norm_backward",
     lambda grad, a, shape, rstd, weight, wanted: _same(a, weight),
@@ -128,11 +121,10 @@ rms_norm_backward = kernel(
 )
 
 
-def _rms_norm_supported(a: TensorProxy, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> bool:
-    return hasattr(aten, "_fused_rms_norm") and is_floating(a, weight)
-
-
-@implements(ltorch.rms_norm, supported=_rms_norm_supported)
+@implements(
+    ltorch.rms_norm,
+    supported=lambda a, weight, **others: hasattr(aten, "_fused_rms_norm") and is_floating(a, weight),
+)
 def rms_norm(
     a: TensorProxy, normalized_shape: Sequence[int], weight: TensorProxy | None = None, eps: float | None = None
 ) -> Differentiated:
@@ -153,14 +145,9 @@ def _sizes(a: torch.Tensor) -> tuple[int, int, int]:
     return a.shape[0], a.shape[1], math.prod(a.shape[2:])
 
 
-def _group_norm_meta(a: TensorProxy, groups: int, weight: Any, bias: Any, eps: float) -> Any:
-    kept = (a.shape[0], groups)
-    return like(a), _statistics(a, (weight, bias), kept), _statistics(a, (weight, bias), kept)
-
-
 group_norm_forward = kernel(
     "group_norm",
-    _group_norm_meta,
+    lambda a, groups, weight, bias, eps: _with_statistics(a, (a.shape[0], groups), weight, bias),
     lambda a, groups, weight, bias, eps: aten.native_group_norm(a.contiguous(), weight, bias, *_sizes(a), groups, eps),
 )
 group_norm_backward = kernel(
@@ -173,13 +160,7 @@ group_norm_backward = kernel(
 )
 
 
-def _group_norm_supported(
-    a: TensorProxy, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> bool:
-    return _accepts(a, weight, bias)
-
-
-@implements(ltorch.group_norm, supported=_group_norm_supported)
+@implements(ltorch.group_norm, supported=_accepts)
 def group_norm(
     a: TensorProxy,
     num_groups: int,
@@ -198,18 +179,11 @@ def group_norm(
 
 # ---- batch_norm ----
 
-
-def _batch_norm_meta(
-    a: TensorProxy, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    kept = (a.shape[1],) if training else (0,)
-    found = (weight, bias, mean, var)
-    return like(a), _statistics(a, found, kept), _statistics(a, found, kept)
-
-
 batch_norm_forward = kernel(
     "batch_norm",
-    _batch_norm_meta,
+    lambda a, weight, bias, mean, var, training, momentum, eps: _with_statistics(
+        a, (a.shape[1],) if training else (0,), weight, bias, mean, var
+    ),
     aten.native_batch_norm,
     tags=(Property.IN_PLACE, OpTags.IN_PLACE, OpTags.DONT_DCE),  # updates the running statistics
 )
@@ -223,20 +197,13 @@ batch_norm_backward = kernel(
 )
 
 
-def _batch_norm_supported(
-    a: TensorProxy,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> bool:
-    return _accepts(a, weight, bias) and is_floating(*(t for t in (weight, running_mean) if t is not None))
-
-
-@implements(ltorch.batch_norm, supported=_batch_norm_supported, fusible=False)
+@implements(
+    ltorch.batch_norm,
+    supported=lambda a, weight, bias, running_mean, **others: (
+        _accepts(a, weight, bias) and is_floating(weight, running_mean)
+    ),
+    fusible=False,
+)
 def batch_norm(
     a: TensorProxy,
     running_mean: TensorProxy | None = None,

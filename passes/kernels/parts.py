@@ -18,6 +18,6 @@ def _meta(a: TensorProxy, chunks: int, dim: int) -> tuple[TensorProxy, ...]:
 chunk_forward = kernel("chunk", _meta, torch.chunk, tags=(Property.VIEW,))
 
 
-@implements(ltorch.chunk, supported=lambda a, chunks, dim=0: is_floating(a))
+@implements(ltorch.chunk, supported=lambda a, **others: is_floating(a))
 def chunk(a: TensorProxy, chunks: int, dim: int = 0) -> Differentiated:
     return chunk_forward(a, chunks, dim), lambda *grads: [(a, ltorch.cat(grads, dim))]

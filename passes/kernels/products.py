@@ -17,11 +17,7 @@ def _meta(a: TensorProxy, b: TensorProxy) -> TensorProxy:
 mul_forward = kernel("mul", _meta, torch.mul)
 
 
-def _supported(a: TensorProxy, b: TensorProxy) -> bool:
-    return is_floating(a, b) and a.dtype in HALF
-
-
-@implements(ltorch.mul, supported=_supported)
+@implements(ltorch.mul, supported=lambda a, b: is_floating(a, b) and a.dtype in HALF)
 def mul(a: TensorProxy, b: TensorProxy) -> Differentiated:
     return mul_forward(a, b), lambda grad: [
         (a, _summed_to(a, mul_forward(grad, b))),

@@ -4,7 +4,7 @@ Thunder's autodiff takes functions such as layer_norm apart. Without a fusing ex
 saves its own activations. Here each function is one line of forward and one line of backward, which call the kernels
 that eager PyTorch calls and save what eager saves.
 
-    @implements(ltorch.gelu, supported=is_floating)
+    @implements(ltorch.gelu, supported=lambda a, approximate: is_floating(a))
     def gelu(a, *, approximate="none"):
         out = gelu_forward(a, approximate)
         return out, lambda grad: [(a, gelu_backward(grad, a, approximate))]
@@ -14,6 +14,7 @@ A function returns its result (or several) and a function from its gradient to p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,9 @@ Gradients = Iterable[tuple[TensorProxy | None, TensorProxy | None]]
 # A result or a tuple of results, and the function from their gradients to those of the arguments.
 Differentiated = tuple[Any, Callable[..., Gradients]]
 Implementation = Callable[..., Differentiated]
+Shapes = Sequence[Sequence[int]]
+# FLOPs from the shapes of a line's tensor arguments and of its results. Numbers and None are left out.
+Flops = Callable[[Shapes, Shapes], int]
 F = TypeVar("F", bound=Implementation)
 
 HALF = frozenset({dtypes.float16, dtypes.bfloat16})
@@ -48,6 +52,7 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
     def __init__(self, name: str, *, version: str) -> None:
         super().__init__(name, version=version)
         self.fusible: set[Hashable] = set()  # ids of symbols
+        self.flops: dict[Hashable, Flops] = {}  # of products, convolutions and attention, by the id of the kernel
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
         return not (bsym.sym.id in self.fusible and _is_beside_fusions()) and super().can_execute(bsym)
@@ -90,9 +95,15 @@ def has_mask(sym: Symbol) -> bool:
 
 
 def kernel(
-    name: str, meta: Callable[..., Any], fn: Callable[..., Any], *, masked: bool = False, tags: Sequence[Any] = ()
+    name: str,
+    meta: Callable[..., Any],
+    fn: Callable[..., Any],
+    *,
+    flops: Flops | None = None,
+    masked: bool = False,
+    tags: Sequence[Any] = (),
 ) -> Symbol:
-    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies.
+    """A symbol whose lines call ``fn``. ``meta`` gives its results as proxies, ``flops`` counts its products.
 
     ``masked`` kernels have several results and take a tuple of bools as their last argument; they return None in place
     of a result whose bool is False.
@@ -100,6 +111,8 @@ def kernel(
     tags = [*tags, *([Masked] if masked else [])]
     symbol = symbol_that_calls(name, meta, fn, id=kernel_id(name), is_prim=True, executor=executor, tags=tags)
     executor.opmap[name] = symbol
+    if flops is not None:
+        executor.flops[symbol.id] = flops
     return symbol
 
 
@@ -110,12 +123,19 @@ def kernel_id(name: str) -> str:
 
 def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = True) -> Callable[[F], F]:
     """Makes the decorated function, which has the parameters of ``functions`` (symbols of thunder.torch or their ids),
-    the executor's implementation of them wherever ``supported(*args, **kwargs)``.
+    the executor's implementation of them wherever ``supported``, which gets all parameters by name.
 
     ``fusible``: whether an executor that fuses does better.
     """
 
     def decorate(implementation: F) -> F:
+        parameters = inspect.signature(implementation)
+
+        def check(*args: Any, **kwargs: Any) -> bool:
+            bound = parameters.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return supported(**bound.arguments)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             return implementation(*args, **kwargs)[0]
 
@@ -128,7 +148,7 @@ def implements(*functions: Any, supported: Callable[..., bool], fusible: bool = 
 
         for function in functions:
             executor.register_implementation(
-                function, checker=supported, execution_transform=run, grad_transform=differentiate
+                function, checker=check, execution_transform=run, grad_transform=differentiate
             )
             if fusible:
                 executor.fusible.add(function.id if isinstance(function, Symbol) else function)

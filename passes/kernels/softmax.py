@@ -33,7 +33,7 @@ log_softmax_forward, log_softmax_backward = _differentiated(
 )
 
 
-def _supported(a: TensorProxy, dim: int, *, dtype: Any = None) -> bool:
+def _supported(a: TensorProxy, dim: int, dtype: Any) -> bool:
     return is_floating(a) and (dtype is None or dtypes.to_dtype(dtype) in FLOATING)
 
 

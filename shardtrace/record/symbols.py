@@ -52,7 +52,7 @@ TRUSTED = frozenset(
     cat stack sum mean var cumsum argmax any all
     linear matmul mm bmm
     layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d dropout scaled_dot_product_attention
-    cross_entropy mse_loss nll_loss binary_cross_entropy_with_logits
+    cross_entropy
     zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
     """.split()  # noqa: SIM905
 )
@@ -171,10 +171,17 @@ def _is_broadcast_attention(query: Any, key: Any, value: Any, *args: Any, **kwar
     return not (len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2] and q[3] == k[3] == v[3])
 
 
+def _is_special_loss(input: Any, target: Any, *args: Any, label_smoothing: float = 0.0, **kwargs: Any) -> bool:
+    """Whether torch's kernel of a loss of labels, one for each row of scores, is not all of it."""
+    rows = len(target.shape) < len(input.shape) <= 2
+    return len(args) > 5 or bool(label_smoothing) or not rows or dtypes.is_float_dtype(target.dtype)
+
+
 # conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
     "__getitem__": _indexed_by_tensors,
     "__pow__": _is_no_plain_number,
+    "cross_entropy": _is_special_loss,
     "pow": _is_no_plain_number,
     "embedding": _is_special_embedding,
     "div": lambda a, b, *, rounding_mode=None: rounding_mode is not None,

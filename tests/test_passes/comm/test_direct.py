@@ -2,7 +2,7 @@
 
 import shardtrace  # noqa: F401
 from passes.comm import direct
-from passes.comm.direct import PIECE
+from passes.comm.messages import PIECE
 from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
 from passes.plan.layout import SMALL
 from shardtrace.model.home import Home, shard

@@ -15,13 +15,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "silu": F.silu,
     "mish": F.mish,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
     "softplus": F.softplus,
     "leaky_relu": F.leaky_relu,
     "elu": F.elu,
-    "hardtanh": F.hardtanh,
-    "glu": F.glu,
 }
 OPTIONS = {
     "gelu, tanh": ("gelu", lambda a: F.gelu(a, approximate="tanh")),
@@ -29,10 +25,6 @@ OPTIONS = {
     "leaky_relu, slope": ("leaky_relu", lambda a: F.leaky_relu(a, 0.3)),
     "elu, alpha": ("elu", lambda a: F.elu(a, 0.4)),
     "selu": ("elu", F.selu),
-    "celu": ("elu", lambda a: F.celu(a, 0.7)),
-    "hardtanh, limits": ("hardtanh", lambda a: F.hardtanh(a, -0.2, 0.3)),
-    "relu6": ("hardtanh", F.relu6),
-    "glu, dim": ("glu", lambda a: F.glu(a, 0)),
     "method": ("relu", lambda a: a.relu()),
 }
 

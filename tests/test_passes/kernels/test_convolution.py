@@ -60,15 +60,3 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(
         jitted, (leaf(1, 2, 4, 4, dtype=torch.float64), leaf(2, 2, 3, 3, dtype=torch.float64))
     )
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1}], ids=str)
-def test_avg_pool(rank, options):
-    name = f"avg_pool{rank}d"
-    compare(lambda a: getattr(F, name)(a, 2, **options), leaf(2, 3, *(6,) * rank), kernels=[name, f"{name}_backward"])
-
-
-@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"padding": 1}, {"dilation": 2}], ids=str)
-def test_max_pool1d(options):
-    compare(lambda a: F.max_pool1d(a, 2, **options), leaf(2, 3, 7), kernels=["max_pool1d", "max_pool1d_backward"])
