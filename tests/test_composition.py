@@ -174,7 +174,7 @@ REFUSALS = r"changes nothing|keeps nothing in host memory|fp16 scales the gradie
 
 @pytest.mark.parametrize(("feature", "strategy", "cell"), list(table()))
 def test_cell(fake_ranks, feature, strategy, cell):
-    """"Slower" compiles as "yes" does."""
+    """ "Slower" compiles as "yes" does."""
     fake_ranks(4)
     with pytest.raises((ValueError, RuntimeError), match=REFUSALS) if cell == "refused" else nullcontext():
         FEATURES[feature](strategy)

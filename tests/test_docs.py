@@ -20,7 +20,11 @@ from ranks import run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/guide").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.py"))]
+PAGES += [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/guide").glob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.py")),
+]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"[\w./-]+\.(?:py|md|ipynb)|(?:passes|shardtrace|tests|examples|docs|notebooks)/[\w/-]*")
 NAME = re.compile(r"(?:passes|shardtrace|thunder|torch)(?:\.\w+)+")
@@ -117,7 +121,9 @@ def test_links_and_names_exist(page):
 
 
 def test_wrong_links_and_names_are_found():
-    links = "# One\n\n[a](design.md) [b](#one) [c](#two) [d](gone.md) [e](design.md#gone) [f](https://example.org/gone)\n"
+    links = (
+        "# One\n\n[a](design.md) [b](#one) [c](#two) [d](gone.md) [e](design.md#gone) [f](https://example.org/gone)\n"
+    )
     wrong = ["#two: no such heading", "gone.md: no such file", "design.md#gone: no such heading"]
     assert list(broken_links(links, ROOT / "docs")) == wrong
     text = "`passes/gone.py` `gone.py` `passes/gone/` `passes/schedule.py` `passes.schedule` `shardtrace.fsdp(model)`\n"
@@ -168,7 +174,11 @@ def test_quoted_messages_are_raised():
 
 def strings(file):
     """The strings of a file, one a line. The values in f-strings are left out."""
-    found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant | ast.JoinedStr | ast.ClassDef)]
+    found = [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.ClassDef)
+    ]
     return "\n".join(text(node) for node in found)
 
 
