@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 X = torch.randn(4, 64)
+POLICIES = hasattr(shardtrace, "CommPolicy")  # until then, their fields are arguments of fsdp
 
 
 class Block(nn.Module):
@@ -95,17 +96,16 @@ def checkpointing(strategy):
 
 
 def rounded(**wires):
-    return {"comm_policy": shardtrace.CommPolicy(**wires)} if hasattr(shardtrace, "CommPolicy") else wires
+    return {"comm_policy": shardtrace.CommPolicy(**wires)} if POLICIES else wires
 
 
 def offload(strategy):
     """On a GPU that need not be here: on a CPU the policy changes nothing."""
-    shape = {"mesh_shape": (2, 2)} if mesh(strategy) else {"world_size": 4}
+    ranks = {"mesh_shape": (2, 2)} if mesh(strategy) else {"world_size": 4}
     torch.distributed.destroy_process_group()
-    inspected = shardtrace.inspect(
-        net(), X, **shape, device="cuda", sharding_strategy=strategy, offload_policy=CPUOffloadPolicy()
-    )
-    assert inspected.totals.collectives
+    gpu = {"init_policy": shardtrace.InitPolicy(device="cuda")} if POLICIES else {"device": "cuda"}
+    options = {"sharding_strategy": strategy, "offload_policy": CPUOffloadPolicy()}
+    assert shardtrace.inspect(net(), X, **ranks, **gpu, **options).totals.collectives
 
 
 def compiled_blocks(strategy):
