@@ -19,12 +19,8 @@ import pytest
 from ranks import run_script
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/guide").glob("*.md")),
-    *sorted((ROOT / "notebooks").glob("*.py")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.py"))]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"[\w./-]+\.(?:py|md|ipynb)|(?:passes|shardtrace|tests|examples|docs|notebooks)/[\w/-]*")
 NAME = re.compile(r"(?:passes|shardtrace|thunder|torch)(?:\.\w+)+")
