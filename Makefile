@@ -84,8 +84,8 @@ gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run the tests that need 
 	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
 
-docs: $(VENV)/.dev  ## build the API reference from the docstrings: build/api/index.html
-	$(BIN)/python docs/build.py build/api
+docs: $(VENV)/.docs  ## build the site, with the API reference and a search: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 notebooks: $(VENV)/.dev  ## execute the notebooks and store their outputs; NOTEBOOKS=name for some
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python docs/execute_notebooks.py $(NOTEBOOKS)
@@ -105,7 +105,7 @@ clean:  ## remove the environment and all build outputs
 
 # A stamp records what is installed. It is checked again only when pyproject.toml changes. pip compiles with one core,
 # compileall with all; some packages have files that are not meant to be compiled.
-$(VENV)/.examples $(VENV)/.dev $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.docs $(VENV)/.nvfuser: $(VENV)/.%: pyproject.toml | $(VENV)/.torch
 	$(BIN)/python -m pip install -q --no-compile -e ".[$*]"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib shardtrace passes tests >/dev/null 2>&1 || true
 	@touch $@

@@ -1,4 +1,4 @@
-"""Prints how PyTorch's FSDP2 behaves under the faults of docs/faults.md, for the table there.
+"""Prints how PyTorch's FSDP2 behaves under faults, for the table in docs/guide/troubleshooting.md.
 
     python docs/fsdp2_faults.py [CASE ...]
 

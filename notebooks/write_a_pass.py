@@ -14,8 +14,8 @@
 # you add this to shardtrace as your own pass. You write it, test it in a single process, see mistakes caught, measure
 # it on two real ranks, and read it in the inspector.
 #
-# shardtrace has it built in, as [`CommPolicy(gather_dtype="int8")`](../docs/guide.md#fewer-bytes): in smaller blocks,
-# with every strategy. What follows is its shortest form.
+# shardtrace has it built in, as [`CommPolicy(gather_dtype="int8")`](../docs/guide/communication.md#fewer-bytes): in smaller
+# blocks, with every strategy. What follows is its shortest form.
 #
 # [fsdp_by_hand](fsdp_by_hand.ipynb) introduces the other passes. Everything runs on a CPU in under a minute.
 

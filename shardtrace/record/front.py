@@ -354,7 +354,7 @@ class Front:
                 error,
                 f"shardtrace was recording {name}, at {frame.f_code.co_filename}:{frame.f_lineno} in "
                 f"{frame.f_code.co_name}:\n    {line}\n"
-                "If the model runs without shardtrace, docs/guide.md#models-that-cannot-be-recorded says what to do.",
+                "If it runs without shardtrace, see docs/guide/troubleshooting.md#models-that-cannot-be-recorded",
             )
         return error
 

@@ -209,7 +209,7 @@ def test_without_pytorch(fake_ranks, cls, line):
     assert place.startswith(f"shardtrace was recording Sequential, at {__file__}:")
     assert place.endswith(" in forward:")
     assert source == f"    {line}"
-    assert "docs/guide.md#models-that-cannot-be-recorded" in hint
+    assert "docs/guide/troubleshooting.md#models-that-cannot-be-recorded" in hint
 
 
 @pytest.mark.parametrize(
