@@ -32,7 +32,7 @@ from pathlib import Path
 import shardtrace
 from passes import Bucket, PassAfterLowering, VerificationError, Wire
 from passes.analysis.recognise import bucket_of, is_collective, is_gather
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import Placement
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 
@@ -261,7 +261,7 @@ IMPORTS = """
 import copy, json, math
 import shardtrace
 from passes import Bucket, PassAfterLowering, Wire
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import Placement
 from passes.analysis.recognise import bucket_of, is_collective, is_gather
 import thunder, torch

@@ -26,7 +26,7 @@ from passes.analysis.recognise import (
     nbytes,
     updated_in_place,
 )
-from passes.compat import differentiating_executor
+from passes.compat.lines import differentiating_executor
 from passes.kernels.registration import executor as kernels
 from passes.kernels.registration import lines_of_kernels
 

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
 from passes.analysis.recognise import changes_values, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import symbol, synchronize
-from passes.compat import compile_data_and_stats, keeps_graph
+from passes.compat.jit import compile_data_and_stats
+from passes.compat.versions import keeps_graph
 
 from thunder.core import prims
 from thunder.core.prims import OpTags

@@ -3,7 +3,7 @@
     set_state(state_0, (t3, t4))        before the epilogue returns
 
 The tensors are results of the step, so that gradients flow through them. Tracing passes them by a line that packs a
-buffer (:func:`passes.compat.pack_tensors`), which this pass replaces.
+buffer (:func:`passes.compat.jit.pack_tensors`), which this pass replaces.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat import jitted_module, jitted_transforms, unjitted
+from passes.compat.jit import jitted_module, jitted_transforms, unjitted
 from passes.plan import CostModel, Placement, Wire
 from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.compat import notes_of
+from passes.compat.failures import notes_of
 from shardtrace.checking import Check, check
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.model.state import state_of, states_in

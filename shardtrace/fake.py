@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from passes.compat import attention_of_gpus, deeper_recursion
+from passes.compat.failures import deeper_recursion
+from passes.compat.jit import attention_of_gpus
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.counts import parse_count

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from passes.analysis.origins import marked
 from passes.analysis.recognise import is_random, is_return, is_unpack, names
-from passes.compat import set_signature, symbol_that_calls
+from passes.compat.lines import set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags

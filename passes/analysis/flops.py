@@ -13,7 +13,7 @@ from passes.analysis.calls import lines_within, part_of
 from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels.registration import kernel_id
 from passes.kernels.torch_call import Line, call_of
 from passes.plan.cost import Work

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from passes import compat
 from passes.comm import direct
+from passes.compat.versions import all_gather_single
 from passes.plan import Bucket
 
 import torch
@@ -38,7 +38,7 @@ def gather(row: torch.Tensor, sizes: Sequence[int], bucket: Bucket) -> InFlight:
     if len(set(sizes)) > 1:
         work = dist.all_gather(list(places), row, group=plan.group, async_op=True)
     else:
-        work = compat.all_gather_single(rows, row, group=plan.group, async_op=True)
+        work = all_gather_single(rows, row, group=plan.group, async_op=True)
     return InFlight([work], rows, row)
 
 

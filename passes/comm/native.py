@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from passes import compat
+from passes.compat.versions import all_gather_single, reduce_scatter_single
 from passes.plan import Bucket, Placement
 from passes.plan.host_memory import DONE, HostMemory
 
@@ -50,7 +50,7 @@ def _gather(row: torch.Tensor, rows: torch.Tensor, bucket: Bucket) -> InFlight:
     if _is_uneven(bucket):  # nccl turns the list into one group of broadcasts
         work = dist.all_gather(list(rows.split(layout.row_sizes)), row, group=group, async_op=True)
     else:
-        work = compat.all_gather_single(rows, row, group=group, async_op=True)
+        work = all_gather_single(rows, row, group=group, async_op=True)
     return InFlight(work, rows, row)
 
 
@@ -72,7 +72,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     if _is_uneven(bucket):  # one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
-        work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
+        work = reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
     return InFlight(work, row, rows)
 
 

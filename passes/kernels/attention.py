@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels.registration import FLOATING, HALF, Differentiated, Gradients, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch

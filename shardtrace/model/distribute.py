@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from passes.compat import set_traced_device
+from passes.compat.jit import set_traced_device
 from passes.plan import HostMemory, Placement
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import InitFn, broadcast, has_meta, materialized, set_data

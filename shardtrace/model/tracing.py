@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
+from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
+from passes.compat.jit import proxied_values, refresh_modules
 from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
 from passes.plan import Gradients, ShardedParameter
 from shardtrace.model.casts import INPUTS, cast, with_casts

@@ -19,7 +19,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from passes.compat import notes_of
+from passes.compat.failures import notes_of
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
 from shardtrace.ranks.waiting import LIKELY, Wait, Waits
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from passes.compat import Fakes
+from passes.compat.versions import Fakes
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
 from shardtrace.record.variables import assigned

@@ -4,7 +4,7 @@ import copy
 import logging
 
 import shardtrace
-from passes.compat import notes_of
+from passes.compat.failures import notes_of
 from passes.pipeline import ShardParameters
 
 import pytest
