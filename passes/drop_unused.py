@@ -16,6 +16,7 @@ from passes.analysis.recognise import is_backward, is_deletion, is_unpack, issue
 from passes.comm.kept_gradients import accumulated
 from passes.comm.properties import Property
 from passes.comm.symbols import symbol
+from passes.compat.jit import nodes_of_thunder
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -24,7 +25,6 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 NOTHING = frozenset[int]()
 
@@ -105,9 +105,8 @@ def _name(value: Any) -> str:
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], unused: ContextObject) -> None:
-    for node in {output.grad_fn for output in outputs}:
-        if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
-            node.register_prehook(unused.obj.note)  # type: ignore[union-attr]
+    for node in nodes_of_thunder(outputs):
+        node.register_prehook(unused.obj.note)
 
 
 def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor | None:

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from passes.comm.symbols import symbol
+from passes.compat.jit import nodes_of_thunder
 
 import torch
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 
 def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
@@ -34,9 +34,8 @@ def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], model: str) -> None:
-    for node in {output.grad_fn for output in outputs}:  # Thunder's node for all outputs, and those of inputs passed on
-        if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
-            node.register_prehook(partial(_refuse, model))  # type: ignore[union-attr]
+    for node in nodes_of_thunder(outputs):
+        node.register_prehook(partial(_refuse, model))
 
 
 def _refuse(model: str, gradients: Any) -> None:

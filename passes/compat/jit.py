@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,6 +20,14 @@ from thunder.core.transform_common import Transform
 from thunder.core.utils import AutocastStack
 from thunder.executors import sdpaex
 from thunder.executors.sdpaex import SpdaBackend
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+
+def nodes_of_thunder(outputs: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes by which Thunder runs the backward of a step with these outputs. Inputs that are passed on
+    have nodes of their own."""
+    nodes = {output.grad_fn for output in outputs}
+    return [n for n in nodes if getattr(type(n), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction)]
 
 
 def compile_data_and_stats() -> tuple[Any, Any]:

@@ -70,6 +70,16 @@ def import_thunder() -> None:
         import thunder  # noqa: F401
 
 
+def functional_transform() -> Any:
+    """The innermost of the function transforms (``torch.func``, ``torch.vmap``) that run; None if there is none."""
+    return torch._C._functorch.peek_interpreter_stack()
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group. Raises ValueError if there is none."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def keeps_graph() -> bool:
     """True while autograd runs a backward that was called with ``retain_graph=True``."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()

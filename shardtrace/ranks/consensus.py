@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from passes.compat.versions import default_store
 from shardtrace.ranks.failure import communicating, wait_for
 from shardtrace.ranks.mesh import is_alone
 
@@ -78,7 +79,7 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
 
 def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
     """The store, and the number of this comparison. The n-th comparison of one rank meets the n-th of the others."""
-    store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"shardtrace/{group.group_name}", default_store())
     return store, store.add(f"turn/{dist.get_rank(group)}", 1)
 
 
