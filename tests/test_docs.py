@@ -1,5 +1,6 @@
 """The pages: links, anchors and names in them exist. The API reference, as `make docs` builds it."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -166,3 +167,28 @@ def test_pages(reference):
     assert {str(page.relative_to(reference)) for page in reference.rglob("*.html")} == {
         "index.html", "passes.html", "shardtrace.html", "shardtrace/testing.html", *LIGHTNING,
     }  # fmt: skip
+
+
+# Statements that change something of torch, Thunder, Python or the process.
+CHANGE = re.compile(
+    r"mock\.patch|\bsetattr\(torch|sys\.modules\[\S+ =|sys\.excepthook =|atexit\.register|sys\.set\w+\(|mallopt\(|"
+    r"set_default_dtype\(|addFilter\(|register_(?:optimizer_|module_|general_jit_|plugin|state_dict_|load_state)\w*\(|"
+    r"register_prehook\(|\.__class__ = |executors_list = |_constraints = |autocast_stack = |random\.setstate\(|"
+    r"\b(?:BaseRecipe|ThunderModule|FSDPParamGroup|GradScaler|clip_grad|torchs_state_dict|wrapper|transform)\.\w+ = "
+)
+
+
+def changes():
+    """The module, and the function or class, of each such statement in both packages."""
+    for file in sorted(file for package in ("passes", "shardtrace") for file in (ROOT / package).rglob("*.py")):
+        module, text = ".".join(file.relative_to(ROOT).with_suffix("").parts), file.read_text()
+        for node in ast.parse(text).body:
+            if CHANGE.search(ast.get_source_segment(text, node)):
+                yield module, getattr(node, "name", "")
+
+
+def test_each_change_is_on_the_page_of_changes():
+    page = (ROOT / "docs" / "changes.md").read_text()
+    found = list(changes())
+    assert {("passes.compat.versions", "install"), ("shardtrace.ranks.failure", "tell_others_of_failure")} <= {*found}
+    assert [where for where in found if f"`{where[0]}`" not in page and f"`{'.'.join(where)}`" not in page] == []

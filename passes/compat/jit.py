@@ -160,8 +160,7 @@ def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
 @contextmanager
 def attention_of_gpus() -> Iterator[None]:
     """Lets Thunder choose the fused attention of a CUDA device where there is none, for the compilation of a step that
-    is never run: torch, which Thunder asks, finds none there. Thunder has no hook for this. This is the only place
-    where a function of Thunder is replaced."""
+    is never run: torch, which Thunder asks, finds none there. Thunder has no hook for this."""
     with mock.patch.object(sdpaex, "_fused_sdp_choice", _usual_attention):
         yield
 
