@@ -11,13 +11,12 @@ import_thunder()
 
 from passes.analysis.traffic import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
-from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 from passes.plan import Bucket, CostModel, Device, Enlisted, Link, Plan, ShardedParameter, Wire  # noqa: E402
+from passes.runner import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 
 __all__ = [
     "Bucket",
     "Collective",
-    "Compilation",
     "CostModel",
     "Device",
     "Enlisted",

@@ -52,7 +52,11 @@ def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
-    """Returns the computation with a tag on the lines that are to run again.
+    """Recomputes the activations of chosen blocks in backward instead of saving them.
+
+    Takes: a computation whose lines tell the checkpointed call that they belong to.
+    Gives: a tag on the lines that are to run again.
+    No-op when: no call is checkpointed.
 
     If only some parts of a composite symbol may run twice, its parts replace it, as autodiff would do anyway.
     """

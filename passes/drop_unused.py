@@ -9,7 +9,7 @@ some of several outputs. It keeps a gradient that is not zero, because another r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import is_backward, is_deletion, is_unpack, issues_future, waits_for_future
@@ -46,19 +46,29 @@ class Uses(NamedTuple):
     unused: Unused
 
 
-def insert_notes(epilogue: TraceCtx, *, unused: Unused) -> TraceCtx:
-    """Returns the epilogue with the line that lets a backward tell which outputs it does not come from."""
+def note_unused(epilogue: TraceCtx, *, models: Collection[str], unused: Unused) -> TraceCtx:
+    """Notes which outputs a backward does not come from.
+
+    Takes: an epilogue that returns tensors.
+    Gives: a line that watches their backward, and fills ``unused`` when it runs.
+    No-op when: no model was traced, or fewer than two tensors are returned.
+    """
     *lines, last = epilogue.bound_symbols
     outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
-    if len(outputs) < 2:
+    if len(outputs) < 2 or not models:
         return epilogue
     new = from_trace(epilogue)
-    new.bound_symbols = [*lines, note_unused.bind(outputs, ContextObject("unused", unused), output=None), last]
+    new.bound_symbols = [*lines, noting.bind(outputs, ContextObject("unused", unused), output=None), last]
     return new
 
 
 def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
-    """Returns a backward with a line for each gradient that depends on some outputs; any other trace as it is."""
+    """Gives no gradient, instead of zeros, to a parameter that only unused outputs depend on.
+
+    Takes: a lowered backward, in which gradients are waited for. ``unused`` is filled when it runs.
+    Gives: a line for each gradient that depends on some of the outputs.
+    No-op when: every gradient depends on all outputs or on none; in a forward.
+    """
     *lines, last = trace.bound_symbols
     cotangents = next((b for b in lines if is_unpack(b) and b.args and _name(b.args[0]) == "cotangents"), None)
     if not is_backward(trace) or cotangents is None:
@@ -114,7 +124,7 @@ def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor 
     return None if outputs <= unused.outputs and not gradient.any() else gradient
 
 
-note_unused = symbol("note_unused", lambda outputs, unused: None, _watch, tags=[OpTags.DONT_DCE])
+noting = symbol("note_unused", lambda outputs, unused: None, _watch, tags=[OpTags.DONT_DCE])
 unless_unused = symbol(
     "unless_unused", lambda gradient, uses: TensorProxy(like=gradient), _unless_unused, properties=Property.VIEW
 )

@@ -215,9 +215,11 @@ def traced_block(bsym: BoundSymbol) -> Block | None:
 
 
 def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
-    """Returns the computation with each call of a block as a call of the variant that it needs.
+    """Differentiates and lowers a block once for all calls that need the same.
 
-    ``inner`` are the passes that blocks go through.
+    Takes: a computation with calls of blocks, and the passes that blocks go through.
+    Gives: each call as one of the variant that it needs, whose grad rule makes the block's functions.
+    No-op when: no line calls a block.
     """
     lines = computation.bound_symbols
     if not any(block_of(b) for b in lines):

@@ -119,7 +119,12 @@ class TraceWithBlocks(TraceCtx):
 
 
 def with_blocks(trace: TraceCtx) -> TraceCtx:
-    """The trace as one that prints the functions that it calls; the trace itself if it calls none."""
+    """Prints the functions of blocks with the trace that calls them.
+
+    Takes: a forward or backward.
+    Gives: the same lines, in a trace that prints these functions.
+    No-op when: the trace calls none, or prints them already.
+    """
     if isinstance(trace, TraceWithBlocks) or not parts_in(trace):
         return trace
     new = TraceWithBlocks(trace.fn)

@@ -18,8 +18,10 @@ from typing import Any
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import proxied_values, refresh_modules
-from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
+from passes.facts import Compilation
+from passes.pipeline import pipeline
 from passes.plan import Gradients, ShardedParameter
+from passes.runner import FirstStage, Pass
 from shardtrace.model.casts import INPUTS, cast, with_casts
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
@@ -78,29 +80,29 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         enlist_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
-    compilation = _compilation()
-    compilation.begin(get_jit_ctx())
+    facts = _compilation().trace(get_jit_ctx())
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
-        compilation.models[state.model_name] = None
-        compilation.enlisted.steps[state.runtime] = state.runtime.step()
+        if state.model_name not in facts.models:
+            facts.models.append(state.model_name)
+        facts.enlisted.steps[state.runtime] = state.runtime.step()
         by_stand_in |= state.by_stand_in
 
     def found(tensor: torch.Tensor, wrapped: Any) -> None:
         if id(tensor) in by_stand_in:
-            compilation.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
+            facts.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
 
     proxied = proxied_values()  # grows until tracing ends
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(state.stand_ins())
-        name = f"shardtrace_state_{len(compilation.guards)}"
+        name = f"shardtrace_state_{len(facts.guards)}"
         traced = front.trace(
             call,
             module,
             args,
             kwargs,
-            known=compilation.known,
+            known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
@@ -108,16 +110,16 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             fall_back=states[0].options.eager is not None,
             obstacle=_why_no_call(),
         )
-    compilation.guards.append(traced.guard)
+    facts.guards.append(traced.guard)
     if traced.last_guard is not None:
-        compilation.last_guards.append(traced.last_guard)
+        facts.last_guards.append(traced.last_guard)
     if traced.setter is not None:
-        compilation.setters[name] = traced.setter
-    compilation.rebuild = traced.rebuild
-    compilation.remarks = "; ".join(filter(None, (compilation.remarks, traced.remark)))
+        facts.setters[name] = traced.setter
+    facts.rebuild = traced.rebuild
+    facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
     for state in states:
-        compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
-        compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
+        facts.at_end.append(functools.partial(_refuse_values, state, proxied))
+        facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
     return traced.result
 
 
@@ -179,7 +181,7 @@ def _compilation() -> Compilation:
     """The current compilation. Its passes are enlisted in the jitted function once."""
     transforms = get_compile_data().transforms
     for transform in transforms:
-        if isinstance(transform, ShardParameters):
+        if isinstance(transform, FirstStage):
             return transform.compilation
     compilation = Compilation()
     transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing

@@ -63,7 +63,8 @@ def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transform
         ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
         ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
     )
-    assert names == [*before, *after, "late", "early", "outline", "schedule", "drop_unused", "compare_ranks", "other"]
+    scheduled = ["schedule", "wait_copies", "drop_unused", "verify_schedule", "compare_ranks", "show_blocks"]
+    assert names == [*before, *after, "late", "early", "outline", *scheduled, "other"]
 
 
 def swapped_tanh(computation):
