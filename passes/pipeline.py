@@ -84,7 +84,7 @@ BEFORE_AUTODIFF = (
     Entry("checkpoint_activations", checkpoint_activations,
           "before regather, which splits lines that mix activations with parameters: the parts inherit the tags"),
     Entry("regather", regather, "after the gathers are inserted", "ZeRO-3 would save gathered parameters"),
-    Entry("your passes", yours, "they find all tags set"),
+    Entry("your passes", yours, "they find all tags set", "leave them out of thunder.jit(transforms=...)"),
     Entry("outline", outline, "after all passes that see blocks as they were traced",
           "only it can differentiate the calls of blocks: repeated_blocks=\"inline\" makes none"),
 )
@@ -96,7 +96,7 @@ AFTER_LOWERING = (
     Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),
-    Entry("your passes", yours, "their changes are scheduled"),
+    Entry("your passes", yours, "their changes are scheduled", "leave them out of thunder.jit(transforms=...)"),
     Entry("schedule", schedule, "after executors and fusions, which change the order of lines"),
     Entry("wait_copies", wait_copies, "after schedule, which places everything else",
           "an optimizer would change shards that are being copied"),
@@ -178,9 +178,9 @@ def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
 def _check(disable: Collection[str]) -> None:
     """Raises ValueError if a name is none of a pass that can be disabled."""
     entries = {e.name: e for e in (*BEFORE_AUTODIFF, *AFTER_LOWERING)}
-    optional = ", ".join(name for name, entry in entries.items() if not entry.needed and entry.run is not yours)
+    optional = ", ".join(name for name, entry in entries.items() if not entry.needed)
     for name in disable:
-        if name not in entries or entries[name].run is yours:
-            raise ValueError(f"there is no pass {name!r} to disable: those that can be are {optional}")
+        if name not in entries:
+            raise ValueError(f"disable_passes: there is no pass {name!r}. Those that can be disabled are {optional}")
         if why := entries[name].needed:
-            raise ValueError(f"pass {name!r} cannot be disabled, or {why}: those that can be are {optional}")
+            raise ValueError(f"disable_passes: {name!r} is needed ({why}). Those that can be disabled are {optional}")

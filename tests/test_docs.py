@@ -13,6 +13,7 @@ from pathlib import Path
 
 import passes
 import shardtrace  # isort: split  before passes, as users do
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 
 import pdoc
 import pytest
@@ -192,3 +193,10 @@ def test_each_change_is_on_the_page_of_changes():
     found = list(changes())
     assert {("passes.compat.versions", "install"), ("shardtrace.ranks.failure", "tell_others_of_failure")} <= {*found}
     assert [where for where in found if f"`{where[0]}`" not in page and f"`{'.'.join(where)}`" not in page] == []
+
+
+def test_the_table_of_passes_is_the_pipeline():
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `?([\w ]+)`? \| [\w, ]+ \| (.+?) \| (yes)? +\|$", page, re.MULTILINE)
+    entries = [*BEFORE_AUTODIFF, *AFTER_LOWERING]
+    assert rows == [(e.name, e.does.replace("``", "`"), "" if e.needed else "yes") for e in entries]

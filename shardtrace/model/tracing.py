@@ -23,6 +23,7 @@ from passes.pipeline import pipeline
 from passes.plan import Gradients, ShardedParameter
 from passes.runner import FirstStage, Pass
 from shardtrace.model.casts import INPUTS, cast, with_casts
+from shardtrace.model.dump import dump
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
@@ -184,7 +185,8 @@ def _compilation() -> Compilation:
         if isinstance(transform, FirstStage):
             return transform.compilation
     compilation = Compilation()
-    transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing
+    # the list that thunder.jit goes through after tracing
+    transforms[:] = pipeline(compilation, transforms, observe=dump())
     return compilation
 
 
