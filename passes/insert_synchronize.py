@@ -45,20 +45,12 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     first_use, canonical, trainable = _find_uses(computation, enlisted)
     if not first_use:
         return computation
-    uses = [
-        Use(
-            Member(parameter, parameter in trainable),
-            canonical[parameter].dtype,
-            canonical[parameter].device.device_str(),
-        )
-        for parameter in first_use
-    ]
-    groups = group_uses(uses)
-
+    members = {parameter: Member(parameter, parameter in trainable) for parameter in first_use}
+    uses = [Use(m, canonical[p].dtype, canonical[p].device.device_str()) for p, m in members.items()]
     new = from_trace(computation)
     before: dict[int, list[BoundSymbol]] = {}
     full: dict[ShardedParameter, TensorProxy] = {}
-    for group in groups:
+    for group in group_uses(uses):
         line = min(first_use[u.parameter] for u in group.uses)
         inserted, outputs = _synchronize(new, group, canonical)
         before.setdefault(line, []).append(inserted)

@@ -1,7 +1,7 @@
 """Pass over the prologue: it fetches all parameters of a module in one line, and checks all tensors in another.
 
-Thunder writes two lines for each parameter. They cost more to compile than the call of a block that has a dozen, and
-more at each step than a loop.
+Thunder writes two lines for each parameter. They cost more to compile than the call of a block that has a dozen: a
+tenth of the first step of a GPT.
 """
 
 from __future__ import annotations

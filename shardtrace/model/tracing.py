@@ -63,24 +63,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 
 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
-    data = get_compile_data()
-    if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
-        raise RuntimeError(
-            'a sharded model is recorded for the shapes of one call: call thunder.jit without cache="symbolic values", '
-            "which would use the step for other shapes"
-        )
-    for state in states:
-        try:
-            state.check_traceable()
-            _refuse_graphs(state, data.transforms)
-        except RuntimeError as error:
-            state.runtime.announce(str(error))
-            raise
-    refresh_modules()
-    if any(state.options.kernels for state in states):
-        enlist_kernels(data)
-    data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
-
+    _prepare(states)
     facts = _compilation().trace(get_jit_ctx())
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
@@ -122,6 +105,27 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         facts.at_end.append(functools.partial(_refuse_values, state, proxied))
         facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
     return traced.result
+
+
+def _prepare(states: Sequence[ShardedState]) -> None:
+    """Raises what keeps the models from being traced, and gives the jitted function our executors and watchers."""
+    data = get_compile_data()
+    if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
+        raise RuntimeError(
+            'a sharded model is recorded for the shapes of one call: call thunder.jit without cache="symbolic values", '
+            "which would use the step for other shapes"
+        )
+    for state in states:
+        try:
+            state.check_traceable()
+            _refuse_graphs(state, data.transforms)
+        except RuntimeError as error:
+            state.runtime.announce(str(error))
+            raise
+    refresh_modules()
+    if any(state.options.kernels for state in states):
+        enlist_kernels(data)
+    data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
 
 def _comparison(states: Sequence[ShardedState], recording: Recording, done: Record) -> Comparison | None:
@@ -235,33 +239,10 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
     Instances can be deep-copied, but not pickled.
     """
-    original = cls.forward
     name = f"FSDP{cls.__name__}" if root else cls.__name__
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not root:
-            part_of: ShardedState = self.__dict__[PART_ATTRIBUTE]
-            part_of.check_part(self)
-            if not part_of.unsharded:
-                args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
-            return original(self, *args, **kwargs)
-        state: ShardedState = self.__dict__[ATTRIBUTE]
-        state.check_callable(name)
-        with state.casting() as precision:
-            return with_casts(original, precision)(self, *args, **kwargs)
-
-    if root:
-        register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
 
     def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # a new module is not sharded, such as model[:2], which has parts of this one
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
@@ -270,25 +251,55 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
         )
 
     namespace = {
-        "forward": forward,
+        "forward": _forward_of_root(cls.forward, name) if root else _forward_of_part(cls.forward),
         "__new__": __new__,
-        "__deepcopy__": __deepcopy__,
+        "__deepcopy__": _deepcopy,
         "__reduce_ex__": __reduce_ex__,
         "__module__": cls.__module__,
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
-    if root:
-        namespace["__call__"] = _with_lookaside(cls)
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
+        namespace["__call__"] = _with_lookaside(cls)
         # transformers then keeps the ranks in step while it generates
         namespace["_is_fsdp_managed_module"] = property(lambda self: not self.__dict__[ATTRIBUTE].unsharded)
         namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
     if hasattr(cls, "save_pretrained"):
         namespace["save_pretrained"] = whole_only(cls.save_pretrained)
     return type(cls.__name__, (cls,), namespace)
+
+
+def _forward_of_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: ShardedState = self.__dict__[PART_ATTRIBUTE]
+        state.check_part(self)
+        if not state.unsharded:
+            args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _forward_of_root(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: ShardedState = self.__dict__[ATTRIBUTE]
+        state.check_callable(name)
+        with state.casting() as precision:
+            return with_casts(original, precision)(self, *args, **kwargs)
+
+    register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
+    return forward
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    new = object.__new__(type(self))
+    memo[id(self)] = new
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
 
 
 def _with_lookaside(cls: Any) -> Callable[..., Any]:
