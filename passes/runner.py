@@ -56,11 +56,15 @@ class Pass(Transform):
             raise
         self.seconds = time.perf_counter() - start
 
-    def sign(self, trace: TraceCtx, what: str) -> None:
-        """Says in a new trace which pass has made it. ``what``: "prologue", "forward" and so on."""
+    def sign(self, trace: TraceCtx) -> None:
+        """Says in a new trace which pass has made it."""
         took = f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"
         remark = self.compilation.facts.remark if self.compilation is not None and self.remarks else ""
         trace.set_provenance(TraceProvenance(took + (REMARK + remark if remark else "")))
+
+    def publish(self, trace: TraceCtx, what: str) -> None:
+        """Signs a new trace and shows it. ``what``: "prologue", "forward" and so on."""
+        self.sign(trace)
         if self.observe is not None:
             self.observe(what, self.name, trace)
 
@@ -99,7 +103,7 @@ class PassBeforeAutodiff(Pass):
             with self.running(trace):
                 new = traces[self.over] = self.run(trace)
             if new is not trace:
-                self.sign(new, self.over)
+                self.publish(new, self.over)
         return traces["prologue"], traces["computation"], traces["epilogue"]
 
 
@@ -121,6 +125,8 @@ class FirstStage(Pass):
         for one in self.passes:
             traces = one.transform_traces_pre_prologue(*traces)
         self.seconds += sum(one.seconds for one in self.passes)
+        if traces[0] is not prologue_trace:
+            self.sign(traces[0])
         return traces
 
 
@@ -141,7 +147,7 @@ class PassAfterLowering(Pass):
                 self._verify(new)
                 new = with_blocks(new)
         if new is not computation_trace:
-            self.sign(new, "backward" if is_backward(new) else "forward")
+            self.publish(new, "backward" if is_backward(new) else "forward")
         return new
 
     def _verify(self, trace: TraceCtx) -> None:

@@ -8,7 +8,7 @@ import pytest
 import thunder
 import torch
 from expecttest import assert_expected_inline
-from golden import compile_fake, text
+from golden import compile_fake, stage, text
 from thunder.core.trace import TraceCtx
 from torch import nn
 
@@ -26,7 +26,7 @@ def test_golden(fake_ranks):
     """One guard for the parameters' homes, and one for the state that the model's forward has read."""
     fake_ranks(2)
     cmodel = compile_fake(Scaled, torch.ones(2, 4))
-    lines = text(thunder.last_prologue_traces(cmodel)[1]).splitlines()
+    lines = text(stage(cmodel, "shard_parameters", thunder.last_prologue_traces)).splitlines()
     assert_expected_inline(
         "\n".join(lines[:5]),
         """\

@@ -34,7 +34,7 @@ def test_inputs_are_shards(cmodel):
 def test_the_prologue_checks_shards(fake_ranks):
     fake_ranks(2)
     cmodel = compile_fake(two_linear, torch.ones(3, 6), transforms=[Transform()])  # checks are not merged for this one
-    trace = stage(cmodel, "insert_guards", thunder.last_prologue_traces)
+    trace = stage(cmodel, "shard_parameters", thunder.last_prologue_traces)
     checks = [line for line in text(trace).splitlines() if "check_tensor" in line]
     assert_expected_inline(
         "\n".join(checks),
