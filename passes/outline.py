@@ -102,7 +102,7 @@ class Variant:
             stages.run(run)
         *lines, last = stages.last.bound_symbols
         stages.add(_with_lines(stages.last, [*lines, last.from_bsym(args=(last.args[0]["outputs"],))]))
-        stages.add(transform_for_execution(stages.last, _executors()))
+        stages.add(transform_for_execution(stages.last, compile_data_and_stats()[0].executors_list))
         stages.run(del_last_used)
         for run in self.inner.after:
             stages.run(run)
@@ -139,7 +139,7 @@ class Variant:
         for run in self.inner.before({self.block.inputs[i].name for i in needs.regathered}):
             stages.run(run)
         stages.run(grad_transform_on_trace)
-        stages.add(transform_for_execution(stages.last, _executors()))
+        stages.add(transform_for_execution(stages.last, compile_data_and_stats()[0].executors_list))
         forward, backward = split_into_forward_and_backward(_with_all_outputs(stages.last))
         stages.add(del_last_used(forward))
         backwards = None
@@ -337,11 +337,6 @@ def _with_all_outputs(joint: TraceCtx) -> TraceCtx:
     *lines, last = joint.bound_symbols
     results = last.args[0]
     return _with_lines(joint, [*lines, last.from_bsym(args=({**results, "fw_flat_out": results["outputs"]},))])
-
-
-def _executors() -> Any:
-    data, _ = compile_data_and_stats()
-    return data.executors_list
 
 
 def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | None) -> Parts:

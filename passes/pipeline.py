@@ -126,7 +126,7 @@ def pipeline(
     Raises:
         ValueError: if ``disable`` names a pass that does not exist or is needed.
     """
-    _check(disable)
+    check_disabled(disable)
     users = [t for t in transforms if isinstance(t, Pass)]
     others = [t for t in transforms if not isinstance(t, Pass)]
     left_out = {*disable}
@@ -175,7 +175,7 @@ def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
     return Inner(before, [*shared, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
-def _check(disable: Collection[str]) -> None:
+def check_disabled(disable: Collection[str]) -> None:
     """Raises ValueError if a name is none of a pass that can be disabled."""
     entries = {e.name: e for e in (*BEFORE_AUTODIFF, *AFTER_LOWERING)}
     optional = ", ".join(name for name, entry in entries.items() if not entry.needed)
