@@ -93,7 +93,7 @@ for index, (name, parameter) in enumerate(model.named_parameters()):
 # the trace and in the prologue's checks.
 
 # %%
-prologue, sharded = shard_parameters(prologue, computation, enlisted=enlisted)
+prologue, sharded = (shard_parameters(t, enlisted=enlisted) for t in (prologue, computation))
 
 for before, after in zip(computation.args, sharded.args, strict=True):
     print(f"{after.name:10}  {tuple(before.shape)!s:8}  ->  {tuple(after.shape)}")

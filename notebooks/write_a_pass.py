@@ -14,8 +14,8 @@
 # you add this to shardtrace as your own pass. You write it, test it in a single process, see mistakes caught, measure
 # it on two real ranks, and read it in the inspector.
 #
-# shardtrace has it built in, as [`CommPolicy(gather_dtype="int8")`](../docs/guide/communication.md#fewer-bytes): in smaller
-# blocks, with every strategy. What follows is its shortest form.
+# shardtrace has it built in, as [`CommPolicy(gather_dtype="int8")`](../docs/guide/communication.md#fewer-bytes): in
+# smaller blocks, with every strategy. What follows is its shortest form.
 #
 # [fsdp_by_hand](fsdp_by_hand.ipynb) introduces the other passes. Everything runs on a CPU in under a minute.
 
@@ -32,7 +32,7 @@ from pathlib import Path
 import shardtrace
 from passes import Bucket, PassAfterLowering, VerificationError, Wire
 from passes.analysis.recognise import bucket_of, is_collective, is_gather
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import Placement
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 
@@ -261,7 +261,7 @@ IMPORTS = """
 import copy, json, math
 import shardtrace
 from passes import Bucket, PassAfterLowering, Wire
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import Placement
 from passes.analysis.recognise import bucket_of, is_collective, is_gather
 import thunder, torch

@@ -4,20 +4,19 @@ collectives. Pure: a trace in, a new trace out. Touches no module, optimizer, fi
 ``import passes`` (and so ``import shardtrace``) makes Thunder importable on torch 2.13: see :mod:`passes.compat`.
 """
 
-from passes import compat
+from passes.compat.versions import import_thunder, install
 
-compat.install()
-compat.import_thunder()
+install()
+import_thunder()
 
 from passes.analysis.traffic import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
-from passes.pipeline import Compilation, Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 from passes.plan import Bucket, CostModel, Device, Enlisted, Link, Plan, ShardedParameter, Wire  # noqa: E402
+from passes.runner import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 
 __all__ = [
     "Bucket",
     "Collective",
-    "Compilation",
     "CostModel",
     "Device",
     "Enlisted",

@@ -9,11 +9,12 @@ Works on a lowered backward. The tracing of forward decides which of the two a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from passes.analysis.recognise import is_backward, is_deletion, is_gather, is_unpack, issues_future, waits_for_future
 from passes.comm.kept_gradients import accumulate, accumulated
-from passes.plan import Gradients, Runtime, Step
+from passes.plan import Enlisted, Gradients, Runtime
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
@@ -22,51 +23,65 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 
-def accumulate_gradients(trace: TraceCtx, *, steps: Mapping[Runtime, Step]) -> TraceCtx:
-    """Returns a backward that keeps gradients (and returns None for them) or adds the kept ones, as each model's step
-    says. Returns any other trace unchanged."""
-    gradients = {runtime: step.gradients for runtime, step in steps.items()}
+def accumulate_gradients(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+    """Keeps gradients for a later step, or adds the kept ones, as each model's step says (no_sync).
+
+    Takes: a lowered backward.
+    Gives: lines that keep gradients, for which it returns None, or lines that add the kept ones before a reduction.
+    No-op when: every model reduces its gradients in each step; in a forward.
+    """
+    gradients = {runtime: step.gradients for runtime, step in enlisted.steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    changes = _changes(new, lines, gradients)
+    for i, bsym in enumerate(lines):
+        new.bound_symbols += changes.inserted.get(i, [])
+        if issues_future(bsym):
+            if bsym.output.name not in changes.kept:
+                new.bound_symbols.append(changes.replaced.get(bsym.output.name, bsym))
+        elif not (waits_for_future(bsym) and bsym.args[0].name in changes.kept):
+            new.bound_symbols.append(bsym)
+    last = new.bound_symbols.pop()
+    args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in changes.kept else x, last.args)
+    new.bound_symbols.append(last.from_bsym(args=args))
+    return del_last_used(new, clear_mutable_collections=True)
+
+
+class Changes(NamedTuple):
+    """What becomes of a backward."""
+
+    inserted: dict[int, list[BoundSymbol]]  # by the line that they precede, as soon as the gradients exist
+    replaced: dict[str, BoundSymbol]  # reductions, by their future
+    kept: set[str]  # futures and gradients that this step no longer has
+
+
+def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], gradients: Mapping[Runtime, Gradients | None]) -> Changes:
+    inserted, replaced, kept = changes = Changes({}, {}, set())
     made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
     first = sum(is_unpack(b) for b in lines)  # a gradient may be an input of backward
-    inserted: dict[int, list[BoundSymbol]] = {}  # by the line that they precede, as soon as the gradients exist
-    kept: set[str] = set()  # futures and gradients that this step no longer has
     reduced: set[str] = set()  # may be reduced again (hybrid strategies) or copied to the host
-    replaced: dict[str, BoundSymbol] = {}  # reductions, by their future
     for bsym in lines:
         if is_gather(bsym):
             continue
         if waits_for_future(bsym):
             outputs = {o.name for o in bsym.flat_proxy_outs}
             reduced |= outputs
-            kept |= outputs if bsym.args[0].name in kept else set()
+            kept.update(outputs if bsym.args[0].name in kept else ())
         if not issues_future(bsym):
             continue
         grads, bucket = bsym.args
         mode = gradients.get(bucket.plan.runtime)
         at = max(first, 1 + max(made[g.name] for g in grads))
         if grads[0].name in reduced:
-            kept |= {bsym.output.name} if grads[0].name in kept else set()
+            kept.update([bsym.output.name] if grads[0].name in kept else [])
         elif mode is Gradients.KEPT:
             kept.add(bsym.output.name)
             inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))
         elif mode is Gradients.ADDED:
-            with tracectx(new):
+            with tracectx(trace):
                 sums = accumulated.meta(grads, bucket)
             inserted.setdefault(at, []).append(accumulated.bind(grads, bucket, output=sums))
             replaced[bsym.output.name] = bsym.from_bsym(args=(sums, bucket))
-
-    for i, bsym in enumerate(lines):
-        new.bound_symbols += inserted.get(i, [])
-        if issues_future(bsym):
-            if bsym.output.name not in kept:
-                new.bound_symbols.append(replaced.get(bsym.output.name, bsym))
-        elif not (waits_for_future(bsym) and bsym.args[0].name in kept):
-            new.bound_symbols.append(bsym)
-    last = new.bound_symbols.pop()
-    args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in kept else x, last.args)
-    new.bound_symbols.append(last.from_bsym(args=args))
-    return del_last_used(new, clear_mutable_collections=True)
+    return changes

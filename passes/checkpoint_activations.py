@@ -26,7 +26,7 @@ from passes.analysis.recognise import (
     nbytes,
     updated_in_place,
 )
-from passes.compat import differentiating_executor
+from passes.compat.lines import differentiating_executor
 from passes.kernels.registration import executor as kernels
 from passes.kernels.registration import lines_of_kernels
 
@@ -52,7 +52,11 @@ def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
 
 
 def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
-    """Returns the computation with a tag on the lines that are to run again.
+    """Recomputes the activations of chosen blocks in backward instead of saving them.
+
+    Takes: a computation whose lines tell the checkpointed call that they belong to.
+    Gives: a tag on the lines that are to run again.
+    No-op when: no call is checkpointed.
 
     If only some parts of a composite symbol may run twice, its parts replace it, as autodiff would do anyway.
     """

@@ -25,9 +25,11 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 def compare_ranks(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
-    """Compares the collectives of the trace with other ranks', for each model, and adds them to its step.
+    """Compares the collectives of all ranks, when they are compiled and before they are sent.
 
-    Returns the trace with the lines above for each model whose steps are compared.
+    Takes: a forward or backward with its final collectives.
+    Gives: the lines above for each model whose steps are compared. Adds the collectives to the steps in ``enlisted``.
+    No-op when: no model has more than one rank.
 
     Raises:
         Exception: on every rank of a model, if its ranks have compiled different collectives.

@@ -9,13 +9,14 @@ some of several outputs. It keeps a gradient that is not zero, because another r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import is_backward, is_deletion, is_unpack, issues_future, waits_for_future
 from passes.comm.kept_gradients import accumulated
 from passes.comm.properties import Property
 from passes.comm.symbols import symbol
+from passes.compat.jit import nodes_of_thunder
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -24,7 +25,6 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 NOTHING = frozenset[int]()
 
@@ -46,19 +46,29 @@ class Uses(NamedTuple):
     unused: Unused
 
 
-def insert_notes(epilogue: TraceCtx, *, unused: Unused) -> TraceCtx:
-    """Returns the epilogue with the line that lets a backward tell which outputs it does not come from."""
+def note_unused(epilogue: TraceCtx, *, models: Collection[str], unused: Unused) -> TraceCtx:
+    """Notes which outputs a backward does not come from.
+
+    Takes: an epilogue that returns tensors.
+    Gives: a line that watches their backward, and fills ``unused`` when it runs.
+    No-op when: no model was traced, or fewer than two tensors are returned.
+    """
     *lines, last = epilogue.bound_symbols
     outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
-    if len(outputs) < 2:
+    if len(outputs) < 2 or not models:
         return epilogue
     new = from_trace(epilogue)
-    new.bound_symbols = [*lines, note_unused.bind(outputs, ContextObject("unused", unused), output=None), last]
+    new.bound_symbols = [*lines, noting.bind(outputs, ContextObject("unused", unused), output=None), last]
     return new
 
 
 def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
-    """Returns a backward with a line for each gradient that depends on some outputs; any other trace as it is."""
+    """Gives no gradient, instead of zeros, to a parameter that only unused outputs depend on.
+
+    Takes: a lowered backward, in which gradients are waited for. ``unused`` is filled when it runs.
+    Gives: a line for each gradient that depends on some of the outputs.
+    No-op when: every gradient depends on all outputs or on none; in a forward.
+    """
     *lines, last = trace.bound_symbols
     cotangents = next((b for b in lines if is_unpack(b) and b.args and _name(b.args[0]) == "cotangents"), None)
     if not is_backward(trace) or cotangents is None:
@@ -105,9 +115,8 @@ def _name(value: Any) -> str:
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], unused: ContextObject) -> None:
-    for node in {output.grad_fn for output in outputs}:
-        if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
-            node.register_prehook(unused.obj.note)  # type: ignore[union-attr]
+    for node in nodes_of_thunder(outputs):
+        node.register_prehook(unused.obj.note)
 
 
 def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor | None:
@@ -115,7 +124,7 @@ def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor 
     return None if outputs <= unused.outputs and not gradient.any() else gradient
 
 
-note_unused = symbol("note_unused", lambda outputs, unused: None, _watch, tags=[OpTags.DONT_DCE])
+noting = symbol("note_unused", lambda outputs, unused: None, _watch, tags=[OpTags.DONT_DCE])
 unless_unused = symbol(
     "unless_unused", lambda gradient, uses: TensorProxy(like=gradient), _unless_unused, properties=Property.VIEW
 )

@@ -7,9 +7,11 @@ the checks of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from passes.comm.symbols import check_parameters, symbol
+from passes.plan import Enlisted
 
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
@@ -20,22 +22,28 @@ from thunder.core.trace import TraceCtx, from_trace
 Guard = Callable[[], None]
 
 
-def insert_guards(prologue: TraceCtx, *, guards: Sequence[Guard], last: Sequence[Guard] = ()) -> TraceCtx:
-    """Returns the prologue with a line for each guard: the ``last`` ones run if all checks have passed.
+def insert_guards(
+    prologue: TraceCtx, *, enlisted: Enlisted, guards: Sequence[Guard] = (), last_guards: Sequence[Guard] = ()
+) -> TraceCtx:
+    """Lets a call run only a step that is valid for it.
 
-    It reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for an
-    error.
+    Takes: a prologue.
+    Gives: a line for the step of each enlisted model and for each guard, ahead of the checks of tensors, and one for
+    each last guard, which runs if all checks have passed.
+    No-op when: there is neither a model nor a guard.
     """
-    if not guards and not last:
+    guards = [*(partial(r.check_step, enlisted.step_of(r)) for r in enlisted.runtimes), *guards]
+    if not guards and not last_guards:
         return prologue
     lines = list(prologue.bound_symbols)
     first = next(i for i, b in enumerate(lines) if b.sym is prims.unpack_trivial)
     args = lines[first].output
 
+    # it reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for wrong
     def line(name: str, guard: Guard) -> BoundSymbol:
         return check_parameters.bind(ContextObject(name, guard), args, output=None)
 
-    lines[-1:-1] = [line(f"last_guard_{i}", guard) for i, guard in enumerate(last)]
+    lines[-1:-1] = [line(f"last_guard_{i}", guard) for i, guard in enumerate(last_guards)]
     lines[first + 1 : first + 1] = [line(f"guard_{i}", guard) for i, guard in enumerate(guards)]
     new = from_trace(prologue)
     new.bound_symbols = lines

@@ -1,4 +1,4 @@
-"""Pass 2: one ``synchronize`` for each bucket, before its first use, gives the computation its full parameters back.
+"""Pass: one ``synchronize`` for each bucket, before its first use, gives the computation its full parameters back.
 
 By the grad rule of ``synchronize``, Thunder's autodiff then turns each into an all_gather in forward and a
 reduce_scatter in backward, so that both have the same buckets.
@@ -26,7 +26,11 @@ from thunder.core.transforms import is_constant_for_vjp
 
 
 def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
-    """Returns the computation with a ``synchronize`` for each bucket of the parameters that it uses.
+    """Gives the computation whole parameters, in buckets.
+
+    Takes: a computation with shards as inputs.
+    Gives: a ``synchronize`` for each bucket of the parameters that it uses, before the first use.
+    No-op when: it uses no sharded parameter.
 
     A parameter that is unpacked under several names (tied weights) is gathered once. A parameter that is never used
     has no collective. One that is used only where no gradient flows (``no_grad``, ``detach``) is gathered and not
@@ -41,20 +45,12 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     first_use, canonical, trainable = _find_uses(computation, enlisted)
     if not first_use:
         return computation
-    uses = [
-        Use(
-            Member(parameter, parameter in trainable),
-            canonical[parameter].dtype,
-            canonical[parameter].device.device_str(),
-        )
-        for parameter in first_use
-    ]
-    groups = group_uses(uses)
-
+    members = {parameter: Member(parameter, parameter in trainable) for parameter in first_use}
+    uses = [Use(m, canonical[p].dtype, canonical[p].device.device_str()) for p, m in members.items()]
     new = from_trace(computation)
     before: dict[int, list[BoundSymbol]] = {}
     full: dict[ShardedParameter, TensorProxy] = {}
-    for group in groups:
+    for group in group_uses(uses):
         line = min(first_use[u.parameter] for u in group.uses)
         inserted, outputs = _synchronize(new, group, canonical)
         before.setdefault(line, []).append(inserted)

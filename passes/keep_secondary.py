@@ -44,9 +44,11 @@ class Kept(NamedTuple):
 
 
 def keep_secondary(trace: TraceCtx, *, kept: list[Kept]) -> TraceCtx:
-    """Returns a forward that saves second shards, or a backward that gathers from them.
+    """Keeps a second shard inside the node, from which backward gathers ("zero3_secondary").
 
-    A forward fills ``kept``; the backward that follows reads it.
+    Takes: a lowered forward, then its backward.
+    Gives: a forward that saves second shards, a backward that gathers from them. Forward fills ``kept`` for backward.
+    No-op when: no plan has second shards.
     """
     if is_backward(trace):
         return _gather_second(trace, kept) if kept else trace

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
 from passes.analysis.recognise import changes_values, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import symbol, synchronize
-from passes.compat import compile_data_and_stats, keeps_graph
+from passes.compat.jit import compile_data_and_stats
+from passes.compat.versions import keeps_graph
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
@@ -101,7 +102,7 @@ class Variant:
             stages.run(run)
         *lines, last = stages.last.bound_symbols
         stages.add(_with_lines(stages.last, [*lines, last.from_bsym(args=(last.args[0]["outputs"],))]))
-        stages.add(transform_for_execution(stages.last, _executors()))
+        stages.add(transform_for_execution(stages.last, compile_data_and_stats()[0].executors_list))
         stages.run(del_last_used)
         for run in self.inner.after:
             stages.run(run)
@@ -138,7 +139,7 @@ class Variant:
         for run in self.inner.before({self.block.inputs[i].name for i in needs.regathered}):
             stages.run(run)
         stages.run(grad_transform_on_trace)
-        stages.add(transform_for_execution(stages.last, _executors()))
+        stages.add(transform_for_execution(stages.last, compile_data_and_stats()[0].executors_list))
         forward, backward = split_into_forward_and_backward(_with_all_outputs(stages.last))
         stages.add(del_last_used(forward))
         backwards = None
@@ -214,9 +215,11 @@ def traced_block(bsym: BoundSymbol) -> Block | None:
 
 
 def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
-    """Returns the computation with each call of a block as a call of the variant that it needs.
+    """Differentiates and lowers a block once for all calls that need the same.
 
-    ``inner`` are the passes that blocks go through.
+    Takes: a computation with calls of blocks, and the passes that blocks go through.
+    Gives: each call as one of the variant that it needs, whose grad rule makes the block's functions.
+    No-op when: no line calls a block.
     """
     lines = computation.bound_symbols
     if not any(block_of(b) for b in lines):
@@ -334,11 +337,6 @@ def _with_all_outputs(joint: TraceCtx) -> TraceCtx:
     *lines, last = joint.bound_symbols
     results = last.args[0]
     return _with_lines(joint, [*lines, last.from_bsym(args=({**results, "fw_flat_out": results["outputs"]},))])
-
-
-def _executors() -> Any:
-    data, _ = compile_data_and_stats()
-    return data.executors_list
 
 
 def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | None) -> Parts:

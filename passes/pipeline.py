@@ -1,264 +1,186 @@
-"""The pipeline: which passes run, in which order, and the runner between them.
+"""The pipeline: two lists of passes, in the order in which they run.
 
-Each pass is one Thunder Transform, so that each stage shows up by its name in ``thunder.last_traces`` and
-``thunder.last_backward_traces``. The runner knows no pass: it times, names and verifies what a pass returns.
+A pass is a function ``pass(trace, *, fact, ...) -> trace``, which returns the very same trace if it has nothing to do.
+Its keyword-only parameters are facts of the compilation (:mod:`passes.facts`), which are bound here. Its docstring says
+what it takes, what it gives and when it is a no-op. A pass before autodiff works on the computation as it was traced,
+or on the prologue or the epilogue around it. A pass after lowering sees the forward, then the backward, as they run.
 """
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from inspect import getdoc
+from typing import Literal, NamedTuple
 
 from passes.accumulate import accumulate_gradients
 from passes.analysis.calls import with_blocks
-from passes.analysis.recognise import bucket_of, is_issue
-from passes.analysis.verify import VerificationError, verify
+from passes.analysis.verify import verify_schedule
 from passes.checkpoint_activations import checkpoint_activations
-from passes.comm.symbols import synchronize
 from passes.compare_ranks import compare_ranks
-from passes.drop_unused import Unused, drop_unused, insert_notes
-from passes.insert_guards import Guard, insert_guards
+from passes.drop_unused import drop_unused, note_unused
+from passes.facts import Compilation
+from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
-from passes.keep_secondary import Kept, keep_secondary
+from passes.keep_secondary import keep_secondary
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
-from passes.plan import Enlisted, Runtime
-from passes.rebuild_result import Rebuild, rebuild_result
-from passes.refuse_double_backward import insert_refusal
+from passes.rebuild_result import rebuild_result
+from passes.refuse_double_backward import refuse_double_backward
 from passes.regather import regather
-from passes.save_shards import Swapped, save_shards
+from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
+from passes.save_shards import save_shards
 from passes.schedule import schedule
-from passes.set_state import Setter, set_state
+from passes.set_state import set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
 from passes.wait_copies import wait_copies
 
-from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
-REMARK = " | "  # in a trace's provenance, between the pass and its remark
-Run = Callable[[TraceCtx], TraceCtx]
+
+class Entry(NamedTuple):
+    """A pass in a list. ``why`` it stands there; ``needed`` says why it cannot be disabled, and is empty if it can."""
+
+    name: str
+    run: Callable[..., TraceCtx]
+    why: str
+    needed: str = ""
+    over: Literal["prologue", "computation", "epilogue"] = "computation"  # of a pass before autodiff
+
+    @property
+    def does(self) -> str:
+        """The first paragraph of its docstring."""
+        return " ".join((getdoc(self.run) or "").partition("\n\n")[0].split())
 
 
-class Compilation:
-    """Facts from the tracing of one call that its passes need. Renewed when the next call is traced."""
-
-    def __init__(self) -> None:
-        self.enlisted = Enlisted()
-        self.models: dict[str, None] = {}  # the names of the traced models, in order
-        self.at_end_of_tracing: list[Callable[[], None]] = []
-        self.swapped: dict[str, Swapped] = {}  # values that forward saves, for the backward that follows
-        self.kept: list[Kept] = []  # second shards that forward saves, likewise
-        self.known: dict[int, Any] = {}  # of the tracer: the parameters and buffers that it has met, by id
-        self.guards: list[Guard] = []  # of the tracer: raise if the step is not valid any more
-        self.last_guards: list[Guard] = []  # likewise, if all other checks have passed
-        self.setters: dict[str, Setter] = {}  # likewise: set what forward sets, by the name of its tensors
-        self.rebuild: Rebuild | None = None  # likewise: makes what a jitted model returns, if Thunder cannot
-        self.unused = Unused()
-        self.remarks = ""  # likewise: what it says of blocks and modules, in the trace's provenance
-        self._tracing: Any = None
-
-    def begin(self, tracing: Any) -> None:
-        """Starts afresh, unless ``tracing`` (Thunder's context of it) is already under way."""
-        if self._tracing is not tracing:
-            self.enlisted, self.at_end_of_tracing, self._tracing = Enlisted(), [], tracing
-            self.models, self.known, self.remarks = {}, {}, ""
-            self.guards, self.last_guards, self.setters, self.rebuild = [], [], {}, None
-            self.unused = Unused()
-
-    def end(self) -> None:
-        checks, self.at_end_of_tracing, self._tracing = self.at_end_of_tracing, [], None
-        for check in checks:
-            check()
+def yours(trace: TraceCtx) -> TraceCtx:
+    """Your passes: those in ``thunder.jit(transforms=[...])``, in their order."""
+    return trace
 
 
-class Pass(Transform):
-    """One pass as a Transform. ``seconds`` is the duration of its last run.
+# fmt: off
+BEFORE_AUTODIFF = (
+    Entry("shard_parameters", shard_parameters, "first: the next passes ask which inputs are parameters",
+          "the step is called with shards"),
+    Entry("shard_prologue", shard_parameters, "with the computation, whose inputs the prologue fetches and checks",
+          "the step is called with shards", over="prologue"),
+    Entry("insert_guards", insert_guards, "before checks are merged: some guards run after all checks",
+          "a step would run that is not valid any more", over="prologue"),
+    Entry("merge_checks", merge_checks, "after all passes that look for Thunder's own checks", over="prologue"),
+    Entry("set_state", set_state, "before other passes add lines that read what the epilogue returns",
+          "what forward sets on modules would be lost", over="epilogue"),
+    Entry("refuse_double_backward", refuse_double_backward, "while the epilogue returns tensors",
+          "gradient penalties would be dropped silently", over="epilogue"),
+    Entry("note_unused", note_unused, "while the epilogue returns tensors", "drop_unused reads it", over="epilogue"),
+    Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
+          "Thunder cannot return what the model returns", over="epilogue"),
+    Entry("insert_synchronize", insert_synchronize, "before autodiff: the grad rule of a bucket buckets backward, too",
+          "the computation needs whole parameters"),
+    Entry("keep_random", keep_random, "before autodiff, which hands tags on; before other passes split lines",
+          "backward would draw other random numbers"),
+    Entry("checkpoint_activations", checkpoint_activations,
+          "before regather, which splits lines that mix activations with parameters: the parts inherit the tags"),
+    Entry("regather", regather, "after the gathers are inserted", "ZeRO-3 would save gathered parameters"),
+    Entry("your passes", yours, "they find all tags set", "leave them out of thunder.jit(transforms=...)"),
+    Entry("outline", outline, "after all passes that see blocks as they were traced",
+          "only it can differentiate the calls of blocks: repeated_blocks=\"inline\" makes none"),
+)
+AFTER_LOWERING = (
+    Entry("save_shards", save_shards, "first: it repairs what fusions save",
+          "ZeRO-3 would save what fusions have gathered"),
+    Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
+          "backward would gather from all nodes"),
+    Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
+    Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
+          "no_sync would reduce gradients"),
+    Entry("your passes", yours, "their changes are scheduled", "leave them out of thunder.jit(transforms=...)"),
+    Entry("schedule", schedule, "after executors and fusions, which change the order of lines"),
+    Entry("wait_copies", wait_copies, "after schedule, which places everything else",
+          "an optimizer would change shards that are being copied"),
+    Entry("drop_unused", drop_unused, "after the waits for gradients and for copies to the host, which it reads",
+          "optimizers would move parameters that were not used"),
+    Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
+    Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives"),
+    Entry("show_blocks", with_blocks, "last, for a trace that no other pass has changed", "a trace would not print"),
+)
+# fmt: on
 
-    :class:`PassBeforeAutodiff` and :class:`PassAfterLowering` turn a function, ours or a user's, into a pass:
-    ``thunder.jit(model, transforms=[PassAfterLowering(my_pass)])``. :func:`pipeline` gives the order.
+
+def pipeline(
+    compilation: Compilation,
+    transforms: Sequence[Transform] = (),
+    *,
+    disable: Collection[str] = (),
+    observe: Observe | None = None,
+) -> list[Transform]:
+    """The passes and the user's ``transforms``, in the order in which Thunder calls them: our own and the user's
+    passes, then Thunder's Transforms, such as CUDA graphs, which work on the trace that will run.
+
+    Args:
+        disable: names of passes to leave out.
+        observe: is shown the result of each pass.
+
+    Raises:
+        ValueError: if ``disable`` names a pass that does not exist or is needed.
     """
+    check_disabled(disable)
+    users = [t for t in transforms if isinstance(t, Pass)]
+    others = [t for t in transforms if not isinstance(t, Pass)]
+    left_out = {*disable}
+    if others:  # they may look for Thunder's own lines
+        left_out.add(merge_checks.__name__)
+    if schedule.__name__ in disable:
+        left_out.add(verify_schedule.__name__)
+    inner = _inner(users, left_out)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.seconds = 0.0
+    def before_autodiff(entry: Entry) -> PassBeforeAutodiff:
+        return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over)
 
-    def __repr__(self) -> str:
-        return f"shardtrace.{self.name}"
+    def after_lowering(entry: Entry) -> PassAfterLowering:
+        return PassAfterLowering(compilation.bound(entry.run), entry.name)
 
-    @contextmanager
-    def running(self, runtimes: Iterable[Runtime]) -> Iterator[None]:
-        """Times the work inside. Announces an error on this rank to all ranks of the models, so that they raise it
-        instead of waiting for this rank."""
-        start = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            for runtime in runtimes:
-                runtime.announce(f"{type(error).__name__}: {error}")
-            raise
-        self.seconds = time.perf_counter() - start
-
-    def sign(self, trace: TraceCtx, remark: str = "") -> None:
-        took = f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"
-        trace.set_provenance(TraceProvenance(took + (REMARK + remark if remark else "")))
-
-
-class ShardParameters(Pass):
-    """The first pass, and the only one that also changes the prologue and the epilogue.
-
-    ``merge``: whether checks of the prologue are merged. Transforms of others may look for Thunder's own lines.
-    """
-
-    def __init__(self, compilation: Compilation, *, merge: bool = True) -> None:
-        super().__init__("shard_parameters")
-        self.compilation = compilation
-        self.merge = merge
-
-    def transform_traces_pre_prologue(
-        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
-    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        enlisted = self.compilation.enlisted
-        with self.running(enlisted.runtimes):
-            self.compilation.end()
-            prologue, computation = shard_parameters(prologue_trace, computation_trace, enlisted=enlisted)
-            of_ranks = [functools.partial(r.check_step, enlisted.step_of(r)) for r in enlisted.runtimes]
-            guards: list[Guard] = [*of_ranks, *self.compilation.guards]
-            prologue = insert_guards(prologue, guards=guards, last=self.compilation.last_guards)
-            if self.merge and computation is not computation_trace:
-                prologue = merge_checks(prologue)
-        if computation is not computation_trace:
-            self.sign(prologue)
-            self.sign(computation, self.compilation.remarks)
-        if epilogue_trace is not None and self.compilation.models:
-            epilogue_trace = set_state(epilogue_trace, setters=self.compilation.setters)
-            epilogue_trace = insert_refusal(epilogue_trace, model=" and ".join(self.compilation.models))
-            epilogue_trace = insert_notes(epilogue_trace, unused=self.compilation.unused)
-            epilogue_trace = rebuild_result(epilogue_trace, rebuild=self.compilation.rebuild)
-        return prologue, computation, epilogue_trace
+    early, before = _cut(BEFORE_AUTODIFF, left_out)
+    late, after = _cut(AFTER_LOWERING, left_out)
+    first, rest = [*map(before_autodiff, early)], [*map(after_lowering, late)]
+    last: list[Pass] = [*map(before_autodiff, before), *map(after_lowering, after)]
+    for one in (*first, *rest, *last):
+        one.compilation = compilation
+        one.announces = one.name != compare_ranks.__name__  # every rank raises its errors
+    for one in (*first, *rest, *users, *last):
+        one.observe = observe
+    first[0].remarks = True
+    around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
+    return [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
 
 
-class PassBeforeAutodiff(Pass):
-    """A pass over the computation as it was traced: ``run(computation) -> computation``.
-
-    ``name`` defaults to the function's.
-    """
-
-    def __init__(self, run: Run, name: str = "", compilation: Compilation | None = None) -> None:
-        super().__init__(name or run.__name__)
-        self.run = run
-        self.compilation = compilation  # for a pass that runs before the trace has buckets
-
-    def transform_traces_pre_prologue(
-        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
-    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        found = self.compilation.enlisted.runtimes if self.compilation is not None else runtimes_in(computation_trace)
-        with self.running(found):
-            computation = self.run(computation_trace)
-        if computation is not computation_trace:
-            self.sign(computation)
-        return prologue_trace, computation, epilogue_trace
+def _cut(entries: Iterable[Entry], left_out: Collection[str]) -> tuple[list[Entry], list[Entry]]:
+    """The entries ahead of the user's passes, and those after them, without those that are ``left_out``."""
+    found = [entry for entry in entries if entry.name not in left_out]
+    at = next(i for i, entry in enumerate(found) if entry.run is yours)
+    return found[:at], found[at + 1 :]
 
 
-class PassAfterLowering(Pass):
-    """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
-
-    The result is verified; limits of memory are checked only if the trace is ``scheduled`` by then. ``name`` defaults
-    to the function's.
-    """
-
-    def __init__(self, run: Run, name: str = "", *, scheduled: bool = False) -> None:
-        super().__init__(name or run.__name__)
-        self.run = run
-        self.scheduled = scheduled
-
-    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        with self.running(runtimes_in(computation_trace)):
-            new = self.run(computation_trace)
-            if new is not computation_trace:
-                self._verify(new)
-                new = with_blocks(new)
-        if new is not computation_trace:
-            self.sign(new)
-        return new
-
-    def _verify(self, trace: TraceCtx) -> None:
-        try:
-            verify(trace, scheduled=self.scheduled)
-        except VerificationError as error:
-            raise VerificationError(f"after pass {self.name}: {error}") from None
-
-
-def runtimes_in(trace: TraceCtx) -> tuple[Runtime, ...]:
-    """The runtimes of the models whose buckets a trace synchronizes, gathers or reduces."""
-    lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
-    return tuple(dict.fromkeys(bucket_of(b).plan.runtime for b in lines))
-
-
-class CompareRanks(Pass):
-    """The last of our passes. Its errors need no announcement, because every rank raises them."""
-
-    def __init__(self, compilation: Compilation) -> None:
-        super().__init__("compare_ranks")
-        self.compilation = compilation
-
-    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        with self.running(()):
-            new = compare_ranks(computation_trace, enlisted=self.compilation.enlisted)
-        new = with_blocks(new)  # if no pass before has made a new trace
-        if new is not computation_trace:
-            self.sign(new)
-        return new
-
-
-def _inner(users: Sequence[Pass]) -> Inner:
-    """The passes of :func:`pipeline` that a block's own trace goes through, which has no collectives."""
+def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
+    """The passes that a block's own trace goes through, which has no collectives."""
 
     def before(unsharded: Collection[str]) -> list[Run]:
-        own: list[Run] = [keep_random, checkpoint_activations, functools.partial(regather, unsharded=unsharded)]
-        return [*own, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
+        own: list[Run] = [keep_random, checkpoint_activations, partial(regather, unsharded=unsharded)]
+        kept = [run for run in own if getattr(run, "__name__", "") not in left_out]
+        return [*kept, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
-    return Inner(before, [share_fusions, *(t.run for t in users if isinstance(t, PassAfterLowering))])
+    shared = [] if "share_fusions" in left_out else [share_fusions]
+    return Inner(before, [*shared, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
-def pipeline(compilation: Compilation, transforms: Sequence[Transform] = ()) -> list[Transform]:
-    """The passes and the user's ``transforms``, in the order in which Thunder calls them."""
-    users = [t for t in transforms if isinstance(t, Pass)]
-    return [
-        # first, because the next pass needs to know which inputs are parameters; they are shards from here on
-        ShardParameters(compilation, merge=len(users) == len(transforms)),
-        # before autodiff: the grad rule of a bucketed synchronize buckets backward too
-        PassBeforeAutodiff(
-            lambda c: insert_synchronize(c, enlisted=compilation.enlisted), "insert_synchronize", compilation
-        ),
-        # before autodiff, which hands a line's tags on to its successors; before other passes split lines
-        PassBeforeAutodiff(keep_random),
-        # before autodiff, which reads the tags; before regather, which splits lines that mix activations with
-        # parameters: the parts inherit the tags
-        PassBeforeAutodiff(checkpoint_activations),
-        # before autodiff, which reads the tags; after the gathers are inserted
-        PassBeforeAutodiff(regather),
-        # after lowering, because it repairs the changes that fusions make to the saved values
-        PassAfterLowering(lambda t: save_shards(t, swapped=compilation.swapped), "save_shards"),
-        # after lowering, which splits the joint trace; after save_shards, which may save more shards
-        PassAfterLowering(lambda t: keep_secondary(t, kept=compilation.kept), "keep_secondary"),
-        # after lowering, when fusions exist; after save_shards, which makes unequal what it repairs
-        PassAfterLowering(share_fusions),
-        # after lowering, when backward exists; before the passes that work on reduced gradients
-        PassAfterLowering(lambda t: accumulate_gradients(t, steps=compilation.enlisted.steps), "accumulate"),
-        # a user's passes: those before autodiff find the tags set, those after lowering have their changes scheduled
-        *users,
-        # after all passes that see blocks as they were traced: autodiff differentiates what it makes of their calls
-        PassBeforeAutodiff(lambda c: outline(c, inner=_inner(users)), "outline"),
-        # last, because executors and fusions change the order of lines; then a stop after all copies from the host
-        PassAfterLowering(lambda t: wait_copies(schedule(t)), "schedule", scheduled=True),
-        # after the waits for gradients and for copies to the host, because it reads them
-        PassAfterLowering(lambda t: drop_unused(t, unused=compilation.unused), "drop_unused", scheduled=True),
-        CompareRanks(compilation),
-        # Thunder's own Transforms, such as CUDA graphs, work on the trace that will run
-        *(t for t in transforms if not isinstance(t, Pass)),
-    ]
+def check_disabled(disable: Collection[str]) -> None:
+    """Raises ValueError if a name is none of a pass that can be disabled."""
+    entries = {e.name: e for e in (*BEFORE_AUTODIFF, *AFTER_LOWERING)}
+    optional = ", ".join(name for name, entry in entries.items() if not entry.needed)
+    for name in disable:
+        if name not in entries:
+            raise ValueError(f"disable_passes: there is no pass {name!r}. Those that can be disabled are {optional}")
+        if why := entries[name].needed:
+            raise ValueError(f"disable_passes: {name!r} is needed ({why}). Those that can be disabled are {optional}")

@@ -22,7 +22,12 @@ Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def rebuild_result(epilogue: TraceCtx, *, rebuild: Rebuild | None) -> TraceCtx:
-    """Returns the epilogue with ``rebuild(tensors)`` as its result, in place of a tuple of these tensors."""
+    """Returns what the model returns, made of the tensors of the step.
+
+    Takes: an epilogue that returns a tuple of tensors.
+    Gives: ``rebuild(tensors)`` as its result.
+    No-op when: Thunder itself can return what the model returns.
+    """
     if rebuild is None:
         return epilogue
     *lines, last = epilogue.bound_symbols

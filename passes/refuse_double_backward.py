@@ -9,34 +9,39 @@ hook runs in the mode of ``torch.autograd.grad``, before anything is sent.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 from passes.comm.symbols import symbol
+from passes.compat.jit import nodes_of_thunder
 
 import torch
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 
-def insert_refusal(epilogue: TraceCtx, *, model: str) -> TraceCtx:
-    """Returns the epilogue of ``model`` with that line, or the same trace if it returns no tensors."""
+def refuse_double_backward(epilogue: TraceCtx, *, models: Collection[str]) -> TraceCtx:
+    """Makes a backward with ``create_graph=True`` raise.
+
+    Takes: an epilogue that returns tensors.
+    Gives: a line that watches their backward.
+    No-op when: no model was traced, or no tensor is returned.
+    """
     *lines, last = epilogue.bound_symbols
     outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
-    if not outputs:
+    if not outputs or not models:
         return epilogue
     new = from_trace(epilogue)
-    new.bound_symbols = [*lines, refuse_double_backward.bind(outputs, model, output=None), last]
+    new.bound_symbols = [*lines, refusal.bind(outputs, " and ".join(models), output=None), last]
     return new
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], model: str) -> None:
-    for node in {output.grad_fn for output in outputs}:  # Thunder's node for all outputs, and those of inputs passed on
-        if getattr(type(node), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction):
-            node.register_prehook(partial(_refuse, model))  # type: ignore[union-attr]
+    for node in nodes_of_thunder(outputs):
+        node.register_prehook(partial(_refuse, model))
 
 
 def _refuse(model: str, gradients: Any) -> None:
@@ -48,4 +53,4 @@ def _refuse(model: str, gradients: Any) -> None:
         )
 
 
-refuse_double_backward = symbol("refuse_double_backward", lambda outputs, model: None, _watch, tags=[OpTags.DONT_DCE])
+refusal = symbol("refuse_double_backward", lambda outputs, model: None, _watch, tags=[OpTags.DONT_DCE])

@@ -1,4 +1,4 @@
-"""Pass 3 (ZeRO-3): values that are computed only from parameters are recomputed in backward instead of being saved.
+"""Pass (ZeRO-3): values that are computed only from parameters are recomputed in backward instead of being saved.
 
 Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. The whole chain
 must carry the tag, from the gather to the last view or cast of a parameter. A chain that ends too early saves its last
@@ -26,7 +26,11 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 def regather(computation: TraceCtx, *, unsharded: Collection[str] = ()) -> TraceCtx:
-    """Tags the gathers of ZeRO-3 buckets, and all lines that depend only on their parameters and on constants.
+    """Recomputes in backward what is computed only from parameters (ZeRO-3).
+
+    Takes: a computation in which buckets are synchronized.
+    Gives: a tag on the gathers of ZeRO-3 buckets, and on all lines that depend only on their parameters and constants.
+    No-op when: no bucket is gathered again in backward.
 
     Random lines are not tagged, because a second draw would differ, and lines whose results are returned are not. A
     composite symbol may mix parameters with activations, as a product does that first broadcasts its weight. It is

@@ -40,9 +40,12 @@ class Swapped(NamedTuple):
 
 
 def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
-    """Returns a forward that saves shards, or a backward that reads them.
+    """Saves the shard where a fusion would save a gathered parameter (ZeRO-3).
 
-    A forward fills ``swapped``, by the names of gathered parameters; the backward that follows reads it.
+    Takes: a lowered forward, then its backward.
+    Gives: a forward that saves shards, a backward that reads them. Forward fills ``swapped``, by the names of gathered
+    parameters, for backward.
+    No-op when: no gathered parameter is saved.
     """
     if is_backward(trace):
         return _read_shards(trace, swapped) if swapped else trace

@@ -3,7 +3,7 @@
     set_state(state_0, (t3, t4))        before the epilogue returns
 
 The tensors are results of the step, so that gradients flow through them. Tracing passes them by a line that packs a
-buffer (:func:`passes.compat.pack_tensors`), which this pass replaces.
+buffer (:func:`passes.compat.jit.pack_tensors`), which this pass replaces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ Setter = Callable[[tuple[torch.Tensor, ...]], None]
 
 
 def set_state(epilogue: TraceCtx, *, setters: Mapping[str, Setter]) -> TraceCtx:
-    """Returns the epilogue with a call of each setter, by the name under which its tensors were packed."""
+    """Sets after each step what forward sets on modules.
+
+    Takes: an epilogue in which tracing has packed the tensors.
+    Gives: a call of each setter in the place of the line that packed its tensors, by its name.
+    No-op when: there are no setters.
+    """
     if not setters:
         return epilogue
     new = from_trace(epilogue)

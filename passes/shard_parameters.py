@@ -1,8 +1,8 @@
-"""Pass 1: parameters enter the trace as shards.
+"""Pass over the prologue and the computation: parameters enter the trace as shards.
 
 The model was traced with its full shapes. This pass gives the proxies of sharded parameters their shard's shape, device
-and dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body
-of the computation is unchanged, except for marks that tell where a line comes from (:mod:`passes.analysis.origins`).
+and dtype: where the prologue fetches and checks them, and among the inputs of the computation. The body of the
+computation is unchanged, except for marks that tell where a line comes from (:mod:`passes.analysis.origins`).
 :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
@@ -18,26 +18,24 @@ from thunder.core.proxies import TensorProxy, Variable
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
+UNPACKS = (prims.unpack_parameter, prims.unpack_trivial)  # in a prologue, in a computation
 
-def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enlisted) -> tuple[TraceCtx, TraceCtx]:
-    """Returns both traces with shards as parameters."""
-    full = [b.output for b in prologue.bound_symbols if b.sym is prims.unpack_parameter and enlisted.get(b.output)]
+
+def shard_parameters(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+    """Gives parameters the shape, device and dtype of this rank's shard.
+
+    Takes: a prologue or a computation as it was traced, with whole parameters.
+    Gives: its lines on shards. Each line of a computation is marked with its origin.
+    No-op when: no parameter of the trace is sharded.
+    """
+    full = [b.output for b in trace.bound_symbols if b.sym in UNPACKS and enlisted.get(b.output) is not None]
     if not full:
-        return prologue, computation
-
-    new_prologue = from_trace(prologue)
-    shards = {p.name: _as_shard(p, new_prologue, enlisted) for p in full}
-    new_prologue.bound_symbols = [_with_shards(b, shards, enlisted) for b in prologue.bound_symbols]
-
-    new_computation = from_trace(computation)
-    # the computation's inputs are separate proxies with the names of the prologue's outputs
-    inputs = {p.name: _as_shard(p, new_computation, enlisted) for p in computation.args if p.name in shards}
-    new_computation.args = tuple(inputs.get(p.name, p) for p in computation.args)
-    new_computation.bound_symbols = [
-        _with_shards(b, inputs, enlisted) if b.sym is prims.unpack_trivial else marked(b)
-        for b in computation.bound_symbols
-    ]
-    return new_prologue, new_computation
+        return trace
+    new = from_trace(trace)
+    shards = {p.name: _as_shard(p, new, enlisted) for p in full}
+    new.args = trace.args and tuple(shards.get(p.name, p) for p in trace.args)  # a prologue has none
+    new.bound_symbols = [_with_shards(marked(b), shards, enlisted) for b in trace.bound_symbols]
+    return new
 
 
 def _as_shard(proxy: TensorProxy, trace: TraceCtx, enlisted: Enlisted) -> TensorProxy:

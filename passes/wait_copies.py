@@ -15,7 +15,12 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 def wait_copies(trace: TraceCtx) -> TraceCtx:
-    """Returns the trace with this line for each host memory from which it gathers; any other trace as it is."""
+    """Lets the program wait for copies from host memory.
+
+    Takes: a scheduled forward or backward.
+    Gives: this line for each host memory from which the trace gathers, before it returns.
+    No-op when: the trace gathers nothing from host memory.
+    """
     gathers = (b for b in trace.bound_symbols if is_issue(b) and is_gather(b))
     memories = dict.fromkeys(host for b in gathers if (host := bucket_of(b).plan.host) is not None)
     if not memories:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat import jitted_module, jitted_transforms, unjitted
+from passes.compat.jit import jitted_module, jitted_transforms, unjitted
 from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines

@@ -27,7 +27,7 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.comm.quantize import INT8
 from passes.comm.quantized import chunk_of
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.compat import function_of
+from passes.compat.lines import function_of
 from passes.plan import (
     Bucket,
     CostModel,

@@ -23,6 +23,7 @@ from math import inf, nan
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
+from passes.compat.versions import functional_transform
 from passes.kernels.torch_call import call_of
 from shardtrace.api import fsdp
 from shardtrace.fake import Arguments, parse_arguments
@@ -277,7 +278,7 @@ class _Values(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if functional_transform() is None:
             for t in tree_leaves(result):
                 if isinstance(t, torch.Tensor):
                     line = self._line(name_of(func))

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.compat import notes_of
+from passes.compat.failures import notes_of
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from shardtrace.checking import Check, check
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.model.state import state_of, states_in
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
+    if options.command == "passes":
+        print(_passes())
+        return 0
     if options.command == "check":
         options.world_size = 1  # of a script, up to its call
     elif options.world_size is None:
@@ -114,7 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
     _command(commands, "check", about, "as in shardtrace.fsdp")
+    commands.add_parser("passes", help="lists the passes, in order")
     return parser
+
+
+def _passes() -> str:
+    """A line for each pass: when it runs, its name, whether it can be disabled, what it does."""
+    stages = (("before autodiff", BEFORE_AUTODIFF), ("after lowering", AFTER_LOWERING))
+    rows = [(stage, e.name, "" if e.needed else "optional", e.does) for stage, entries in stages for e in entries]
+    return "\n".join(f"{stage:<16} {name:<23} {optional:<9} {does}" for stage, name, optional, does in rows)
 
 
 def _command(commands: Any, name: str, about: str, options: str, *, more: str = "") -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.compat import jitted_module, replace_missing_fuser
+from passes.compat.jit import jitted_module, replace_missing_fuser
 from shardtrace.api import fsdp
 from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
 

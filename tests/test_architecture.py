@@ -16,6 +16,8 @@ FLOORS = [
     ["passes.kernels"],
     ["passes.analysis"],
     ["passes"],  # the passes
+    ["passes.facts"],
+    ["passes.runner"],
     ["passes.pipeline"],
     ["passes.__init__"],
     ["shardtrace.options", "shardtrace.ranks"],

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 X = torch.randn(4, 64)
-POLICIES = hasattr(shardtrace, "CommPolicy")  # until then, their fields are arguments of fsdp
 
 
 class Block(nn.Module):
@@ -96,14 +95,14 @@ def checkpointing(strategy):
 
 
 def rounded(**wires):
-    return {"comm_policy": shardtrace.CommPolicy(**wires)} if POLICIES else wires
+    return {"comm_policy": shardtrace.CommPolicy(**wires)}
 
 
 def offload(strategy):
     """On a GPU that need not be here: on a CPU the policy changes nothing."""
     ranks = {"mesh_shape": (2, 2)} if mesh(strategy) else {"world_size": 4}
     torch.distributed.destroy_process_group()
-    gpu = {"init_policy": shardtrace.InitPolicy(device="cuda")} if POLICIES else {"device": "cuda"}
+    gpu = {"init_policy": shardtrace.InitPolicy(device="cuda")}
     options = {"sharding_strategy": strategy, "offload_policy": CPUOffloadPolicy()}
     assert shardtrace.inspect(net(), X, **ranks, **gpu, **options).totals.collectives
 

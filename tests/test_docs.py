@@ -14,6 +14,7 @@ from pathlib import Path
 import passes
 import shardtrace  # isort: split  before passes, as users do
 import shardtrace.testing
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 
 import pytest
 from ranks import run_script
@@ -149,8 +150,6 @@ def test_first_script_runs(page, tmp_path):
         script = README_NEEDS + script
     if "transformers" in script:
         pytest.importorskip("transformers", reason="pip install 'shardtrace[hf]'")
-    if "CommPolicy" in script and not hasattr(shardtrace, "CommPolicy"):
-        pytest.skip("shardtrace has no policies yet")
     file = tmp_path / "script.py"
     file.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{script}")
     printed = run_script(file, [], 2)
@@ -230,3 +229,35 @@ def test_links_out_of_the_docs(site):
     html = (site / "index.html").read_text()
     assert 'href="guide/start.html"' in html
     assert "fsdp_by_hand.ipynb" not in html
+
+
+# Statements that change something of torch, Thunder, Python or the process.
+CHANGE = re.compile(
+    r"mock\.patch|\bsetattr\(torch|sys\.modules\[\S+ =|sys\.excepthook =|atexit\.register|sys\.set\w+\(|mallopt\(|"
+    r"set_default_dtype\(|addFilter\(|register_(?:optimizer_|module_|general_jit_|plugin|state_dict_|load_state)\w*\(|"
+    r"register_prehook\(|\.__class__ = |executors_list = |_constraints = |autocast_stack = |random\.setstate\(|"
+    r"\b(?:BaseRecipe|ThunderModule|FSDPParamGroup|GradScaler|clip_grad|torchs_state_dict|wrapper|transform)\.\w+ = "
+)
+
+
+def changes():
+    """The module, and the function or class, of each such statement in both packages."""
+    for file in sorted(file for package in ("passes", "shardtrace") for file in (ROOT / package).rglob("*.py")):
+        module, text = ".".join(file.relative_to(ROOT).with_suffix("").parts), file.read_text()
+        for node in ast.parse(text).body:
+            if CHANGE.search(ast.get_source_segment(text, node)):
+                yield module, getattr(node, "name", "")
+
+
+def test_each_change_is_on_the_page_of_changes():
+    page = (ROOT / "docs" / "changes.md").read_text()
+    found = list(changes())
+    assert {("passes.compat.versions", "install"), ("shardtrace.ranks.failure", "tell_others_of_failure")} <= {*found}
+    assert [where for where in found if f"`{where[0]}`" not in page and f"`{'.'.join(where)}`" not in page] == []
+
+
+def test_the_table_of_passes_is_the_pipeline():
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `?([\w ]+)`? \| [\w, ]+ \| (.+?) \| (yes)? +\|$", page, re.MULTILINE)
+    entries = [*BEFORE_AUTODIFF, *AFTER_LOWERING]
+    assert rows == [(e.name, e.does.replace("``", "`"), "" if e.needed else "yes") for e in entries]

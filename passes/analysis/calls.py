@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from passes.analysis.origins import marked
 from passes.analysis.recognise import is_random, is_return, is_unpack, names
-from passes.compat import set_signature, symbol_that_calls
+from passes.compat.lines import set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
@@ -119,7 +119,12 @@ class TraceWithBlocks(TraceCtx):
 
 
 def with_blocks(trace: TraceCtx) -> TraceCtx:
-    """The trace as one that prints the functions that it calls; the trace itself if it calls none."""
+    """Prints the functions of blocks with the trace that calls them.
+
+    Takes: a forward or backward.
+    Gives: the same lines, in a trace that prints these functions.
+    No-op when: the trace calls none, or prints them already.
+    """
     if isinstance(trace, TraceWithBlocks) or not parts_in(trace):
         return trace
     new = TraceWithBlocks(trace.fn)

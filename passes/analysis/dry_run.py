@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import is_library_call
 from passes.analysis.symbols import identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.compat import fake_kernel, function_of
+from passes.compat.lines import function_of
+from passes.compat.versions import fake_kernel
 from passes.kernels.torch_call import Line, Saved
 from passes.plan import Bucket, PlainRuntime
 from passes.plan.host_memory import DONE, HostMemory

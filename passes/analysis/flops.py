@@ -13,7 +13,7 @@ from passes.analysis.calls import lines_within, part_of
 from passes.analysis.recognise import bucket_of
 from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.attention import attention_backward_flops, attention_flops
 from passes.kernels.convolution import convolution_flops

@@ -9,7 +9,7 @@ from typing import Any
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, keep_shards, synchronize, wait_copies
-from passes.compat import differentiating_executor, fake_argument, has_grad_rule
+from passes.compat.lines import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket

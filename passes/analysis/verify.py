@@ -60,6 +60,17 @@ class VerificationError(AssertionError):
     """A compiled trace breaks an invariant: a bug in a pass, never in the model. The message shows the lines."""
 
 
+def verify_schedule(trace: TraceCtx) -> TraceCtx:
+    """Proves the limits of memory and the order of all reads and writes, and all other invariants again.
+
+    Takes: a forward or backward that is scheduled.
+    Gives: the same trace. Raises :class:`VerificationError`.
+    No-op when: always.
+    """
+    verify(trace, scheduled=True)
+    return trace
+
+
 def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
     """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from passes import compat
+from passes.compat.versions import all_gather_single
 from passes.plan import Bucket
 
 import torch
@@ -44,7 +44,7 @@ def gather(row: torch.Tensor, sizes: Sequence[int], bucket: Bucket, rows: torch.
     rows = row.new_empty(sum(sizes)) if rows is None else rows
     plan = bucket.plan
     if not plan.direct and len(set(sizes)) == 1:
-        return InFlight([compat.all_gather_single(rows, row, group=plan.group, async_op=True)], rows, row)
+        return InFlight([all_gather_single(rows, row, group=plan.group, async_op=True)], rows, row)
     places = rows.split_with_sizes(list(sizes))
     if plan.direct:
         works = exchange(bucket, [row] * len(places), places)

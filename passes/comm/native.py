@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes import compat
 from passes.comm.messages import InFlight, gather
+from passes.compat.versions import reduce_scatter_single
 from passes.plan import Bucket
 from passes.plan.host_memory import DONE, HostMemory
 
@@ -52,7 +52,7 @@ def issue_reduce_scatter(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> InF
     if len(set(layout.row_sizes)) > 1:  # one group of reductions
         work = dist.reduce_scatter(row, list(rows.split(layout.row_sizes)), op=op, group=group, async_op=True)
     else:
-        work = compat.reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
+        work = reduce_scatter_single(row, rows, op=op, group=group, async_op=True)
     return InFlight([work], row, rows)
 
 

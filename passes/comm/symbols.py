@@ -34,7 +34,8 @@ from typing import Any
 from passes.comm import direct, native
 from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
 from passes.comm.properties import Property
-from passes.compat import is_profiling, symbol_that_calls
+from passes.compat.lines import symbol_that_calls
+from passes.compat.versions import is_profiling
 from passes.plan import Bucket, Placement
 
 import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels.registration import (
     FLOATING,
     HALF,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from passes.comm.properties import Property
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels.registration import Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.compat import shape_of
+from passes.compat.lines import shape_of
 from passes.kernels.registration import HALF, Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.comm.properties import Property
-from passes.compat import Fakes, keeps_graph, symbol_that_calls
+from passes.compat.lines import symbol_that_calls
+from passes.compat.versions import Fakes, keeps_graph
 
 import thunder.torch as ltorch
 import torch

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from passes.compat import unjitted
+from passes.compat.jit import unjitted
 from shardtrace.checkpoint.state import Slot
 from shardtrace.model.home import shard
 from shardtrace.model.state import Entry, state_of, states_in

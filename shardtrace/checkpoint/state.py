@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from passes.compat import unjitted
+from passes.compat.jit import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.model.home import Home

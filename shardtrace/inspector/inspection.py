@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
-from passes.pipeline import REMARK
+from passes.runner import REMARK
 from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.profiling import Profile

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from passes.compat import symbol_that_calls
+from passes.compat.lines import symbol_that_calls
 
 import thunder
 import torch

@@ -12,8 +12,8 @@ from passes.analysis.calls import parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
-from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
+from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Table
 from shardtrace.inspector.modules import Branch, Name, assign_modules, fold

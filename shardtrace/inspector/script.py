@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from passes.analysis.recognise import is_backward
-from passes.compat import compile_data_and_stats, jitted_module
+from passes.compat.jit import compile_data_and_stats, jitted_module
 from shardtrace.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, Traces, inspect_traces
 from shardtrace.model.state import states_in

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from passes.compat import unjitted
+from passes.compat.jit import unjitted
 from shardtrace.checkpoint import (
     full_optimizer_state_dict,
     latest_checkpoint,

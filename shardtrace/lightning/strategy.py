@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from passes.compat import jitted_module
+from passes.compat.jit import jitted_module
 from shardtrace.api import fsdp
 from shardtrace.lightning import checkpoint
 from shardtrace.lightning.precision import check_precision, policy_of

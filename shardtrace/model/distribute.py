@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from passes.compat import set_traced_device
+from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.choose import Chosen, Target

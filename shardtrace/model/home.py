@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import HostMemory, Placement, Shape, shard_shape
 from shardtrace.ranks.failure import communicating
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
-from passes.compat import set_traced_device, traced_device, unjitted
+from passes.compat.jit import set_traced_device, traced_device, unjitted
 from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter, Wire
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat

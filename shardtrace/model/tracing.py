@@ -16,11 +16,15 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from passes.compat import deeper_recursion, proxied_values, raised, refresh_modules, without_log_of_fakes
-from passes.pipeline import Compilation, Pass, ShardParameters, pipeline
+from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
+from passes.compat.jit import proxied_values, refresh_modules
+from passes.facts import Compilation
+from passes.pipeline import pipeline
 from passes.plan import Gradients, ShardedParameter
+from passes.runner import FirstStage, Pass
 from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen
+from shardtrace.model.dump import dump
 from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
@@ -60,6 +64,52 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 
 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
+    _prepare(states)
+    facts = _compilation(states).trace(get_jit_ctx())
+    by_stand_in: dict[int, ShardedParameter] = {}
+    for state in states:
+        if state.model_name not in facts.models:
+            facts.models.append(state.model_name)
+        facts.enlisted.steps[state.runtime] = state.runtime.step()
+        by_stand_in |= state.by_stand_in
+
+    def found(tensor: torch.Tensor, wrapped: Any) -> None:
+        if id(tensor) in by_stand_in:
+            facts.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
+
+    proxied = proxied_values()  # grows until tracing ends
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.stand_ins())
+        name = f"shardtrace_state_{len(facts.guards)}"
+        traced = front.trace(
+            call,
+            module,
+            args,
+            kwargs,
+            known=facts.known,
+            found=found,
+            parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            state=name,
+            compare=functools.partial(_comparison, states),
+            fall_back=states[0].options.compile.eager is not None,
+            obstacle=_why_no_call(),
+        )
+    facts.guards.append(traced.guard)
+    if traced.last_guard is not None:
+        facts.last_guards.append(traced.last_guard)
+    if traced.setter is not None:
+        facts.setters[name] = traced.setter
+    facts.rebuild = traced.rebuild
+    facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
+    for state in states:
+        facts.at_end.append(functools.partial(_refuse_values, state, proxied))
+        facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
+    return traced.result
+
+
+def _prepare(states: Sequence[ShardedState]) -> None:
+    """Raises what keeps the models from being traced, and gives the jitted function our executors and watchers."""
     data = get_compile_data()
     if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES:
         raise RuntimeError(
@@ -77,48 +127,6 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     if any(state.options.compile.kernels for state in states):
         enlist_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
-
-    compilation = _compilation()
-    compilation.begin(get_jit_ctx())
-    by_stand_in: dict[int, ShardedParameter] = {}
-    for state in states:
-        compilation.models[state.model_name] = None
-        compilation.enlisted.steps[state.runtime] = state.runtime.step()
-        by_stand_in |= state.by_stand_in
-
-    def found(tensor: torch.Tensor, wrapped: Any) -> None:
-        if id(tensor) in by_stand_in:
-            compilation.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
-
-    proxied = proxied_values()  # grows until tracing ends
-    with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.stand_ins())
-        name = f"shardtrace_state_{len(compilation.guards)}"
-        traced = front.trace(
-            call,
-            module,
-            args,
-            kwargs,
-            known=compilation.known,
-            found=found,
-            parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
-            state=name,
-            compare=functools.partial(_comparison, states),
-            fall_back=states[0].options.compile.eager is not None,
-            obstacle=_why_no_call(),
-        )
-    compilation.guards.append(traced.guard)
-    if traced.last_guard is not None:
-        compilation.last_guards.append(traced.last_guard)
-    if traced.setter is not None:
-        compilation.setters[name] = traced.setter
-    compilation.rebuild = traced.rebuild
-    compilation.remarks = "; ".join(filter(None, (compilation.remarks, traced.remark)))
-    for state in states:
-        compilation.at_end_of_tracing.append(functools.partial(_refuse_values, state, proxied))
-        compilation.at_end_of_tracing.append(functools.partial(_refuse_unsharded, state, proxied))
-    return traced.result
 
 
 def _comparison(states: Sequence[ShardedState], recording: Recording, done: Record) -> Comparison | None:
@@ -175,14 +183,16 @@ def _why_no_call() -> str:
     return f"{type(seeing[0]).__name__} is to see them" if seeing else ""
 
 
-def _compilation() -> Compilation:
-    """The current compilation. Its passes are enlisted in the jitted function once."""
+def _compilation(states: Sequence[ShardedState]) -> Compilation:
+    """The current compilation. Its passes are enlisted in the jitted function once, as the first models ask for."""
     transforms = get_compile_data().transforms
     for transform in transforms:
-        if isinstance(transform, ShardParameters):
+        if isinstance(transform, FirstStage):
             return transform.compilation
     compilation = Compilation()
-    transforms[:] = pipeline(compilation, transforms)  # the list that thunder.jit goes through after tracing
+    # the list that thunder.jit goes through after tracing
+    disabled = {name for state in states for name in state.options.compile.disable_passes}
+    transforms[:] = pipeline(compilation, transforms, disable=disabled, observe=dump())
     return compilation
 
 
@@ -231,33 +241,10 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
     Instances can be deep-copied, but not pickled.
     """
-    original = cls.forward
     name = f"FSDP{cls.__name__}" if root else cls.__name__
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not root:
-            part_of: ShardedState = self.__dict__[PART_ATTRIBUTE]
-            part_of.check_part(self)
-            if not part_of.unsharded:
-                args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
-            return original(self, *args, **kwargs)
-        state: ShardedState = self.__dict__[ATTRIBUTE]
-        state.check_callable(name)
-        with state.casting() as precision:
-            return with_casts(original, precision)(self, *args, **kwargs)
-
-    if root:
-        register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
 
     def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # a new module is not sharded, such as model[:2], which has parts of this one
-
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
@@ -266,25 +253,55 @@ def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = 
         )
 
     namespace = {
-        "forward": forward,
+        "forward": _forward_of_root(cls.forward, name) if root else _forward_of_part(cls.forward),
         "__new__": __new__,
-        "__deepcopy__": __deepcopy__,
+        "__deepcopy__": _deepcopy,
         "__reduce_ex__": __reduce_ex__,
         "__module__": cls.__module__,
         "__qualname__": name,
         "__doc__": cls.__doc__,
     }
-    if root:
-        namespace["__call__"] = _with_lookaside(cls)
     if no_sync is not None:
         namespace["no_sync"] = _as_method(no_sync)
     if root:
+        namespace["__call__"] = _with_lookaside(cls)
         # transformers then keeps the ranks in step while it generates
         namespace["_is_fsdp_managed_module"] = property(lambda self: not self.__dict__[ATTRIBUTE].unsharded)
         namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
     if hasattr(cls, "save_pretrained"):
         namespace["save_pretrained"] = whole_only(cls.save_pretrained)
     return type(cls.__name__, (cls,), namespace)
+
+
+def _forward_of_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: ShardedState = self.__dict__[PART_ATTRIBUTE]
+        state.check_part(self)
+        if not state.unsharded:
+            args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _forward_of_root(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: ShardedState = self.__dict__[ATTRIBUTE]
+        state.check_callable(name)
+        with state.casting() as precision:
+            return with_casts(original, precision)(self, *args, **kwargs)
+
+    register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
+    return forward
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    new = object.__new__(type(self))
+    memo[id(self)] = new
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
 
 
 def _with_lookaside(cls: Any) -> Callable[..., Any]:

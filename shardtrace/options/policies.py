@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from passes.pipeline import check_disabled
 from passes.plan import CostModel, Wire
 from shardtrace.options.blocks import Eager, Repeated
 from shardtrace.options.counts import parse_count
@@ -123,7 +124,7 @@ class CompilePolicy:
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
             of the group's first rank, else those of a slow link and a fast device.
-        disable_passes: names of passes that are left out.
+        disable_passes: names of passes to leave out, for debugging. ``shardtrace passes`` lists those that can be.
 
     Raises:
         ValueError, TypeError: the error names the field and the values that it accepts.
@@ -147,6 +148,7 @@ class CompilePolicy:
         names = self.disable_passes
         if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
             raise TypeError(f"disable_passes must be several names of passes, as in ('schedule',), not {names!r}")
+        check_disabled(names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from passes.compat.versions import default_store
 from shardtrace.ranks.failure import communicating, wait_for
 from shardtrace.ranks.mesh import Mesh, is_2d, is_alone, resolve_groups
 
@@ -94,7 +95,7 @@ def announced(model: nn.Module, mesh: Mesh | None) -> Iterator[None]:
 
 def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
     """The store, and the number of this comparison. The n-th comparison of one rank meets the n-th of the others."""
-    store = dist.PrefixStore(f"shardtrace/{group.group_name}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"shardtrace/{group.group_name}", default_store())
     return store, store.add(f"turn/{dist.get_rank(group)}", 1)
 
 

@@ -19,7 +19,8 @@ import time
 from types import TracebackType
 from typing import Any
 
-from passes.compat import notes_of
+from passes.compat.failures import notes_of
+from passes.compat.versions import default_store
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
 from shardtrace.ranks.waiting import LIKELY, Wait, Waits
 
@@ -64,7 +65,7 @@ def tell_others_of_failure(group: dist.ProcessGroup) -> None:
     if not isinstance(sys.excepthook, _TellOthers):
         sys.excepthook = _TellOthers(sys.excepthook)
     hook = sys.excepthook
-    hook.store, hook.rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    hook.store, hook.rank = default_store(), dist.get_rank()
     if hook.watch is None or not hook.watch.is_alive():
         hook.watch = _Watch(hook.rank)
         hook.watch.start()
@@ -85,7 +86,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the process group
             while not self.reason and not self._over.wait(LOOK_UP):
-                self._look(dist.distributed_c10d._get_default_store())
+                self._look(default_store())
 
     def _look(self, store: dist.Store) -> None:
         if store.check([KEY]) and not (word := store.get(KEY).decode()).startswith(self._own):
@@ -191,7 +192,7 @@ def _failed(reason: str, what: str = "") -> RankFailedError:
 def _word() -> str:
     """The message of a failed rank, which it writes before its connections break."""
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         return store.get(KEY).decode() if store.check([KEY]) else ""
     except (RuntimeError, ValueError):  # the store is gone, or there is no process group
         return ""

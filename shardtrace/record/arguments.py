@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from passes.compat import constraints, is_input, name_as_user, proxied_values, proxy_tensors
+from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
 from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
 from shardtrace.record.recorder import FakeMode

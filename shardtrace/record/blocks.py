@@ -12,7 +12,7 @@ from typing import Any
 
 from passes.analysis.calls import Block, CallOf, unique_name
 from passes.analysis.recognise import names
-from passes.compat import compile_data_and_stats, names_of_users
+from passes.compat.jit import compile_data_and_stats, names_of_users
 from passes.outline import enlist
 from passes.plan import ShardedParameter
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost

@@ -10,15 +10,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from passes.compat import (
-    add_note,
-    constraints,
-    exempt_from_autocast,
-    make_name_legal,
-    pack_tensors,
-    traced_device,
-    without_constraints,
-)
+from passes.compat.failures import add_note
+from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
+from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from passes.compat import Fakes
+from passes.compat.versions import Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
 from shardtrace.record.variables import assigned
@@ -150,7 +150,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._inside or functional_transform() is not None:
             return func(*args, **kwargs)
         return self._make(func, func, args, kwargs)
 
@@ -235,8 +235,8 @@ class Recorder(TorchFunctionMode):
 
         Raises NotImplementedError in forward mode, if gradients are wanted: its results get them above of what is seen.
         """
-        interpreter = torch._C._functorch.peek_interpreter_stack()
-        forward_mode = interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
+        transform = functional_transform()
+        forward_mode = transform is not None and transform.key() == torch._C._functorch.TransformType.Jvp
         if forward_mode and any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(args)):
             raise NotImplementedError(
                 "forward computes derivatives in forward mode (torch.func.jvp, jacfwd), whose own gradient would be "
@@ -302,7 +302,7 @@ class Recorder(TorchFunctionMode):
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
         """The call of a function that computes its gradient itself: the ``apply`` of an autograd.Function, a scripted
         function. The modes would see what its forward does, and never its backward."""
-        if self._inside or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._inside or functional_transform() is not None:
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():

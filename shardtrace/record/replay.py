@@ -10,7 +10,8 @@ from typing import Any
 
 from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
-from passes.compat import add_note, name_as_user
+from passes.compat.failures import add_note
+from passes.compat.jit import name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
 from shardtrace.record.kinds import Mark
 from shardtrace.record.recorder import Call

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from passes.compat import symbols_of_torch
+from passes.compat.lines import symbols_of_torch
 
 import torch
 from thunder import torch as ltorch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from shardtrace.model.materialize import broadcast
 from shardtrace.model.state import sharded_states
 from shardtrace.ranks.failure import communicating

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
-from passes.compat import all_gather_single
+from passes.compat.versions import all_gather_single
 from passes.plan import Placement
 from shardtrace.model.state import Link, ShardedState, link_of, sharded_states
 from shardtrace.ranks.failure import communicating

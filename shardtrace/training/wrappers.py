@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from passes.compat import unjitted
+from passes.compat.jit import unjitted
 from passes.plan import Placement
 from shardtrace.model.state import ShardedState, link_of, states_in
 

@@ -4,7 +4,7 @@ import shardtrace
 from passes.analysis import names
 from passes.analysis.calls import part_of, parts_in
 from passes.analysis.liveness import step_liveness
-from passes.pipeline import PassAfterLowering, PassBeforeAutodiff
+from passes.runner import PassAfterLowering, PassBeforeAutodiff
 
 import pytest
 import thunder

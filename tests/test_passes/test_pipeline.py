@@ -1,14 +1,20 @@
+import inspect
 import time
+from unittest import mock
 
 import shardtrace
 from passes import Bucket, Pass, PassAfterLowering, PassBeforeAutodiff, VerificationError, Wire
 from passes.analysis.recognise import is_collective, is_gather, is_issue
+from passes.facts import Compilation, Facts
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF, pipeline
+from shardtrace.model import tracing
 
 import pytest
 import thunder
 import torch
 from golden import compile_fake, text
-from models import Zoo, tokens
+from models import Block, Zoo, tokens
+from ranks import on_ranks
 from thunder.core import dtypes
 from thunder.core.proxies import variableify
 from thunder.core.trace import from_trace, tracectx
@@ -63,7 +69,73 @@ def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transform
         ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
         ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
     )
-    assert names == [*before, *after, "late", "early", "outline", "schedule", "drop_unused", "compare_ranks", "other"]
+    scheduled = ["schedule", "wait_copies", "drop_unused", "verify_schedule", "compare_ranks", "show_blocks"]
+    assert names == [*before, *after, "late", "early", "outline", *scheduled, "other"]
+
+
+ENTRIES = (*BEFORE_AUTODIFF, *AFTER_LOWERING)
+OPTIONAL = [entry.name for entry in ENTRIES if not entry.needed]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_pass_states_its_contract_and_takes_facts(entry):
+    assert entry.does.endswith(".")
+    if entry.name != "your passes":
+        parts = [line.partition(":")[0] for line in inspect.getdoc(entry.run).splitlines()]
+        assert [part for part in parts if part in ("Takes", "Gives", "No-op when")] == ["Takes", "Gives", "No-op when"]
+    _, *given = inspect.signature(entry.run).parameters.values()
+    assert {p.kind for p in given} <= {inspect.Parameter.KEYWORD_ONLY}
+    facts = {p.name for p in given if p.default is p.empty}
+    assert facts <= Facts.__dataclass_fields__.keys() | {"inner"}
+
+
+def trained(disable, blocks):
+    """Losses and parameters after two steps without these passes, and the names of those that changed a trace."""
+    changed = set()
+
+    def observed(compilation, transforms, **options):
+        return pipeline(compilation, transforms, **options | {"observe": lambda what, name, trace: changed.add(name)})
+
+    torch.manual_seed(0)
+    with mock.patch.object(tracing, "pipeline", observed):
+        policy = shardtrace.CompilePolicy(repeated_blocks=blocks, disable_passes=disable)
+        model = shardtrace.fsdp(Zoo(), activation_checkpointing=Block, compile_policy=policy)
+        cmodel, optimizer = thunder.jit(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            loss = cmodel(*tokens(4, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    return [*losses, *shardtrace.full_state_dict(model).values()], changed
+
+
+@on_ranks(2)
+def test_training_without_a_pass_that_can_be_disabled_gives_the_same_numbers():
+    wanted, changed = trained([], "inline")
+    assert {"merge_checks", "checkpoint_activations", "schedule", "compare_ranks"} <= changed
+    for names, blocks in (*(([name], "inline") for name in OPTIONAL), (OPTIONAL, "once")):
+        found, left = trained(names, blocks)
+        assert left.isdisjoint(names)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), names
+
+
+def test_what_is_needed_is_not_disabled():
+    can = f"Those that can be disabled are {', '.join(OPTIONAL)}"
+    with pytest.raises(ValueError, match=rf"there is no pass 'shcedule'. {can}"):
+        pipeline(Compilation(), disable=["schedule", "shcedule"])
+    with pytest.raises(ValueError, match=rf"'regather' is needed \(ZeRO-3 would save gathered parameters\). {can}"):
+        pipeline(Compilation(), disable=["regather"])
+
+
+def test_a_call_without_the_model_has_no_facts_of_the_last_one(fake_ranks):
+    fake_ranks(2)
+    sharded, plain = shardtrace.fsdp(nn.Linear(2, 2)), nn.Linear(2, 2)
+    step = thunder.jit(lambda x, shard: sharded(x) if shard else plain(x))
+    step(torch.ones(1, 2), True)
+    step(torch.ones(1, 2), False)
+    assert "check_parameters" not in text(thunder.last_prologue_traces(step)[-1])
 
 
 def swapped_tanh(computation):

@@ -1,7 +1,7 @@
 """Equal fusions are compiled once."""
 
-from passes.compat import function_of
-from passes.pipeline import PassAfterLowering
+from passes.compat.lines import function_of
+from passes.runner import PassAfterLowering
 from passes.share_fusions import share_fusions
 
 import pytest

@@ -20,7 +20,7 @@ def test_one_stop_at_the_end_of_each_trace(fake_ranks):
     )
     compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     for traces in (thunder.last_traces, thunder.last_backward_traces):
-        lines = stage(cmodel, "schedule", traces).bound_symbols
+        lines = stage(cmodel, "wait_copies", traces).bound_symbols
         assert [b for b in lines if ends_copies(b)] == lines[-2:-1]
         assert str(lines[-2]) == "wait_copies(memory_0)"
 

@@ -4,8 +4,8 @@ import copy
 import logging
 
 import shardtrace
-from passes.compat import notes_of
-from passes.pipeline import ShardParameters
+from passes.compat.failures import notes_of
+from passes.runner import FirstStage
 
 import pytest
 import thunder
@@ -96,8 +96,8 @@ def around(cls):
 
 
 def remarks(cmodel):
-    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, ShardParameters))
-    return first.compilation.remarks
+    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, FirstStage))
+    return first.compilation.facts.remark
 
 
 @pytest.mark.parametrize(

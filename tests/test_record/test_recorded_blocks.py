@@ -7,7 +7,7 @@ import types
 import shardtrace
 from passes.analysis import collectives
 from passes.analysis.calls import CallOf, block_of
-from passes.pipeline import ShardParameters
+from passes.runner import FirstStage
 
 import pytest
 import thunder
@@ -43,8 +43,8 @@ def called(cmodel):
 
 
 def remarks(cmodel):
-    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, ShardParameters))
-    return first.compilation.remarks
+    (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, FirstStage))
+    return first.compilation.facts.remark
 
 
 # ---- blocks of one kind ----

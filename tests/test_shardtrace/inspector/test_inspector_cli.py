@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from shardtrace.cli import main
 
 import pytest
@@ -178,3 +179,16 @@ def test_module_is_the_command(monkeypatch, capsys):
         runpy.run_module("shardtrace", run_name="__main__")
     assert stop.value.code == 2
     assert "shardtrace explain" in capsys.readouterr().err
+
+
+def test_the_passes_are_listed(capsys):
+    assert main(["passes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(BEFORE_AUTODIFF) + len(AFTER_LOWERING)
+    assert (
+        "after lowering   schedule                optional  Places each collective, and frees gathered parameters."
+        in lines
+    )
+    assert any(
+        line.startswith("before autodiff  keep_random                       Lets backward use") for line in lines
+    )

@@ -1,0 +1,188 @@
+"""Thunder's state while it traces, and the modules that it has jitted."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from thunder.core import dtypes
+from thunder.core.compile_data import _compile_data
+from thunder.core.interpreter import ProvenanceRecord, PseudoInst, get_interpreterruntimectx
+from thunder.core.jit_ext import _maybe_update_proxy_name, get_jit_ctx, should_register_for_prologue
+from thunder.core.module import ThunderModule
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.transform_common import Transform
+from thunder.core.utils import AutocastStack
+from thunder.executors import sdpaex
+from thunder.executors.sdpaex import SpdaBackend
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+
+def nodes_of_thunder(outputs: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes by which Thunder runs the backward of a step with these outputs. Inputs that are passed on
+    have nodes of their own."""
+    nodes = {output.grad_fn for output in outputs}
+    return [n for n in nodes if getattr(type(n), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction)]
+
+
+def compile_data_and_stats() -> tuple[Any, Any]:
+    """Thunder's data and statistics of the current compilation; a pair of None outside a compilation."""
+    data, stats = _compile_data.get()
+    return data, stats
+
+
+def refresh_modules() -> None:
+    """Makes the current compilation read the current submodules of jitted modules, not those of earlier traces."""
+    data, _ = compile_data_and_stats()
+    for jitted in data._thunder_module_map.values():
+        jitted._module_cache = dict(jitted._model.named_modules())
+
+
+def proxied_values() -> set[Any]:
+    """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
+    found: set[Any] = get_interpreterruntimectx()._proxied_values
+    return found
+
+
+def is_input(wrapped: Any) -> bool:
+    """Whether a wrapped value of the running interpreter was passed to the jitted function, by itself or in another."""
+    return bool(should_register_for_prologue(wrapped.provenance))
+
+
+def proxy_tensors(wrapped: Any) -> bool:
+    """Gives the tensors in a wrapped value of the running interpreter proxies, in nested lists, tuples and dicts too.
+    Returns whether there are any. (Thunder's own function fails on dicts, and passes over tensors after the first.)"""
+    value = wrapped.value
+    if type(value) in (list, tuple, dict, OrderedDict):  # others have constructors of their own
+        wrapped.track_items()
+        items = wrapped.item_wrappers
+        parts = [proxy_tensors(i) for i in (items.values() if isinstance(value, dict) else items)]  # all of them
+        found = any(parts)
+    else:
+        found = isinstance(value, torch.Tensor)
+    if found:
+        get_jit_ctx().proxify(wrapped)
+    return found or wrapped.original_value is not wrapped.nothing
+
+
+def set_traced_device(tensor: torch.Tensor, device: torch.device) -> None:
+    """Lets Thunder trace ``tensor``, which may be a meta tensor, as if it were on ``device``."""
+    tensor._thunder_device = device  # type: ignore[attr-defined]
+
+
+def traced_device(tensor: torch.Tensor) -> torch.device:
+    """The device that :func:`set_traced_device` set, else the tensor's own."""
+    device: torch.device = getattr(tensor, "_thunder_device", tensor.device)
+    return device
+
+
+def constraints() -> list[tuple[Any, ...]]:
+    """The checks that the prologue of the trace will make: tuples of a function of thunder.clang and its arguments."""
+    found: list[tuple[Any, ...]] = get_jit_ctx()._constraints
+    return found
+
+
+@contextmanager
+def without_constraints() -> Iterator[None]:
+    """Leaves out the checks that are added inside. Thunder compares each with all others."""
+    context = get_jit_ctx()
+    kept, context._constraints = context._constraints, []
+    try:
+        yield
+    finally:
+        context._constraints = kept
+
+
+@contextmanager
+def exempt_from_autocast(data: Any) -> Iterator[None]:
+    """Keeps Thunder from casting the arguments of symbols that are called inside, whatever autocast is on.
+
+    ``data``: Thunder's data of a compilation.
+    """
+    stack, data.autocast_stack = data.autocast_stack, AutocastStack()
+    try:
+        yield
+    finally:
+        data.autocast_stack = stack
+
+
+def pack_tensors(name: str, tensors: tuple[TensorProxy, ...]) -> None:
+    """Makes tensors of the running trace results of the step, which the epilogue packs as the buffer of this ``name``.
+
+    Thunder has no other way to hand the epilogue tensors that the traced function does not return.
+    """
+    function = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
+    members = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value="_buffers")
+    owner = _Packed({}, ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[function, members]))
+    get_jit_ctx()._additional_outputs[owner].append((PseudoInst.STORE_SUBSCR, owner, _Packed(name), _Packed(tensors)))
+
+
+class _Packed:
+    """What Thunder reads of a wrapped value."""
+
+    def __init__(self, value: Any, provenance: Any = None) -> None:
+        self.value, self.provenance = value, provenance
+
+
+def name_as_user(proxy: Proxy, name: str) -> None:
+    """Lets a proxy of the running trace have the ``name`` of a variable of the user's program when tracing is over, if
+    no other value has it."""
+    _maybe_update_proxy_name(proxy, name, is_internal=False)
+
+
+def names_of_users() -> dict[Any, TensorProxy]:
+    """The proxies that get the name of a variable of the user's program when tracing is over: by ``variableify`` of the
+    old one."""
+    found: dict[Any, TensorProxy] = get_jit_ctx()._proxy_swapmap
+    return found
+
+
+def jitted_module(jitted: ThunderModule) -> Any:
+    """The module passed to ``thunder.jit``."""
+    return jitted._model
+
+
+def unjitted(model: Any) -> Any:
+    """The module passed to ``thunder.jit`` if ``model`` is its result, else ``model`` itself."""
+    return jitted_module(model) if isinstance(model, ThunderModule) else model
+
+
+def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
+    """The transforms passed to ``thunder.jit``, and those enlisted since."""
+    return list(jitted._lc_transforms)
+
+
+@contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Lets Thunder choose the fused attention of a CUDA device where there is none, for the compilation of a step that
+    is never run: torch, which Thunder asks, finds none there. Thunder has no hook for this."""
+    with mock.patch.object(sdpaex, "_fused_sdp_choice", _usual_attention):
+        yield
+
+
+def _usual_attention(query: Any, key: Any, value: Any, mask: Any, *options: Any) -> Any:
+    """The kernel of attention that torch chooses on a CUDA device of today."""
+    if query.dtype in (dtypes.bfloat16, dtypes.float16) and mask is None and query.shape[-1] <= 256:
+        return SpdaBackend.FLASH_ATTENTION
+    return SpdaBackend.MATH if query.dtype is dtypes.float64 else SpdaBackend.MEMORY_EFFICIENT
+
+
+def replace_missing_fuser() -> None:
+    """Gives Thunder's recipes its default executors in place of a fuser that is missing, for which Thunder 0.2.6 hands
+    itself None. Its default recipe names nvFuser."""
+    from thunder.extend import get_default_executors
+    from thunder.recipes import BaseRecipe
+
+    setup = BaseRecipe.setup_executors
+
+    @functools.wraps(setup)
+    def setup_executors(self: Any) -> list[Any]:
+        found = setup(self)
+        return [e for e in found if e is not None] + (list(get_default_executors()) if None in found else [])
+
+    BaseRecipe.setup_executors = setup_executors

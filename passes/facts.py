@@ -1,0 +1,73 @@
+"""What the passes of a compilation know besides the trace: what tracing found, and what passes hand to later ones.
+
+A pass names the facts that it uses as keyword-only parameters, and :class:`Compilation` binds them. A pass that gives
+something to a later one fills a fact; both docstrings say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from passes.drop_unused import Unused
+from passes.insert_guards import Guard
+from passes.keep_secondary import Kept
+from passes.plan import Enlisted
+from passes.rebuild_result import Rebuild
+from passes.save_shards import Swapped
+from passes.set_state import Setter
+
+from thunder.core.trace import TraceCtx
+
+Run = Callable[..., TraceCtx]
+
+
+@dataclass
+class Facts:
+    """The facts of one compilation. Tracing fills them; the passes only read them, except for the last two."""
+
+    enlisted: Enlisted = field(default_factory=Enlisted)  # the parameters that it met, and the steps of their models
+    models: list[str] = field(default_factory=list)  # the names of the traced models, in order
+    guards: list[Guard] = field(default_factory=list)  # raise if the step is not valid any more
+    last_guards: list[Guard] = field(default_factory=list)  # likewise, if all other checks have passed
+    setters: dict[str, Setter] = field(default_factory=dict)  # set what forward sets, by the name of its tensors
+    rebuild: Rebuild | None = None  # makes what a jitted model returns, if Thunder cannot
+    unused: Unused = field(default_factory=Unused)  # the outputs that the running backward does not come from
+    remark: str = ""  # about blocks and modules, for the first stage
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
+    known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
+    swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
+    kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
+
+
+class Compilation:
+    """Where the passes of a jitted function find the facts of the call that is being compiled."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        self._coming, self._tracing = Facts(), None
+
+    def trace(self, tracing: Any) -> Facts:
+        """The facts for ``tracing`` to fill, which is Thunder's context of it: new ones unless it is under way."""
+        if self._tracing is not tracing:
+            self._coming, self._tracing = Facts(), tracing
+        return self._coming
+
+    def end_tracing(self) -> None:
+        """Gives the passes the facts of the call that was traced; none if it called no sharded model."""
+        self.facts, self._coming, self._tracing = self._coming, Facts(), None
+        for refuse in self.facts.at_end:
+            refuse()
+
+    def bound(self, run: Run, **options: Any) -> Callable[[TraceCtx], TraceCtx]:
+        """A pass with the facts that it uses, and those of the ``options`` that it has."""
+        names = inspect.signature(run).parameters.keys()
+        facts = names & Facts.__dataclass_fields__.keys()
+        given = {name: options[name] for name in names & options.keys()}
+
+        def bound(trace: TraceCtx) -> TraceCtx:
+            return run(trace, **given, **{name: getattr(self.facts, name) for name in facts})
+
+        return bound

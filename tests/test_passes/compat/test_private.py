@@ -1,0 +1,65 @@
+"""Each private name of torch and Thunder that is listed exists, and each one that is used is listed."""
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+from passes.compat.private import THUNDER, TORCH
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMPAT = ROOT / "passes" / "compat"
+SOURCES = sorted(p for package in ("passes", "shardtrace") for p in (ROOT / package).rglob("*.py"))
+OTHERS = {"_asdict", "_fields", "_replace"}  # of NamedTuples
+OTHERS |= {"_current_frames", "_getframe"}  # of Python
+OTHERS |= {"_C", "_autograd", "_functorch", "_dynamo"}  # modules, whose names are listed
+OURS = {"_hold", "_shardtrace_real", "_timed"}
+
+
+@pytest.mark.parametrize("private", [*THUNDER, *TORCH], ids=lambda p: f"{p.module}.{p.attribute}")
+def test_a_private_name_exists(private):
+    *parents, name = private.attribute.split(".")
+    owner = import_module(private.module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    assert hasattr(owner, name) or name in inspect.getsource(owner), f"it served: {private.purpose}"
+
+
+def nodes(path):
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def private_imports(path, library):
+    """Names with a leading underscore that a file imports from a library, and names from modules with one."""
+    imports = (n for n in nodes(path) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == library)
+    return {a.name for n in imports for a in n.names if a.name[0] == "_" or "._" in n.module}
+
+
+def private_attributes(path):
+    """Attributes with one leading underscore of anything but ``self``."""
+    found = (n for n in nodes(path) if isinstance(n, ast.Attribute) and n.attr[0] == "_" != n.attr[1])
+    return {n.attr for n in found if not (isinstance(n.value, ast.Name) and n.value.id in ("self", "cls"))}
+
+
+def listed(table):
+    return {private.attribute.split(".")[-1] for private in table}
+
+
+def test_each_private_name_that_is_used_is_listed():
+    known = listed(THUNDER + TORCH) | OTHERS | OURS
+    used = {
+        p.name: private_imports(p, "torch") | private_imports(p, "thunder") | private_attributes(p) for p in SOURCES
+    }
+    assert {name: names - known for name, names in used.items() if names - known} == {}
+
+
+def test_only_compat_uses_private_names_of_thunder():
+    own = {"_name", "_softmax", "_GROUPED_MM"}  # names of others, too, or of functions as torch has them
+    found = {
+        p.name: private_imports(p, "thunder") | private_attributes(p) & listed(THUNDER)
+        for p in SOURCES
+        if p.parent != COMPAT
+    }
+    assert {name: names - own for name, names in found.items() if names - own} == {}
