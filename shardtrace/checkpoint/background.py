@@ -9,8 +9,8 @@ from typing import Any
 
 from shardtrace.checkpoint.files import step_directory
 from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.save import Optimizers, prepare, write
-from shardtrace.checkpoint.state import ModelState, model_state
+from shardtrace.checkpoint.save import prepare, write
+from shardtrace.checkpoint.state import ModelState, Optimizers, companions, model_state
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -51,19 +51,8 @@ class AsyncCheckpointer:
     ) -> Path:
         """Save like :func:`shardtrace.save_checkpoint`; return the directory, which will be complete later."""
         self.wait()
-        state = model_state(model)
-        prepared = prepare(
-            state,
-            path,
-            optimizer,
-            step=step,
-            schedulers=schedulers,
-            scaler=scaler,
-            extra=extra,
-            ema=ema,
-            keep_last=keep_last,
-            keep=_copied,
-        )
+        state, others = model_state(model), companions(optimizer, schedulers, scaler, ema)
+        prepared = prepare(state, path, others, extra, step=step, keep_last=keep_last, keep=_copied)
         self._pending = self._thread.submit(write, prepared, self._group(state), ProgressBar("save", show=False))
         return step_directory(prepared.root, step)
 

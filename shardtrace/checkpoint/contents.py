@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from shardtrace.checkpoint.index import Index, SavedTensor, read_index
 from shardtrace.checkpoint.integrity import check_files
 from shardtrace.checkpoint.optimizer import new_tensors, optimizer_load
 from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.state import ModelState, check_second
+from shardtrace.checkpoint.state import Companions, ModelState
 
 import torch
-from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,14 +34,7 @@ class Contents:
     sums: dict[str, torch.Tensor]
 
 
-def checked_contents(
-    path: Path,
-    model: ModelState,
-    optimizers: Sequence[Optimizer],
-    schedulers: Any,
-    scaler: Any,
-    ema: ModelState | None = None,
-) -> Contents:
+def checked_contents(path: Path, model: ModelState, others: Companions) -> Contents:
     """The contents of the checkpoint at ``path``. This rank checks its share of the files.
 
     Raises CheckpointError that says what is wrong; nothing has been changed.
@@ -56,23 +47,10 @@ def checked_contents(
     def decoded(value: Any) -> Any:
         return decode(value, new_tensors(value, tensors, targets))
 
-    for label, one in (("model", model), ("ema", ema)):
-        if one is not None:
-            _check_model(label, one, tensors)
-            targets |= {f"{label}.{name}": slot.distributed() for name, slot in one.slots.items()}
-    if ema is not None:
-        check_second(ema, model)
-    saved = len(index.state["optimizers"])
-    if optimizers and not saved:
-        raise CheckpointError(f"{directory} holds no optimizer: pass none to load only the model")
-    if optimizers and len(optimizers) != saved:
-        raise CheckpointError(f"{directory} holds {saved} optimizer(s), {len(optimizers)} are to be loaded")
-    if schedulers and len(schedulers) != len(index.state["schedulers"]):
-        raise CheckpointError(
-            f"{directory} holds {len(index.state['schedulers'])} schedulers, {len(schedulers)} are to be loaded"
-        )
-    if scaler is not None and index.state["scaler"] is None:
-        raise CheckpointError(f"{directory} holds no scaler")
+    for label, one in others.models(model).items():
+        _check_model(label, one, tensors)
+        targets |= {f"{label}.{name}": slot.distributed() for name, slot in one.slots.items()}
+    _check_companions(directory, index, others)
     same = len(index.ranks) == model.ranks
     own = index.ranks[model.rank if same else 0]
     if any(rank["accumulated"] != {"dict": []} for rank in index.ranks) and not (same and model.states):
@@ -82,14 +60,14 @@ def checked_contents(
         )
     new_optimizers = [  # these calls and the following ones add to targets
         optimizer_load(optimizer, model, _saved_optimizer(index, number), tensors, targets)
-        for number, optimizer in enumerate(optimizers)
+        for number, optimizer in enumerate(others.optimizers)
     ]
     extra_state = {key: decoded(value) for key, value in index.state["extra_state"].items()}
     if extra_state.keys() != model.extra.keys():
         raise CheckpointError(f"{directory} holds the extra states {[*extra_state]}, the model {[*model.extra]}")
     values = {
-        "schedulers": decoded(index.state["schedulers"]) if schedulers else [],
-        "scaler": decoded(index.state["scaler"]) if scaler is not None else None,
+        "schedulers": decoded(index.state["schedulers"]) if others.schedulers else [],
+        "scaler": decoded(index.state["scaler"]) if others.scaler is not None else None,
         "rng": decoded(own["rng"]) if same else None,
         "extra": decoded(own["extra"]),
         "sums": decoded(own["accumulated"]) if same else {},
@@ -104,6 +82,19 @@ def checked_contents(
         extra_state=extra_state,
         **values,
     )
+
+
+def _check_companions(directory: Path, index: Index, others: Companions) -> None:
+    saved, wanted = len(index.state["optimizers"]), len(others.optimizers)
+    if wanted and not saved:
+        raise CheckpointError(f"{directory} holds no optimizer: pass none to load only the model")
+    if wanted and wanted != saved:
+        raise CheckpointError(f"{directory} holds {saved} optimizer(s), {wanted} are to be loaded")
+    saved, wanted = len(index.state["schedulers"]), len(others.schedulers)
+    if wanted and wanted != saved:
+        raise CheckpointError(f"{directory} holds {saved} schedulers, {wanted} are to be loaded")
+    if others.scaler is not None and index.state["scaler"] is None:
+        raise CheckpointError(f"{directory} holds no scaler")
 
 
 def _saved_optimizer(index: Index, number: int) -> dict[str, Any]:

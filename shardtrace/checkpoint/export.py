@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.agreement import agree
-from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
+from shardtrace.checkpoint.files import CheckpointError, write_new
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 from shardtrace.model.home import unshard
@@ -58,11 +59,11 @@ def export_safetensors(
                 advance(_bytes(slot))
             if values:
                 aliases = {name: first for name, first in state.tied.items() if first in values}
-                error = _write(root / file, values, aliases)
-    if state.rank == 0 and error is None and len(files) > 1:
-        error = _write_index(root, files, state)
-    if state.rank == 0 and error is None and config is not None:
-        error = _write_text(root / CONFIG, _config(config, type(state.module).__name__))
+                save = functools.partial(save_file, values, metadata={"format": "pt", **aliases})
+                error = _write(root / file, save)
+    texts = {} if state.rank else _texts(files, state, config)
+    for file, text in texts.items():
+        error = error or _write(root / file, functools.partial(Path.write_text, data=text))
     agree(state, f"the model exported to {root}", [], error)
 
 
@@ -96,32 +97,28 @@ def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState, conf
     return None
 
 
-def _write(path: Path, values: dict[str, torch.Tensor], aliases: dict[str, str]) -> Exception | None:
+def _write(path: Path, write: Callable[[Path], object]) -> Exception | None:
     """Write a file completely or not at all. Returns its error, so that no rank waits in a gather."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(values, temporary, metadata={"format": "pt", **aliases})
-        sync_file(temporary)
-        rename_new(temporary, path)
+        write_new(path, write)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         return CheckpointError(f"cannot write {path}: {error}")
     return None
 
 
-def _write_index(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
-    total = sum(map(_bytes, model.slots.values()))
-    weights = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
-    return _write_text(root / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _write_text(path: Path, text: str) -> Exception | None:
-    try:
-        write_new(path, text.encode())
-    except OSError as error:
-        return CheckpointError(f"cannot write {path}: {error}")
-    return None
+def _texts(files: Mapping[str, list[str]], model: ModelState, config: Any) -> dict[str, str]:
+    """The texts to write, by file: the index of several files, and the config."""
+    texts = {}
+    if len(files) > 1:
+        total = sum(map(_bytes, model.slots.values()))
+        weights = {name: file for file, names in files.items() for name in names}
+        texts[SAFETENSORS_INDEX] = (
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2) + "\n"
+        )
+    if config is not None:
+        texts[CONFIG] = _config(config, type(model.module).__name__)
+    return texts
 
 
 def _config(config: Any, architecture: str) -> str:

@@ -11,6 +11,7 @@ import re
 import shutil
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 INDEX = "index.json"
@@ -82,17 +83,11 @@ def remove_old(root: Path, keep_last: int) -> None:
             shutil.rmtree(path)
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all, even if the machine stops."""
+def write_new(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file completely or not at all, even if the machine stops. ``write`` gets the path to write to."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    rename_new(temporary, path)
-
-
-def rename_new(temporary: Path, path: Path) -> None:
+    write(temporary)
+    sync_file(temporary)
     if path.exists():
         raise CheckpointError(f"{path} exists already")
     temporary.rename(path)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agree, together
 from shardtrace.checkpoint.contents import Contents, checked_contents
 from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum
 from shardtrace.checkpoint.optimizer import load_optimizer
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.reader import SafetensorsReader
 from shardtrace.checkpoint.rng import set_rng_state
-from shardtrace.checkpoint.save import Optimizers, as_list, failed
-from shardtrace.checkpoint.state import ModelState, model_state
+from shardtrace.checkpoint.state import ModelState, Optimizers, companions, model_state
 from shardtrace.checkpoint.sums import set_sums
-from shardtrace.ranks.failure import communicating
-from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 SLOWEST = 50e6  # bytes per second; files are expected to be read at least as fast
 
@@ -73,9 +68,9 @@ def load_checkpoint(
         CheckpointError: on every rank, naming the file, tensor or parameter that is wrong.
     """
     state, contents, error = model_state(model), None, None
+    others = companions(optimizer, schedulers, scaler, ema)
     try:
-        second = model_state(ema) if ema is not None else None
-        contents = checked_contents(Path(path), state, as_list(optimizer), as_list(schedulers), scaler, second)
+        contents = checked_contents(Path(path), state, others)
     except (CheckpointError, OSError, SafetensorError) as problem:
         error = problem
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:
@@ -90,9 +85,9 @@ def load_checkpoint(
     set_sums(state, contents.sums)
     for key, value in contents.extra_state.items():
         state.module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
-    for one, values in zip(as_list(optimizer), contents.optimizers, strict=True):
+    for one, values in zip(others.optimizers, contents.optimizers, strict=True):
         load_optimizer(one, values)
-    for scheduler, values in zip(as_list(schedulers), contents.schedulers, strict=False):
+    for scheduler, values in zip(others.schedulers, contents.schedulers, strict=False):
         scheduler.load_state_dict(values)
     if scaler is not None:
         scaler.load_state_dict(contents.scaler)
@@ -102,18 +97,8 @@ def load_checkpoint(
 
 
 def _read(contents: Contents, model: ModelState) -> None:
-    alone = model.group is None or is_alone(model.group)
-    together = nullcontext() if model.group is None else communicating("a checkpoint to be loaded", model.group)
     reader = SafetensorsReader(contents.path, contents.tensors, ProgressBar("load", show=model.rank == 0))
-    try:
-        with together, warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                contents.targets,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=None if alone else model.group,
-                no_dist=alone,
-            )
-    except CheckpointException as exception:
-        raise failed(f"{contents.path} was loaded only in part", exception) from None
+    failure = f"{contents.path} was loaded only in part"
+    with together(model.group, "a checkpoint to be loaded", failure) as arguments, torch.no_grad():
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(contents.targets, storage_reader=reader, planner=planner, **arguments)

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agree, together
 from shardtrace.checkpoint.codec import encode
 from shardtrace.checkpoint.files import CheckpointError, step_directory
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.rng import rng_state
-from shardtrace.checkpoint.state import Keep, ModelState, check_second, model_state
+from shardtrace.checkpoint.state import Companions, Keep, ModelState, Optimizers, companions, model_state
 from shardtrace.checkpoint.sums import sums_of
-from shardtrace.checkpoint.writer import SafetensorsWriter
-from shardtrace.ranks.failure import communicating
-from shardtrace.ranks.mesh import is_alone
+from shardtrace.checkpoint.writer import Prepared, SafetensorsWriter
 from shardtrace.training.buffers import warn_of_differing_buffers
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
-from torch.optim import Optimizer
-
-Optimizers = Optimizer | Sequence[Optimizer] | None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Prepared:
-    """The data that a rank saves: tensors, its ``own`` other state, and ``shared`` state from the first rank."""
-
-    root: Path
-    step: int
-    tensors: dict[str, torch.Tensor]
-    own: dict[str, Any]
-    shared: dict[str, Any]
-    keep_last: int | None
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 
 def save_checkpoint(
@@ -81,18 +60,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, naming the value that cannot be saved, or the file and what went wrong with it.
     """
-    state = model_state(model)
-    prepared = prepare(
-        state,
-        path,
-        optimizer,
-        step=step,
-        schedulers=schedulers,
-        scaler=scaler,
-        extra=extra,
-        ema=ema,
-        keep_last=keep_last,
-    )
+    state, others = model_state(model), companions(optimizer, schedulers, scaler, ema)
+    prepared = prepare(state, path, others, extra, step=step, keep_last=keep_last)
     write(prepared, state.group, ProgressBar("save", show=state.rank == 0))
     return step_directory(prepared.root, step)
 
@@ -100,13 +69,10 @@ def save_checkpoint(
 def prepare(
     model: ModelState,
     path: str | os.PathLike[str],
-    optimizer: Optimizers,
+    others: Companions,
+    extra: Any,
     *,
     step: int,
-    schedulers: Any,
-    scaler: Any,
-    extra: Any,
-    ema: nn.Module | None,
     keep_last: int | None,
     keep: Keep = torch.Tensor.detach,
 ) -> Prepared:
@@ -122,13 +88,7 @@ def prepare(
             raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
-        tensors, own, shared = _collect(model, optimizer, schedulers, scaler, extra, keep)
-        if ema is not None:
-            second = model_state(ema)
-            check_second(second, model)
-            tensors |= _tensors("ema", second, keep)
-            if model.rank == 0:
-                shared["tied"] |= _tied("ema", second)
+        tensors, own, shared = _collect(model, others, extra, keep)
         prepared = Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
     except CheckpointError as problem:
         error = problem
@@ -138,11 +98,18 @@ def prepare(
 
 
 def _collect(
-    model: ModelState, optimizer: Optimizers, schedulers: Any, scaler: Any, extra: Any, keep: Keep
+    model: ModelState, others: Companions, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """The tensors, this rank's own other state, and the state that the first rank saves for all."""
-    tensors: dict[str, torch.Tensor | None] = {**_tensors("model", model, keep)}
-    saved = [optimizer_state(o, model, tensors, keep, label(number)) for number, o in enumerate(as_list(optimizer))]
+    tensors: dict[str, torch.Tensor | None] = {}
+    tied: dict[str, str] = {}
+    for label, one in others.models(model).items():
+        tensors |= _tensors(label, one, keep)
+        tied |= {f"{label}.{name}": f"{label}.{first}" for name, first in one.tied.items()}
+    saved = [
+        optimizer_state(optimizer, model, tensors, keep, f"optimizer.{number}" if number else "optimizer")
+        for number, optimizer in enumerate(others.optimizers)
+    ]
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
         "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
@@ -152,69 +119,36 @@ def _collect(
     }
     shared: dict[str, Any] = {}
     if model.rank == 0:
-        states = [scheduler.state_dict() for scheduler in as_list(schedulers)]
+        states = [scheduler.state_dict() for scheduler in others.schedulers]
+        scaler = others.scaler.state_dict() if others.scaler is not None else None
         shared = {
-            "tied": _tied("model", model),
+            "tied": tied,
             "extra_state": {key: encode(value, f"extra_state.{key}", plain) for key, value in model.extra.items()},
             "optimizers": saved,
             "schedulers": encode(states, "schedulers", plain),
-            "scaler": encode(scaler.state_dict() if scaler is not None else None, "scaler", plain),
+            "scaler": encode(scaler, "scaler", plain),
         }
     tensors |= {name: keep(value) for name, value in plain.items()}
     return {name: value for name, value in tensors.items() if value is not None}, own, shared
 
 
-def _tensors(label: str, model: ModelState, keep: Keep) -> dict[str, torch.Tensor]:
+def _tensors(label: str, model: ModelState, keep: Keep) -> dict[str, torch.Tensor | None]:
     """This rank's parts of a model's tensors. Unsharded ones, which may differ as buffers do, are the first rank's."""
-    parts = {
+    return {
         f"{label}.{name}": slot.distributed(keep(slot.local))
         for name, slot in model.slots.items()
         if slot.home is not None or model.rank == 0
     }
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _tied(label: str, model: ModelState) -> dict[str, str]:
-    return {f"{label}.{name}": f"{label}.{first}" for name, first in model.tied.items()}
-
-
-def as_list(values: Any) -> Sequence[Any]:
-    return values if isinstance(values, (list, tuple)) else [values] if values is not None else []
-
-
-def label(number: int) -> str:
-    """The beginning of the names of an optimizer's tensors."""
-    return f"optimizer.{number}" if number else "optimizer"
 
 
 def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:
     """Write a checkpoint through torch.distributed.checkpoint. Raises CheckpointError on every rank."""
-    writer = SafetensorsWriter(
-        prepared.root,
-        step=prepared.step,
-        own=prepared.own,
-        shared=prepared.shared,
-        keep_last=prepared.keep_last,
-        progress=progress,
-    )
-    alone = group is None or is_alone(group)
-    together = nullcontext() if group is None else communicating("a checkpoint to be saved", group)
+    writer = SafetensorsWriter(prepared, progress)
+    failure = f"step {prepared.step} was not saved to {prepared.root}"
     try:
-        with together, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                prepared.tensors,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=None if alone else group,
-                no_dist=alone,
-            )
-    except CheckpointException as exception:
+        with together(group, "a checkpoint to be saved", failure) as arguments:
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            dcp.save(prepared.tensors, storage_writer=writer, planner=planner, **arguments)
+    except CheckpointError:
         writer.discard()
-        raise failed(f"step {prepared.step} was not saved to {prepared.root}", exception) from None
-
-
-def failed(what: str, exception: CheckpointException) -> CheckpointError:
-    """The failures of all ranks in one error."""
-    failures = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(exception.failures.items())]
-    return CheckpointError(f"{what}: {'; '.join(failures)}")
+        raise
