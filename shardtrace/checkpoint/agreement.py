@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardtrace.checkpoint.files import CheckpointError
@@ -17,17 +18,32 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 
-def agree(model: ModelState, what: str, lines: list[str], error: Exception | None, *, timeout: float = 0.0) -> None:
-    """Raise CheckpointError on every rank if one of them has an error, or if their lines differ.
+@dataclass
+class Said:
+    """What a rank says before ranks are compared: its lines, and for how many seconds the others may be busy, in
+    addition to the timeout of ``fsdp``."""
 
-    Args:
-        timeout: seconds to wait for the other ranks, in addition to the timeout of ``fsdp``.
+    lines: list[str] = field(default_factory=list)
+    timeout: float = 0.0
+
+
+@contextmanager
+def agreement(model: ModelState, what: str, *errors: type[Exception]) -> Iterator[Said]:
+    """Around a block that runs on every rank and communicates nothing; yields what it fills in.
+
+    Raises CheckpointError on every rank if a block has raised one of ``errors`` or a CheckpointError, or if the ranks
+    have said different lines.
     """
-    found = str(error) if error is not None else ""
+    said, found = Said(), ""
+    caught: tuple[type[Exception], ...] = (CheckpointError, *errors)
+    try:
+        yield said
+    except caught as error:
+        found = str(error)
     if model.group is not None:
-        timeout += model.states[0].options.timeout
+        timeout = said.timeout + model.states[0].options.timeout
         try:
-            compare(model.group, what, lines, timeout=timeout, error=found)
+            compare(model.group, what, said.lines, timeout=timeout, error=found)
         except RankMismatchError as mismatch:
             found = found or str(mismatch)
     if found:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.files import CheckpointError, write_new
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
@@ -46,15 +46,17 @@ def export_safetensors(
     """
     root, state = Path(path).absolute(), model_state(model)
     files = _files(state, max_file_bytes)
-    error = _refusal(root, files, state, config)
-    agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
+    with agreement(state, f"a model to export to {root}") as said:
+        said.lines = [f"max_file_bytes={max_file_bytes}"]
+        _check(root, files, state, config)
+    error = ""
     with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
             values = {}
             for name in names:
                 slot = state.slots[name]
                 whole = slot.local.detach() if slot.home is None else unshard(slot.local, slot.full_shape, slot.home)
-                if state.rank == 0 and error is None:
+                if state.rank == 0 and not error:
                     values[name] = whole.cpu().contiguous()
                 advance(_bytes(slot))
             if values:
@@ -64,7 +66,9 @@ def export_safetensors(
     texts = {} if state.rank else _texts(files, state, config)
     for file, text in texts.items():
         error = error or _write(root / file, functools.partial(Path.write_text, data=text))
-    agree(state, f"the model exported to {root}", [], error)
+    with agreement(state, f"the model exported to {root}"):
+        if error:
+            raise CheckpointError(error)
 
 
 def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
@@ -86,25 +90,24 @@ def _bytes(slot: Slot) -> int:
     return torch.Size(slot.full_shape).numel() * slot.local.element_size()
 
 
-def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> Exception | None:
+def _check(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> None:
     if not (config is None or isinstance(config, Mapping) or hasattr(config, "to_json_string")):
-        return CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
+        raise CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
     if model.extra:
-        return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
+        raise CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
     for name in (*files, SAFETENSORS_INDEX, "model.safetensors", *([CONFIG] if config is not None else [])):
         if (root / name).exists():
-            return CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
-    return None
+            raise CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> Exception | None:
-    """Write a file completely or not at all. Returns its error, so that no rank waits in a gather."""
+def _write(path: Path, write: Callable[[Path], object]) -> str:
+    """Write a file completely or not at all. Returns its error, or "", so that no rank waits in a gather."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, write)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        return CheckpointError(f"cannot write {path}: {error}")
-    return None
+        return f"cannot write {path}: {error}"
+    return ""
 
 
 def _texts(files: Mapping[str, list[str]], model: ModelState, config: Any) -> dict[str, str]:

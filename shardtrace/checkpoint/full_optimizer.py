@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.optimizer import check_whole, is_like, load_optimizer, named_groups, options_of, packed
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
@@ -36,21 +36,16 @@ def full_optimizer_state_dict(
         CheckpointError: on every rank, naming a parameter that is not the model's, or a state that is not laid out like
             its parameter.
     """
-    state, error, slots = model_state(model), None, []
-    own = optimizer.state_dict()
+    state, own = model_state(model), optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    try:
+    values = {number: own["state"].get(number, {}) for number in range(len(parameters))}
+    with agreement(state, f"the state of the {type(optimizer).__name__} to gather") as said:
         slots = [state.slots[name] for group in named_groups(optimizer, state) for name in group]
-        for number, found in own["state"].items():
-            for key, value in found.items():
+        said.lines = [f"{n}: {_kinds(values[n], parameters[n])}" for n, slot in enumerate(slots) if not slot.is_owned]
+        for number, slot in enumerate(slots):
+            for key, value in values[number].items():
                 if isinstance(value, torch.Tensor) and not is_like(key, value, parameters[number]):
-                    check_whole({f"{key} of parameter {number}": value}, slots[number])
-    except CheckpointError as problem:
-        error = problem
-    values = {number: own["state"].get(number, {}) for number in range(len(slots))}
-    lines = [f"{n}: {_kinds(values[n], parameters[n])}" for n, slot in enumerate(slots) if not slot.is_owned]
-    agree(state, f"the state of the {type(optimizer).__name__} to gather", lines, error)
-
+                    check_whole({f"{key} of parameter {number}": value}, slot)
     keep = not rank0_only or state.rank == 0
     full: dict[int, dict[str, Any]] = {}
     for number, slot in enumerate(slots):
@@ -82,14 +77,14 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     Raises:
         CheckpointError: on every rank, naming the parameter or key that does not fit; nothing has been loaded then.
     """
-    state, error, mine = model_state(model), None, {}
-    try:
-        mine = _mine(optimizer, state, state_dict)
-    except CheckpointError as problem:
-        error = problem
-    except (KeyError, TypeError, AttributeError, ValueError) as problem:
-        error = CheckpointError(f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}")
-    agree(state, f"the state of the {type(optimizer).__name__} to load", [], error)
+    state = model_state(model)
+    with agreement(state, f"the state of the {type(optimizer).__name__} to load"):
+        try:
+            mine = _mine(optimizer, state, state_dict)
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+            raise CheckpointError(
+                f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}"
+            ) from None
     load_optimizer(optimizer, mine)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree, together
+from shardtrace.checkpoint.agreement import agreement, together
 from shardtrace.checkpoint.contents import Contents, checked_contents
 from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum
 from shardtrace.checkpoint.optimizer import load_optimizer
@@ -67,20 +67,16 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, naming the file, tensor or parameter that is wrong.
     """
-    state, contents, error = model_state(model), None, None
-    others = companions(optimizer, schedulers, scaler, ema)
-    try:
-        contents = checked_contents(Path(path), state, others)
-    except (CheckpointError, OSError, SafetensorError) as problem:
-        error = problem
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:
-        error = CheckpointError(f"the index of {path} is not one: {type(problem).__name__}: {problem}")
-    seconds, lines = 0.0, []
-    if contents is not None:
-        seconds = sum(size for size, _ in contents.index.files.values()) / SLOWEST
-        lines = [f"{contents.path} with an index of checksum {checksum(contents.path / INDEX):08x}"]
-    agree(state, "the checkpoint to load", lines, error, timeout=seconds)
-    assert contents is not None
+    state, others = model_state(model), companions(optimizer, schedulers, scaler, ema)
+    with agreement(state, "the checkpoint to load", OSError, SafetensorError) as said:
+        try:
+            contents = checked_contents(Path(path), state, others)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as problem:
+            if isinstance(problem, CheckpointError):
+                raise
+            raise CheckpointError(f"the index of {path} is not one: {type(problem).__name__}: {problem}") from None
+        said.timeout = sum(size for size, _ in contents.index.files.values()) / SLOWEST
+        said.lines = [f"{contents.path} with an index of checksum {checksum(contents.path / INDEX):08x}"]
     _read(contents, state)
     set_sums(state, contents.sums)
     for key, value in contents.extra_state.items():

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree, together
+from shardtrace.checkpoint.agreement import agreement, together
 from shardtrace.checkpoint.codec import encode
 from shardtrace.checkpoint.files import CheckpointError, step_directory
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
@@ -80,21 +80,21 @@ def prepare(
 
     Raises CheckpointError on every rank.
     """
-    root, error, prepared = Path(path).absolute(), None, None
+    root = Path(path).absolute()
     if model.group is not None:
         warn_of_differing_buffers(model.module, model.group)
-    try:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
-        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
-            raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
+    with agreement(model, f"a checkpoint to save to {root}") as said:
+        said.lines = [f"step {step}, keep_last={keep_last}"]
+        _check_count("step", step, 0)
+        if keep_last is not None:
+            _check_count("keep_last", keep_last, 1)
         tensors, own, shared = _collect(model, others, extra, keep)
-        prepared = Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
-    except CheckpointError as problem:
-        error = problem
-    agree(model, f"a checkpoint to save to {root}", [f"step {step}, keep_last={keep_last}"], error)
-    assert prepared is not None
-    return prepared
+    return Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
+
+
+def _check_count(name: str, number: Any, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise CheckpointError(f"{name} must be a whole number of at least {least}, not {number!r}")
 
 
 def _collect(
