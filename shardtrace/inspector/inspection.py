@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
 from passes.pipeline import REMARK
-from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
+from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.profiling import Profile
 from shardtrace.inspector.record import Record, Rows, Stage, Traces, build_record
 from shardtrace.inspector.summary import Totals, totals

@@ -13,7 +13,7 @@ from unittest import mock
 
 from passes.analysis.recognise import is_backward
 from passes.compat import compile_data_and_stats, jitted_module
-from shardtrace.fake import fake_ranks
+from shardtrace.inspector.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, inspect_traces
 from shardtrace.inspector.record import Traces
 from shardtrace.model.state import states_in
