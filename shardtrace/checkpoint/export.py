@@ -14,7 +14,6 @@ from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.files import CheckpointError, write_new
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.model.home import unshard
 
 import torch
 from safetensors import SafetensorError
@@ -55,7 +54,7 @@ def export_safetensors(
             values = {}
             for name in names:
                 slot = state.slots[name]
-                whole = slot.local.detach() if slot.home is None else unshard(slot.local, slot.full_shape, slot.home)
+                whole = slot.whole()
                 if state.rank == 0 and not error:
                     values[name] = whole.cpu().contiguous()
                 advance(_bytes(slot))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from passes.plan import Shape
-from shardtrace.checkpoint.files import CheckpointError, check_file, check_names
+from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum
 from shardtrace.checkpoint.index import Index
 from shardtrace.checkpoint.progress_bar import ProgressBar
 
@@ -18,7 +20,7 @@ def check_files(directory: Path, index: Index, rank: int, ranks: int, progress: 
 
     Raises CheckpointError that names the file and the key that differ from the index.
     """
-    check_names(directory, set(index.files))
+    _check_names(directory, set(index.files))
     mine = sorted(index.files)[rank::ranks]
     held: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {name: {} for name in index.files}
     for tensor in index.tensors.values():
@@ -26,9 +28,15 @@ def check_files(directory: Path, index: Index, rank: int, ranks: int, progress: 
             held[chunk.file][tensor.key] = (tensor.dtype, tensor.chunk_shape(chunk))
     with progress.of(sum(index.files[name][0] for name in mine)) as advance:
         for name in mine:
-            check_file(directory / name, *index.files[name])
-            _check_keys(directory / name, held[name])
-            advance(index.files[name][0])
+            path, (size, crc32) = directory / name, index.files[name]
+            if (found := path.stat().st_size) != size:
+                raise CheckpointError(
+                    f"{path} has {found:,} bytes, {INDEX} says {size:,}: it was truncated or replaced"
+                )
+            if (value := checksum(path)) != crc32:
+                raise CheckpointError(f"{path} is damaged: its checksum is {value:08x}, {INDEX} says {crc32:08x}")
+            _check_keys(path, held[name])
+            advance(size)
 
 
 def _check_keys(path: Path, expected: dict[str, tuple[torch.dtype, Shape]]) -> None:
@@ -44,3 +52,15 @@ def _check_keys(path: Path, expected: dict[str, tuple[torch.dtype, Shape]]) -> N
                 raise CheckpointError(
                     f"{path} holds {key} as {saved_dtype} of shape {saved_shape}, the index says {dtype} of {shape}"
                 )
+
+
+def _check_names(directory: Path, names: set[str]) -> None:
+    """Raise CheckpointError unless the directory holds the index and exactly these regular files."""
+    found = {entry.name for entry in os.scandir(directory) if not entry.name.startswith(".")} - {INDEX}
+    if missing := names - found:
+        raise CheckpointError(f"{directory / min(missing)} is missing")
+    if foreign := found - names:
+        raise CheckpointError(f"{directory / min(foreign)} is not of this checkpoint: its {INDEX} does not list it")
+    for name in names:
+        if not stat.S_ISREG(os.lstat(directory / name).st_mode):
+            raise CheckpointError(f"{directory / name} is not a regular file")

@@ -11,11 +11,10 @@ from shardtrace.checkpoint.agreement import agreement, together
 from shardtrace.checkpoint.contents import Contents, checked_contents
 from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum
 from shardtrace.checkpoint.optimizer import load_optimizer
+from shardtrace.checkpoint.own import set_rng_state, set_sums
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.reader import SafetensorsReader
-from shardtrace.checkpoint.rng import set_rng_state
 from shardtrace.checkpoint.state import ModelState, Optimizers, companions, model_state
-from shardtrace.checkpoint.sums import set_sums
 
 import torch
 import torch.distributed.checkpoint as dcp

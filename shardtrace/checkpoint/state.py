@@ -11,7 +11,7 @@ from typing import Any
 from passes.compat import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.model.home import Home
+from shardtrace.model.home import Home, unshard
 from shardtrace.model.state import ShardedState, states_in
 from shardtrace.training.full import sharded_entries
 
@@ -60,6 +60,10 @@ class Slot:
             return (local[0] if group.rank() == 0 else None), 0
         first = group.rank() * local.shape[0]
         return local[: max(0, self.full_shape[0] - first)], first
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor. A collective if it is sharded."""
+        return self.local.detach() if self.home is None else unshard(self.local, self.full_shape, self.home)
 
     def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
         """This rank's part for torch.distributed.checkpoint.

@@ -15,10 +15,9 @@ from passes.analysis.traffic import Collective, collectives
 from passes.pipeline import REMARK
 from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
 from shardtrace.inspector.diff import Row, diff
-from shardtrace.inspector.lines import Line, Table
+from shardtrace.inspector.lines import Line, Reader, Table
 from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
-from shardtrace.inspector.reader import Reader
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 from shardtrace.inspector.units import count, size
 
