@@ -84,16 +84,16 @@ def prepare(
         warn_of_differing_buffers(model.module, model.group)
     with agreement(model, f"a checkpoint to save to {root}") as said:
         said.lines = [f"step {step}, keep_last={keep_last}"]
-        _check_count("step", step, 0)
-        if keep_last is not None:
-            _check_count("keep_last", keep_last, 1)
+        if not _is_count(step, 0):
+            raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
+        if keep_last is not None and not _is_count(keep_last, 1):
+            raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
         tensors, own, shared = _collect(model, others, extra, keep)
     return Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
 
 
-def _check_count(name: str, number: Any, least: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise CheckpointError(f"{name} must be a whole number of at least {least}, not {number!r}")
+def _is_count(number: Any, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def _collect(
@@ -103,7 +103,11 @@ def _collect(
     tensors: dict[str, torch.Tensor | None] = {}
     tied: dict[str, str] = {}
     for label, one in others.models(model).items():
-        tensors |= _tensors(label, one, keep)
+        tensors |= {
+            f"{label}.{name}": slot.distributed(keep(slot.local))
+            for name, slot in one.slots.items()
+            if slot.home is not None or model.rank == 0  # buffers may differ: the first rank's are saved
+        }
         tied |= {f"{label}.{name}": f"{label}.{first}" for name, first in one.tied.items()}
     saved = [
         optimizer_state(optimizer, model, tensors, keep, f"optimizer.{number}" if number else "optimizer")
@@ -129,15 +133,6 @@ def _collect(
         }
     tensors |= {name: keep(value) for name, value in plain.items()}
     return {name: value for name, value in tensors.items() if value is not None}, own, shared
-
-
-def _tensors(label: str, model: ModelState, keep: Keep) -> dict[str, torch.Tensor | None]:
-    """This rank's parts of a model's tensors. Unsharded ones, which may differ as buffers do, are the first rank's."""
-    return {
-        f"{label}.{name}": slot.distributed(keep(slot.local))
-        for name, slot in model.slots.items()
-        if slot.home is not None or model.rank == 0
-    }
 
 
 def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:
