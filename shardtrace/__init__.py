@@ -29,6 +29,7 @@ from shardtrace.checkpoint import (
     sharded_state_dict,
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
+from shardtrace.inspector.snapshot import MemorySnapshot, memory_snapshot
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
@@ -39,7 +40,6 @@ from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.report import block_traces, collectives, memory
-from shardtrace.snapshot import MemorySnapshot, memory_snapshot
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_

@@ -26,7 +26,7 @@ from passes.analysis.calls import parts_in
 from passes.compat.versions import functional_transform
 from passes.kernels.torch_call import call_of
 from shardtrace.api import fsdp
-from shardtrace.fake import Arguments, parse_arguments
+from shardtrace.inspector.fake import Arguments, parse_arguments
 from shardtrace.model.home import shard
 from shardtrace.model.state import link_of
 from shardtrace.record.eager import EagerModule

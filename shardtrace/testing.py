@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardtrace.api import fsdp
-from shardtrace.fake import fake_ranks
+from shardtrace.inspector.fake import fake_ranks
 
 import thunder
 from thunder.core.trace import TraceCtx

@@ -26,11 +26,10 @@ FLOORS = [
     ["shardtrace.training"],
     ["shardtrace.checkpoint"],
     ["shardtrace.api"],
-    ["shardtrace.fake"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
     ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.plugins", "shardtrace.report"],
-    ["shardtrace.cli", "shardtrace.snapshot", "shardtrace.testing"],
+    ["shardtrace.cli", "shardtrace.testing"],
     ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],
 ]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
-from shardtrace.checkpoint.files import CheckpointError, rename_new, sync_file, write_new
+from shardtrace.checkpoint.agreement import agreement
+from shardtrace.checkpoint.files import CheckpointError, write_new
 from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.model.home import unshard
 
 import torch
 from safetensors import SafetensorError
@@ -45,25 +45,29 @@ def export_safetensors(
     """
     root, state = Path(path).absolute(), model_state(model)
     files = _files(state, max_file_bytes)
-    error = _refusal(root, files, state, config)
-    agree(state, f"a model to export to {root}", [f"max_file_bytes={max_file_bytes}"], error)
+    with agreement(state, f"a model to export to {root}") as said:
+        said.lines = [f"max_file_bytes={max_file_bytes}"]
+        _check(root, files, state, config)
+    error = ""
     with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
             values = {}
             for name in names:
                 slot = state.slots[name]
-                whole = slot.local.detach() if slot.home is None else unshard(slot.local, slot.full_shape, slot.home)
-                if state.rank == 0 and error is None:
+                whole = slot.whole()
+                if state.rank == 0 and not error:
                     values[name] = whole.cpu().contiguous()
                 advance(_bytes(slot))
             if values:
                 aliases = {name: first for name, first in state.tied.items() if first in values}
-                error = _write(root / file, values, aliases)
-    if state.rank == 0 and error is None and len(files) > 1:
-        error = _write_index(root, files, state)
-    if state.rank == 0 and error is None and config is not None:
-        error = _write_text(root / CONFIG, _config(config, type(state.module).__name__))
-    agree(state, f"the model exported to {root}", [], error)
+                save = functools.partial(save_file, values, metadata={"format": "pt", **aliases})
+                error = _write(root / file, save)
+    texts = {} if state.rank else _texts(files, state, config)
+    for file, text in texts.items():
+        error = error or _write(root / file, functools.partial(Path.write_text, data=text))
+    with agreement(state, f"the model exported to {root}"):
+        if error:
+            raise CheckpointError(error)
 
 
 def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
@@ -85,43 +89,38 @@ def _bytes(slot: Slot) -> int:
     return torch.Size(slot.full_shape).numel() * slot.local.element_size()
 
 
-def _refusal(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> Exception | None:
+def _check(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> None:
     if not (config is None or isinstance(config, Mapping) or hasattr(config, "to_json_string")):
-        return CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
+        raise CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
     if model.extra:
-        return CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
+        raise CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
     for name in (*files, SAFETENSORS_INDEX, "model.safetensors", *([CONFIG] if config is not None else [])):
         if (root / name).exists():
-            return CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
-    return None
+            raise CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
 
 
-def _write(path: Path, values: dict[str, torch.Tensor], aliases: dict[str, str]) -> Exception | None:
-    """Write a file completely or not at all. Returns its error, so that no rank waits in a gather."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def _write(path: Path, write: Callable[[Path], object]) -> str:
+    """Write a file completely or not at all. Returns its error, or "", so that no rank waits in a gather."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(values, temporary, metadata={"format": "pt", **aliases})
-        sync_file(temporary)
-        rename_new(temporary, path)
+        write_new(path, write)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        return CheckpointError(f"cannot write {path}: {error}")
-    return None
+        return f"cannot write {path}: {error}"
+    return ""
 
 
-def _write_index(root: Path, files: Mapping[str, list[str]], model: ModelState) -> Exception | None:
-    total = sum(map(_bytes, model.slots.values()))
-    weights = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
-    return _write_text(root / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _write_text(path: Path, text: str) -> Exception | None:
-    try:
-        write_new(path, text.encode())
-    except OSError as error:
-        return CheckpointError(f"cannot write {path}: {error}")
-    return None
+def _texts(files: Mapping[str, list[str]], model: ModelState, config: Any) -> dict[str, str]:
+    """The texts to write, by file: the index of several files, and the config."""
+    texts = {}
+    if len(files) > 1:
+        total = sum(map(_bytes, model.slots.values()))
+        weights = {name: file for file, names in files.items() for name in names}
+        texts[SAFETENSORS_INDEX] = (
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2) + "\n"
+        )
+    if config is not None:
+        texts[CONFIG] = _config(config, type(model.module).__name__)
+    return texts
 
 
 def _config(config: Any, architecture: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 INDEX = "index.json"
@@ -82,17 +82,11 @@ def remove_old(root: Path, keep_last: int) -> None:
             shutil.rmtree(path)
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all, even if the machine stops."""
+def write_new(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file completely or not at all, even if the machine stops. ``write`` gets the path to write to."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    rename_new(temporary, path)
-
-
-def rename_new(temporary: Path, path: Path) -> None:
+    write(temporary)
+    sync_file(temporary)
     if path.exists():
         raise CheckpointError(f"{path} exists already")
     temporary.rename(path)
@@ -120,24 +114,3 @@ def checksum(path: Path) -> int:
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
     return value
-
-
-def check_names(directory: Path, names: set[str]) -> None:
-    """Raise CheckpointError unless the directory holds the index and exactly these regular files."""
-    found = {entry.name for entry in os.scandir(directory) if not entry.name.startswith(".")} - {INDEX}
-    if missing := names - found:
-        raise CheckpointError(f"{directory / min(missing)} is missing")
-    if foreign := found - names:
-        raise CheckpointError(f"{directory / min(foreign)} is not of this checkpoint: its {INDEX} does not list it")
-    for name in names:
-        if not stat.S_ISREG(os.lstat(directory / name).st_mode):
-            raise CheckpointError(f"{directory / name} is not a regular file")
-
-
-def check_file(path: Path, size: int, crc32: int) -> None:
-    """Raise CheckpointError unless the file has this size in bytes and this checksum."""
-    found = path.stat().st_size
-    if found != size:
-        raise CheckpointError(f"{path} has {found:,} bytes, {INDEX} says {size:,}: it was truncated or replaced")
-    if (value := checksum(path)) != crc32:
-        raise CheckpointError(f"{path} is damaged: its checksum is {value:08x}, {INDEX} says {crc32:08x}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from passes.plan import Placement
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.checkpoint.optimizer import is_like, load_optimizer, named_groups
+from shardtrace.checkpoint.optimizer import check_whole, is_like, load_optimizer, named_groups, options_of, packed
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 from shardtrace.model.home import shard, unshard
 from shardtrace.ranks.failure import communicating
@@ -37,18 +36,16 @@ def full_optimizer_state_dict(
         CheckpointError: on every rank, naming a parameter that is not the model's, or a state that is not laid out like
             its parameter.
     """
-    state, error, slots = model_state(model), None, []
-    packed = optimizer.state_dict()
+    state, own = model_state(model), optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    try:
-        slots = [state.slots[name] for name in _names(optimizer, state)]
-        _check_laid_out(packed["state"], parameters, slots)
-    except CheckpointError as problem:
-        error = problem
-    values = {number: packed["state"].get(number, {}) for number in range(len(slots))}
-    lines = [f"{n}: {_kinds(values[n], parameters[n])}" for n, slot in enumerate(slots) if not _is_owned(slot)]
-    agree(state, f"the state of the {type(optimizer).__name__} to gather", lines, error)
-
+    values = {number: own["state"].get(number, {}) for number in range(len(parameters))}
+    with agreement(state, f"the state of the {type(optimizer).__name__} to gather") as said:
+        slots = [state.slots[name] for group in named_groups(optimizer, state) for name in group]
+        said.lines = [f"{n}: {_kinds(values[n], parameters[n])}" for n, slot in enumerate(slots) if not slot.is_owned]
+        for number, slot in enumerate(slots):
+            for key, value in values[number].items():
+                if isinstance(value, torch.Tensor) and not is_like(key, value, parameters[number]):
+                    check_whole({f"{key} of parameter {number}": value}, slot)
     keep = not rank0_only or state.rank == 0
     full: dict[int, dict[str, Any]] = {}
     for number, slot in enumerate(slots):
@@ -64,7 +61,7 @@ def full_optimizer_state_dict(
                 whole[key] = value.cpu() if cpu and isinstance(value, torch.Tensor) else value
         if whole:
             full[number] = whole
-    return {"state": full, "param_groups": packed["param_groups"]} if keep else {}
+    return {"state": full, "param_groups": own["param_groups"]} if keep else {}
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -80,23 +77,15 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     Raises:
         CheckpointError: on every rank, naming the parameter or key that does not fit; nothing has been loaded then.
     """
-    state, error, mine = model_state(model), None, {}
-    try:
-        mine = _mine(optimizer, state, state_dict)
-    except CheckpointError as problem:
-        error = problem
-    except (KeyError, TypeError, AttributeError, ValueError) as problem:
-        error = CheckpointError(f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}")
-    agree(state, f"the state of the {type(optimizer).__name__} to load", [], error)
+    state = model_state(model)
+    with agreement(state, f"the state of the {type(optimizer).__name__} to load"):
+        try:
+            mine = _mine(optimizer, state, state_dict)
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+            raise CheckpointError(
+                f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}"
+            ) from None
     load_optimizer(optimizer, mine)
-
-
-def _names(optimizer: Optimizer, model: ModelState) -> list[str]:
-    return [name for group in named_groups(optimizer, model) for name in group]
-
-
-def _is_owned(slot: Slot) -> bool:
-    return slot.home is not None and slot.home.placement is Placement.OWNER
 
 
 def _kinds(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, tuple[torch.dtype | None, Any]]:
@@ -108,7 +97,7 @@ def _of_owner(
     kinds: dict[str, tuple[torch.dtype | None, Any]], slot: Slot
 ) -> dict[str, tuple[torch.dtype | None, Any]]:
     """The owner's, because the other ranks hold no part of the parameter and may have no state for it."""
-    if slot.home is None or not _is_owned(slot) or slot.home.group.size() == 1:
+    if slot.home is None or not slot.is_owned or slot.home.group.size() == 1:
         return kinds
     said = [kinds]
     with communicating("the state of an optimizer", slot.home.group):
@@ -116,53 +105,28 @@ def _of_owner(
     return said[0]
 
 
-def _check_laid_out(state: Mapping[int, Any], parameters: list[nn.Parameter], slots: list[Slot]) -> None:
-    for number, values in state.items():
-        for key, value in values.items():
-            odd = isinstance(value, torch.Tensor) and value.numel() != 1 and not is_like(key, value, parameters[number])
-            if odd and not slots[number].is_whole:
-                raise CheckpointError(
-                    f"{key} of parameter {number} has shape {tuple(value.shape)}: of a sharded parameter, only state "
-                    "of the parameter's own shape and scalars can be made whole; use another optimizer, or 'ddp'"
-                )
-
-
 def _mine(optimizer: Optimizer, model: ModelState, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state dict, with numbers for parameters. Raises CheckpointError for a misfit."""
-    names = _names(optimizer, model)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    named = named_groups(optimizer, model)
     groups = state_dict["param_groups"]
-    found = [len(group["params"]) for group in groups]
+    sizes, found = ([len(group) for group in named], [len(group["params"]) for group in groups])
     if sizes != found:
         raise CheckpointError(
             f"the {type(optimizer).__name__} has groups of {sizes} parameters, the state dict has groups of {found}"
         )
-    order = [p for group in groups for p in group["params"]]
-    if by_name := [p for p in order if isinstance(p, str)]:
-        if unknown := sorted(set(by_name) - set(names)):
-            raise CheckpointError(f"{unknown[0]} of the state dict is not in the {type(optimizer).__name__}")
-        numbers = {name: number for number, name in enumerate(names)}
-    else:
-        numbers = {p: number for number, p in enumerate(order)}
-    state = {}
-    for key, values in state_dict["state"].items():
-        number = numbers[key]
-        slot = model.slots[names[number]]
-        state[number] = {k: _part(k, v, names[number], slot) for k, v in values.items()}
-    now = optimizer.state_dict()["param_groups"]
-    packed = [{**g, "params": n["params"]} for g, n in zip(_sorted(groups, now, numbers), now, strict=True)]
-    return {"state": state, "param_groups": packed}
-
-
-def _sorted(groups: list[Any], now: list[Any], numbers: Mapping[Any, int]) -> list[Any]:
-    """The saved groups in the order of the optimizer's. Raises CheckpointError if they hold other parameters."""
-    by_members = {frozenset(numbers[p] for p in group["params"]): group for group in groups}
-    found = [by_members.get(frozenset(group["params"])) for group in now]
-    if None in found:
-        raise CheckpointError(
-            f"group {found.index(None)} of the optimizer has other parameters than any that was saved"
-        )
-    return found
+    order, names = ([p for group in groups for p in group["params"]], [name for group in named for name in group])
+    by_name = any(isinstance(p, str) for p in order)
+    name_of = dict(zip(order, order if by_name else names, strict=True))
+    if unknown := sorted(set(name_of.values()) - set(names)):
+        raise CheckpointError(f"{unknown[0]} of the state dict is not in the {type(optimizer).__name__}")
+    saved = {
+        "state": {name_of[key]: values for key, values in state_dict["state"].items()},
+        "groups": [{"params": [name_of[p] for p in group["params"]], "options": options_of(group)} for group in groups],
+    }
+    mine = packed(optimizer, model, saved, lambda key, value, name: _part(key, value, name, model.slots[name]))
+    for group in mine["param_groups"]:
+        group |= group.pop("options") or {}
+    return mine
 
 
 def _part(key: str, value: Any, name: str, slot: Slot) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from passes.plan import Placement
 from shardtrace.checkpoint.codec import decode, encode, tensor_names
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.index import SavedTensor
@@ -14,8 +13,6 @@ from shardtrace.checkpoint.state import Keep, ModelState, Slot
 import torch
 from torch import nn
 from torch.optim import Optimizer
-
-_OF_PARAMETERS = ("params", "param_names")  # keys of a group that are no options
 
 
 def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
@@ -40,12 +37,12 @@ def optimizer_state(
     the whole parameter. Raises CheckpointError that names the parameter and the key of a value that cannot be saved.
     """
     groups = named_groups(optimizer, model)
-    packed = optimizer.state_dict()
+    own = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in groups for name in group]
     plain: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    for number, values in packed["state"].items():
+    for number, values in own["state"].items():
         if not isinstance(number, int):
             raise CheckpointError(f"the {type(optimizer).__name__} has state of {number!r}, which is not a parameter")
         name, slot = names[number], model.slots[names[number]]
@@ -58,12 +55,9 @@ def optimizer_state(
             else:
                 mine: dict[str, torch.Tensor] = {}
                 of_parameter[key] = encode(value, where, mine)
-                _check_whole(mine, slot)
+                check_whole(mine, slot)
                 plain |= mine
-    options = [
-        encode({k: v for k, v in g.items() if k not in _OF_PARAMETERS}, f"{label}.param_groups.{i}", plain)
-        for i, g in enumerate(optimizer.param_groups)
-    ]
+    options = [encode(options_of(g), f"{label}.param_groups.{i}", plain) for i, g in enumerate(optimizer.param_groups)]
     tensors |= {name: keep(value) for name, value in plain.items()}
     saved_groups = [{"params": names, "options": o} for names, o in zip(groups, options, strict=True)]
     return {"class": type(optimizer).__name__, "groups": saved_groups, "state": state}
@@ -75,12 +69,14 @@ def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     return same and not (key == "step" and value.dim() == 0)
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group of parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
 def of_owners(saved: Mapping[str, Any], model: ModelState) -> dict[str, Any]:
     """The part of a rank's saved state that the first rank may lack: that of parameters that this rank owns."""
-    owned = {
-        name for name, slot in model.slots.items() if slot.home is not None and slot.home.placement is Placement.OWNER
-    }
-    return {name: values for name, values in saved["state"].items() if name in owned}
+    return {name: values for name, values in saved["state"].items() if model.slots[name].is_owned}
 
 
 def optimizer_load(
@@ -97,23 +93,37 @@ def optimizer_load(
     """
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(f"the optimizer is a {type(optimizer).__name__}, the checkpoint's was a {saved['class']}")
+
+    def part(key: str, value: Any, name: str) -> Any:
+        return _new(key, value, name, model.slots[name], index, targets)
+
+    loaded = packed(optimizer, model, saved, part)
+    for group in loaded["param_groups"]:
+        options = group.pop("options")
+        group |= decode(options, new_tensors(options, index, targets)) or {}
+    return loaded
+
+
+def packed(
+    optimizer: Optimizer, model: ModelState, saved: Mapping[str, Any], part: Callable[[str, Any, str], Any]
+) -> dict[str, Any]:
+    """The state dict for ``optimizer.load_state_dict``, of saved state by the names of parameters.
+
+    ``part(key, value, name)`` is this rank's part of a value. Each group has its saved "options" still apart. Raises
+    CheckpointError if the optimizer has other parameters.
+    """
     groups = named_groups(optimizer, model)
     names = [name for group in groups for name in group]
     if foreign := set(saved["state"]) - set(names):
-        raise CheckpointError(f"the checkpoint has optimizer state of {min(foreign)}, which is not in the optimizer")
+        raise CheckpointError(f"there is optimizer state of {min(foreign)}, which is not in the optimizer")
     state = {
-        number: {
-            key: _new(key, value, name, model.slots[name], index, targets)
-            for key, value in saved["state"][name].items()
-        }
+        number: {key: part(key, value, name) for key, value in saved["state"][name].items()}
         for number, name in enumerate(names)
         if name in saved["state"]
     }
-    packed = []
-    for number, (now, of_group) in enumerate(zip(optimizer.state_dict()["param_groups"], groups, strict=True)):
-        options = _options(number, of_group, saved["groups"])
-        packed.append({**now, **decode(options, new_tensors(options, index, targets)), "params": now["params"]})
-    return {"state": state, "param_groups": packed}
+    options = [_options(number, of_group, saved["groups"]) for number, of_group in enumerate(groups)]
+    now = optimizer.state_dict()["param_groups"]
+    return {"state": state, "param_groups": [{**n, "options": o} for n, o in zip(now, options, strict=True)]}
 
 
 def load_optimizer(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -146,7 +156,7 @@ def _new(
 ) -> Any:
     if not (isinstance(value, dict) and "like" in value):
         new = new_tensors(value, index, targets)
-        _check_whole(new, slot)
+        check_whole(new, slot)
         return decode(value, new)
     saved = index[value["like"]]
     if saved.shape != slot.full_shape:
@@ -159,20 +169,20 @@ def _new(
 
 
 def _options(number: int, names: list[str], groups: list[dict[str, Any]]) -> Any:
-    """The saved options of a group, found by its parameters, which may have been in another group."""
+    """The saved options of a group, by its parameters, which may have been in another group; None for an empty one."""
     of_name = {name: group["options"] for group in groups for name in group["params"]}
     for name in names:
         if name not in of_name:
-            raise CheckpointError(f"parameter {name} is in no group of the checkpoint's optimizer")
+            raise CheckpointError(f"parameter {name} is in no group of the saved optimizer")
         if of_name[name] != of_name[names[0]]:
             raise CheckpointError(
-                f"{names[0]} and {name} are in group {number}, and had different options in the checkpoint's "
-                "optimizer: make the same groups as the run that saved it"
+                f"{names[0]} and {name} are in group {number}, and had different options in the saved optimizer: "
+                "make the same groups as the run that saved it"
             )
-    return of_name[names[0]] if names else {"dict": []}
+    return of_name[names[0]] if names else None
 
 
-def _check_whole(tensors: Mapping[str, torch.Tensor], slot: Slot) -> None:
+def check_whole(tensors: Mapping[str, torch.Tensor], slot: Slot) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() != 1 and not slot.is_whole:
             raise CheckpointError(

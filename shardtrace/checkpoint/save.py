@@ -1,25 +1,23 @@
-"""``save_checkpoint``: a new directory for each step, which is complete or not a checkpoint."""
+"""``save_checkpoint``: a new directory for each step, which is complete or not a checkpoint.
+
+``AsyncCheckpointer`` writes it while training continues.
+"""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement, together
 from shardtrace.checkpoint.codec import encode
 from shardtrace.checkpoint.files import CheckpointError, step_directory
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
+from shardtrace.checkpoint.own import rng_state, sums_of
 from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.rng import rng_state
-from shardtrace.checkpoint.state import Keep, ModelState, check_second, model_state
-from shardtrace.checkpoint.sums import sums_of
-from shardtrace.checkpoint.writer import SafetensorsWriter
-from shardtrace.ranks.failure import communicating
+from shardtrace.checkpoint.state import Companions, Keep, ModelState, Optimizers, companions, model_state
+from shardtrace.checkpoint.writer import Prepared, SafetensorsWriter
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.buffers import warn_of_differing_buffers
 
@@ -27,22 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
-from torch.optim import Optimizer
-
-Optimizers = Optimizer | Sequence[Optimizer] | None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Prepared:
-    """The data that a rank saves: tensors, its ``own`` other state, and ``shared`` state from the first rank."""
-
-    root: Path
-    step: int
-    tensors: dict[str, torch.Tensor]
-    own: dict[str, Any]
-    shared: dict[str, Any]
-    keep_last: int | None
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 
 def save_checkpoint(
@@ -81,32 +64,19 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, naming the value that cannot be saved, or the file and what went wrong with it.
     """
-    state = model_state(model)
-    prepared = prepare(
-        state,
-        path,
-        optimizer,
-        step=step,
-        schedulers=schedulers,
-        scaler=scaler,
-        extra=extra,
-        ema=ema,
-        keep_last=keep_last,
-    )
-    write(prepared, state.group, ProgressBar("save", show=state.rank == 0))
+    state, others = model_state(model), companions(optimizer, schedulers, scaler, ema)
+    prepared = _prepare(state, path, others, extra, step=step, keep_last=keep_last)
+    _write(prepared, state.group, ProgressBar("save", show=state.rank == 0))
     return step_directory(prepared.root, step)
 
 
-def prepare(
+def _prepare(
     model: ModelState,
     path: str | os.PathLike[str],
-    optimizer: Optimizers,
+    others: Companions,
+    extra: Any,
     *,
     step: int,
-    schedulers: Any,
-    scaler: Any,
-    extra: Any,
-    ema: nn.Module | None,
     keep_last: int | None,
     keep: Keep = torch.Tensor.detach,
 ) -> Prepared:
@@ -114,35 +84,40 @@ def prepare(
 
     Raises CheckpointError on every rank.
     """
-    root, error, prepared = Path(path).absolute(), None, None
+    root = Path(path).absolute()
     if model.group is not None:
         warn_of_differing_buffers(model.module, model.group)
-    try:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    with agreement(model, f"a checkpoint to save to {root}") as said:
+        said.lines = [f"step {step}, keep_last={keep_last}"]
+        if not _is_count(step, 0):
             raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
-        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+        if keep_last is not None and not _is_count(keep_last, 1):
             raise CheckpointError(f"keep_last must be a whole number of at least 1, or None, not {keep_last!r}")
-        tensors, own, shared = _collect(model, optimizer, schedulers, scaler, extra, keep)
-        if ema is not None:
-            second = model_state(ema)
-            check_second(second, model)
-            tensors |= _tensors("ema", second, keep)
-            if model.rank == 0:
-                shared["tied"] |= _tied("ema", second)
-        prepared = Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
-    except CheckpointError as problem:
-        error = problem
-    agree(model, f"a checkpoint to save to {root}", [f"step {step}, keep_last={keep_last}"], error)
-    assert prepared is not None
-    return prepared
+        tensors, own, shared = _collect(model, others, extra, keep)
+    return Prepared(root=root, step=step, tensors=tensors, own=own, shared=shared, keep_last=keep_last)
+
+
+def _is_count(number: Any, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def _collect(
-    model: ModelState, optimizer: Optimizers, schedulers: Any, scaler: Any, extra: Any, keep: Keep
+    model: ModelState, others: Companions, extra: Any, keep: Keep
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """The tensors, this rank's own other state, and the state that the first rank saves for all."""
-    tensors: dict[str, torch.Tensor | None] = {**_tensors("model", model, keep)}
-    saved = [optimizer_state(o, model, tensors, keep, label(number)) for number, o in enumerate(as_list(optimizer))]
+    tensors: dict[str, torch.Tensor | None] = {}
+    tied: dict[str, str] = {}
+    for label, one in others.models(model).items():
+        tensors |= {
+            f"{label}.{name}": slot.distributed(keep(slot.local))
+            for name, slot in one.slots.items()
+            if slot.home is not None or model.rank == 0  # buffers may differ: the first rank's are saved
+        }
+        tied |= {f"{label}.{name}": f"{label}.{first}" for name, first in one.tied.items()}
+    saved = [
+        optimizer_state(optimizer, model, tensors, keep, f"optimizer.{number}" if number else "optimizer")
+        for number, optimizer in enumerate(others.optimizers)
+    ]
     plain: dict[str, torch.Tensor] = {}
     own: dict[str, Any] = {
         "rng": encode(rng_state(model.device), f"ranks.{model.rank}.rng", plain),
@@ -152,69 +127,99 @@ def _collect(
     }
     shared: dict[str, Any] = {}
     if model.rank == 0:
-        states = [scheduler.state_dict() for scheduler in as_list(schedulers)]
+        states = [scheduler.state_dict() for scheduler in others.schedulers]
+        scaler = others.scaler.state_dict() if others.scaler is not None else None
         shared = {
-            "tied": _tied("model", model),
+            "tied": tied,
             "extra_state": {key: encode(value, f"extra_state.{key}", plain) for key, value in model.extra.items()},
             "optimizers": saved,
             "schedulers": encode(states, "schedulers", plain),
-            "scaler": encode(scaler.state_dict() if scaler is not None else None, "scaler", plain),
+            "scaler": encode(scaler, "scaler", plain),
         }
     tensors |= {name: keep(value) for name, value in plain.items()}
     return {name: value for name, value in tensors.items() if value is not None}, own, shared
 
 
-def _tensors(label: str, model: ModelState, keep: Keep) -> dict[str, torch.Tensor]:
-    """This rank's parts of a model's tensors. Unsharded ones, which may differ as buffers do, are the first rank's."""
-    parts = {
-        f"{label}.{name}": slot.distributed(keep(slot.local))
-        for name, slot in model.slots.items()
-        if slot.home is not None or model.rank == 0
-    }
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _tied(label: str, model: ModelState) -> dict[str, str]:
-    return {f"{label}.{name}": f"{label}.{first}" for name, first in model.tied.items()}
-
-
-def as_list(values: Any) -> Sequence[Any]:
-    return values if isinstance(values, (list, tuple)) else [values] if values is not None else []
-
-
-def label(number: int) -> str:
-    """The beginning of the names of an optimizer's tensors."""
-    return f"optimizer.{number}" if number else "optimizer"
-
-
-def write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:
+def _write(prepared: Prepared, group: dist.ProcessGroup | None, progress: ProgressBar) -> None:
     """Write a checkpoint through torch.distributed.checkpoint. Raises CheckpointError on every rank."""
-    writer = SafetensorsWriter(
-        prepared.root,
-        step=prepared.step,
-        own=prepared.own,
-        shared=prepared.shared,
-        keep_last=prepared.keep_last,
-        progress=progress,
-    )
-    alone = group is None or is_alone(group)
-    together = nullcontext() if group is None else communicating("a checkpoint to be saved", group)
+    writer = SafetensorsWriter(prepared, progress)
+    failure = f"step {prepared.step} was not saved to {prepared.root}"
     try:
-        with together, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                prepared.tensors,
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=None if alone else group,
-                no_dist=alone,
-            )
-    except CheckpointException as exception:
+        with together(group, "a checkpoint to be saved", failure) as arguments:
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            dcp.save(prepared.tensors, storage_writer=writer, planner=planner, **arguments)
+    except CheckpointError:
         writer.discard()
-        raise failed(f"step {prepared.step} was not saved to {prepared.root}", exception) from None
+        raise
 
 
-def failed(what: str, exception: CheckpointException) -> CheckpointError:
-    """The failures of all ranks in one error."""
-    failures = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(exception.failures.items())]
-    return CheckpointError(f"{what}: {'; '.join(failures)}")
+class AsyncCheckpointer:
+    """Saves checkpoints in a thread: ``save`` returns once this rank's tensors are copied to host memory.
+
+    Only one save runs at a time, so that there is only one copy: ``save`` waits for the previous one. An error in the
+    thread is raised on every rank by the next ``save`` or by ``wait``. Leave the context, or call ``wait``, before
+    training ends:
+
+        with shardtrace.AsyncCheckpointer() as checkpointer:
+            for step in range(steps):
+                ...
+                checkpointer.save("checkpoints", model, optimizer, step=step)
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardtrace-checkpoint")
+        self._pending: Future[None] | None = None
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        step: int,
+        schedulers: Any = (),
+        scaler: Any = None,
+        extra: Any = None,
+        ema: nn.Module | None = None,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Save like :func:`shardtrace.save_checkpoint`; return the directory, which will be complete later."""
+        self.wait()
+        state, others = model_state(model), companions(optimizer, schedulers, scaler, ema)
+        prepared = _prepare(state, path, others, extra, step=step, keep_last=keep_last, keep=_copied)
+        self._pending = self._thread.submit(_write, prepared, self._group(state), ProgressBar("save", show=False))
+        return step_directory(prepared.root, step)
+
+    def wait(self) -> None:
+        """Wait until no save is in progress. Raises CheckpointError, on every rank, if the last one failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _group(self, model: ModelState) -> dist.ProcessGroup | None:
+        """A group of the same ranks for the thread only: in one group, collectives of two threads would mix."""
+        group = model.group
+        if group is None or is_alone(group):
+            return None
+        if group not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            part = len(ranks) < dist.get_world_size()  # ranks outside do not call this
+            self._groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+        return self._groups[group]
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Wait for the save in progress; its error does not replace another one."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._thread.shutdown(wait=True)  # its group stays: another of the same ranks could get the same name
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that nothing else changes."""
+    return tensor.detach().to("cpu", copy=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.model.home import Home
+from shardtrace.model.home import Home, unshard
 from shardtrace.model.state import ShardedState, states_in
 from shardtrace.training.full import sharded_entries
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, or a copy
 
@@ -38,6 +39,10 @@ class Slot:
     mesh_of: Callable[[dist.ProcessGroup, str], DeviceMesh]
 
     @property
+    def is_owned(self) -> bool:
+        return self.home is not None and self.home.placement is Placement.OWNER
+
+    @property
     def is_whole(self) -> bool:
         home = self.home
         return home is None or home.placement is Placement.REPLICATE or math.prod(self.full_shape) == 0
@@ -49,12 +54,16 @@ class Slot:
         if self.is_whole or self.home is None:
             return local, 0
         group = self.home.group
-        if self.home.placement is Placement.OWNER:
+        if self.is_owned:
             return (local if group.rank() == self.home.owner else None), 0
         if not self.full_shape:
             return (local[0] if group.rank() == 0 else None), 0
         first = group.rank() * local.shape[0]
         return local[: max(0, self.full_shape[0] - first)], first
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor. A collective if it is sharded."""
+        return self.local.detach() if self.home is None else unshard(self.local, self.full_shape, self.home)
 
     def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
         """This rank's part for torch.distributed.checkpoint.
@@ -65,7 +74,7 @@ class Slot:
         """
         part, _ = self.part(local)
         home = self.home
-        if part is None or home is None or self.is_whole or home.placement is Placement.OWNER or not self.full_shape:
+        if part is None or home is None or self.is_whole or self.is_owned or not self.full_shape:
             return part
         return DTensor.from_local(
             part,
@@ -145,12 +154,38 @@ def model_state(model: nn.Module) -> ModelState:
     return ModelState(module, states, slots, tied, extra)
 
 
-def check_second(ema: ModelState, model: ModelState) -> None:
-    """Raises CheckpointError for a second model that cannot be in a checkpoint of the first one."""
-    if ema.group != model.group:
-        raise CheckpointError("ema and model are not sharded over the same ranks: make ema from the sharded model")
-    if ema.extra:
-        raise CheckpointError(f"{min(ema.extra)} of ema is an extra state, which a second model cannot have")
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Companions:
+    """The objects whose state is saved and loaded with a model's. ``ema`` is a second model."""
+
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    scaler: Any
+    ema: nn.Module | None
+
+    def models(self, model: ModelState) -> dict[str, ModelState]:
+        """The model and, if there is one, the second model, by their labels in a checkpoint.
+
+        Raises CheckpointError for a second model that cannot be in a checkpoint of the first one.
+        """
+        if self.ema is None:
+            return {"model": model}
+        ema = model_state(self.ema)
+        if ema.group != model.group:
+            raise CheckpointError("ema and model are not sharded over the same ranks: make ema from the sharded model")
+        if ema.extra:
+            raise CheckpointError(f"{min(ema.extra)} of ema is an extra state, which a second model cannot have")
+        return {"model": model, "ema": ema}
+
+
+def companions(optimizer: Optimizers, schedulers: Any, scaler: Any, ema: nn.Module | None) -> Companions:
+    def as_list(values: Any) -> Sequence[Any]:
+        return values if isinstance(values, (list, tuple)) else [values] if values is not None else []
+
+    return Companions(as_list(optimizer), as_list(schedulers), scaler, ema)
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -165,8 +200,4 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: the model is not sharded. RuntimeError: inside ``full_params``.
     """
-    sharded_entries(model)
-    state = model_state(model)
-    values: dict[str, Any] = {key: slot.distributed() for key, slot in state.slots.items()}
-    values |= {key: values[first] for key, first in state.tied.items()} | state.extra
-    return {key: value for key, value in values.items() if value is not None or key in state.extra}
+    return dict(sharded_entries(model)[0].state_dict())

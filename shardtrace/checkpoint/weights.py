@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from passes.plan import Shape
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.export import SAFETENSORS_INDEX
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.progress_bar import ProgressBar
@@ -65,14 +66,11 @@ def load_safetensors(
         CheckpointError: on every rank, naming the file, key or shape that does not fit; nothing has been loaded then.
             (If the disk fails later, the error says that the model was loaded in part.)
     """
-    state, found, error = model_state(model), {}, None
-    keys = _IncompatibleKeys([], [])
-    try:
+    state = model_state(model)
+    with agreement(state, "the weights to load") as said:
         found = stored_tensors(weights, state.module, rename)
+        said.lines = weights_lines(found)
         keys = check_weights(found, state, strict=strict)
-    except CheckpointError as problem:
-        error = problem
-    agree(state, "the weights to load", weights_lines(found), error)
     read_weights(found, state)
     return keys
 
@@ -113,18 +111,16 @@ def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: boo
     missing = [name for name, all_names in names.items() if not any(n in found for n in all_names)]
     known = {n for all_names in names.values() for n in all_names}
     unexpected = [name for name in found if name not in known]
-    problems = [
-        f"{name} of {found[name].place} has shape {found[name].shape}, the model's is {model.slots[first].full_shape}"
-        for first, all_names in names.items()
-        for name in all_names
-        if name in found and found[name].shape != model.slots[first].full_shape
-    ]
-    problems += [
-        f"{name} of {found[name].place} has {found[name].kind} values, the model's are {kind}: convert them first"
-        for first, all_names in names.items()
-        for name in all_names
-        if name in found and found[name].kind != (kind := _kind(model.slots[first].local.dtype))
-    ]
+    problems = []
+    for first, all_names in names.items():
+        shape, kind = model.slots[first].full_shape, _kind(model.slots[first].local.dtype)
+        for name, one in ((n, found[n]) for n in all_names if n in found):
+            if one.shape != shape:
+                problems.append(f"{name} of {one.place} has shape {one.shape}, the model's is {shape}")
+            if one.kind != kind:
+                problems.append(
+                    f"{name} of {one.place} has {one.kind} values, the model's are {kind}: convert them first"
+                )
     if strict:
         problems += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
     if problems:
@@ -139,22 +135,20 @@ def check_weights(found: Mapping[str, Stored], model: ModelState, *, strict: boo
 def read_weights(found: Mapping[str, Stored], model: ModelState) -> None:
     """Reads this rank's rows. A tied weight is read under all of its names that are there. Raises CheckpointError on
     every rank if one of them cannot read, or if a tied weight has different values."""
-    error = None
     stored = {first: [found[n] for n in names if n in found] for first, names in _names(model).items()}
     parts = {first: model.slots[first].part() for first, held in stored.items() if held}
     total = sum(part.nbytes for part, _ in parts.values() if part is not None)
-    with ProgressBar("load", show=model.rank == 0).of(total) as advance, torch.no_grad():
+    bar = ProgressBar("load", show=model.rank == 0).of(total)
+    with agreement(model, "the weights that were loaded"), bar as advance, torch.no_grad():
         for first, (part, start) in parts.items():
             try:
                 _fill(part, model.slots[first], start, stored[first])
-                advance(0 if part is None else part.nbytes)
             except (OSError, SafetensorError, RuntimeError, ValueError) as problem:
                 one = stored[first][0]
-                error = CheckpointError(
+                raise CheckpointError(
                     f"the model was loaded only in part: cannot read {one.key} of {one.place}: {problem}"
-                )
-                break
-    agree(model, "the weights that were loaded", [], error)
+                ) from None
+            advance(0 if part is None else part.nbytes)
 
 
 def weights_lines(found: Mapping[str, Stored]) -> list[str]:
@@ -231,7 +225,9 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="pt") as file:
             parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  a file is no mapping
             return {
-                key: Stored(key, tuple(p.get_shape()), _kind_in_file(p.get_dtype()), str(path), _Reader(path, key))
+                key: Stored(
+                    key, tuple(p.get_shape()), _kind_in_file(p.get_dtype()), str(path), partial(_read, path, key)
+                )
                 for key, p in parts.items()
             }
     except (OSError, SafetensorError) as problem:
@@ -243,16 +239,10 @@ def _kind_in_file(dtype: str) -> str:
     return "floating" if dtype.startswith(("F", "BF")) else "complex" if dtype.startswith("C") else "integer"
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads rows of a tensor. The file is mapped anew each time, so that pages that were read are given back."""
-
-    path: Path
-    key: str
-
-    def __call__(self, rows: Any) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.key) if rows is ... else file.get_slice(self.key)[rows]
+def _read(path: Path, key: str, rows: Any) -> torch.Tensor:
+    """Rows of a tensor. The file is mapped anew each time, so that pages that were read are given back."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key) if rows is ... else file.get_slice(key)[rows]
 
 
 def _as_from_pretrained(found: dict[str, Stored], module: nn.Module) -> dict[str, Stored]:

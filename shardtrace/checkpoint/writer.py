@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,30 +42,27 @@ class Written(NamedTuple):
     crc32: int
 
 
-class SafetensorsWriter(StorageWriter):
-    """Writes a checkpoint: each rank writes its tensors, then the first rank writes the index.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prepared:
+    """The data that a rank saves: tensors, its ``own`` other state, and ``shared`` state from the first rank.
 
-    Args:
-        root: the directory of checkpoints.
-        step: the training step of this one.
-        own: this rank's entry in the index (:class:`Index`).
-        shared: the first rank's entry, for all.
-        keep_last: how many checkpoints to keep; None: all.
+    ``root`` is the directory of checkpoints, of which ``keep_last`` are kept; None: all.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        step: int,
-        own: dict[str, Any],
-        shared: dict[str, Any],
-        keep_last: int | None,
-        progress: ProgressBar,
-    ) -> None:
-        self.root, self.step, self.own, self.shared = root, step, own, shared
-        self.keep_last, self.progress = keep_last, progress
-        self.directory = step_directory(root, step)
+    root: Path
+    step: int
+    tensors: dict[str, torch.Tensor]
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    keep_last: int | None
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes a checkpoint: each rank writes its tensors, then the first rank writes the index."""
+
+    def __init__(self, prepared: Prepared, progress: ProgressBar) -> None:
+        self.prepared, self.progress = prepared, progress
+        self.directory = step_directory(prepared.root, prepared.step)
         self._made = False  # the first rank makes it
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -75,12 +72,12 @@ class SafetensorsWriter(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=self.own)
+        return replace(plan, storage_data=self.prepared.own)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on the first rank, before any rank writes."""
         self.ranks = [plan.storage_data for plan in plans]
-        new_directory(self.root, self.step)
+        new_directory(self.prepared.root, self.prepared.step)
         self._made = True
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
@@ -106,11 +103,13 @@ class SafetensorsWriter(StorageWriter):
             files[written.file] = (written.bytes, written.crc32)
             chunks.setdefault(result.index.fqn, []).append(_chunk(metadata, result.index, written.file))
         tensors = {name: _saved(name, metadata, chunks.get(name, [])) for name in metadata.state_dict_metadata}
-        tied = self.shared.pop("tied")
-        index = Index(self.step, dict(sorted(files.items())), tensors, tied, self.shared, self.ranks)
-        write_new(self.directory / INDEX, dump_index(index))
-        if self.keep_last is not None:
-            remove_old(self.root, self.keep_last)
+        state, keep_last = self.prepared.shared, self.prepared.keep_last
+        tied = state.pop("tied")
+        index = Index(self.prepared.step, dict(sorted(files.items())), tensors, tied, state, self.ranks)
+        text = dump_index(index)
+        write_new(self.directory / INDEX, lambda path: path.write_bytes(text))
+        if keep_last is not None:
+            remove_old(self.prepared.root, keep_last)
 
     def discard(self) -> None:
         """Removes what a save that failed has written, once no rank writes any more."""

@@ -1,9 +1,10 @@
 """The inspector: :func:`inspect` collects a compiled step as plain data, and pure functions draw it."""
 
-from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, Totals, inspect
+from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, inspect
 from shardtrace.inspector.profiling import Profile, profile
 from shardtrace.inspector.record import Rows, Stage
 from shardtrace.inspector.script import Call, NothingCompiledError, first_call, run_script
+from shardtrace.inspector.summary import Totals
 
 __all__ = [
     "Call",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -80,10 +81,7 @@ def draw_memory(record: Record, end: float) -> Lane:
 
 def round_size(least: float) -> float:
     """The smallest power of two that is at least ``least`` bytes: the spacing of the grid."""
-    step = 1.0
-    while step < least:
-        step *= 2
-    return step
+    return max(1.0, 2.0 ** math.ceil(math.log2(least)))
 
 
 def _columns(phases: Sequence[Phase], end: float) -> Iterator[Column]:

@@ -28,7 +28,7 @@ class Bar(NamedTuple):
 
 def draw_timeline(record: Record) -> str:
     """Lanes for compute, each link, gathered buckets and memory; empty if nothing runs."""
-    end = record.phases[-1].timeline.end if record.phases else 0.0
+    end = record.end
     if not end:
         return ""
     lanes = [_phases(record, end), _axis(record, end), _bars("compute", "compute", [list(_compute(record))], end)]

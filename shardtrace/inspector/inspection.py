@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
 from passes.runner import REMARK
-from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector import chrome, page, terminal
+from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.profiling import Profile
-from shardtrace.inspector.record import Record, Rows, Stage, build_record
-from shardtrace.inspector.summary import exposed, peak, seconds, sent_bytes
+from shardtrace.inspector.record import Record, Rows, Stage, Traces, build_record
+from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.units import count
 from shardtrace.model.state import state_of, states_in
 
 import thunder
-from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed import init_device_mesh
 
@@ -69,17 +68,6 @@ class MemoryRow(NamedTuple):
     gradients: int
 
 
-class Totals(NamedTuple):
-    """A step in five numbers: its ``seconds`` (predicted or measured), the ``exposed`` seconds in which compute waits
-    for communication, the ``peak`` bytes of tensors, the bytes ``sent`` by each rank, the number of ``collectives``."""
-
-    seconds: float
-    exposed: float
-    peak: int
-    sent: int
-    collectives: int
-
-
 class Inspection:
     """The result of :func:`inspect`. ``print`` shows the summary, a notebook the whole page."""
 
@@ -105,31 +93,14 @@ class Inspection:
             spans = {span.issue: span for span in phase.timeline.spans if span.kind != "offload"}
             for c, issue in zip(phase.collectives, sorted(spans), strict=True):
                 s = spans[issue]
-                row = CollectiveRow(
-                    phase=c.phase,
-                    kind=c.kind,
-                    bucket=c.bucket,
-                    dtype=c.dtype,
-                    bytes=c.bytes,
-                    parameters=c.parameters,
-                    issue=s.issue,
-                    wait=s.wait,
-                    start=s.start,
-                    stop=s.stop,
-                    exposed=s.exposed,
-                    times=self.times,
-                    why_issued=phase.why[s.issue],
-                    why_waited=phase.why[s.wait],
-                )
-                rows.append(row)
+                row = (c.phase, c.kind, *c[2:], s.issue, s.wait, s.start, s.stop, s.exposed, self.times)
+                rows.append(CollectiveRow(*row, why_issued=phase.why[s.issue], why_waited=phase.why[s.wait]))
         return rows
 
     @property
     def totals(self) -> Totals:
         """The step in five numbers, for comparisons. All are 0 if nothing was compiled."""
-        top, number = peak(self.record), sum(len(phase.collectives) for phase in self.record.phases)
-        most = top.bytes if top is not None else 0
-        return Totals(seconds(self.record), exposed(self.record), most, sent_bytes(self.record), number)
+        return totals(self.record)
 
     @cached_property
     def memory(self) -> Rows[MemoryRow]:
@@ -213,7 +184,7 @@ def inspect(
                 "a jitted model is shown as it was compiled: call inspect(cmodel) without further arguments, "
                 "or pass the unsharded module to compile it for fake ranks"
             )
-        return Inspection(_record(thunder.compile_data(model).fn, _traces(model, compilation), profile))
+        return inspect_traces(thunder.compile_data(model).fn, _traces(model, compilation), profile)
     if profile is not None:
         raise TypeError("a profile is of a jitted model: pass this model, as in inspect(cmodel, profile=p)")
     if not isinstance(model, nn.Module):
@@ -235,21 +206,8 @@ def inspect(
         return inspect_traces(thunder.compile_data(ours).fn, _traces(ours, None))
 
 
-class Traces(NamedTuple):
-    """The traces of one compilation in the order of the passes, and notes about which compilation it is."""
-
-    forward: Sequence[TraceCtx]
-    backward: Sequence[TraceCtx]
-    prologue: Sequence[TraceCtx]
-    notes: tuple[str, ...] = ()
-
-
-def inspect_traces(function: Any, traces: Traces) -> Inspection:
+def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None) -> Inspection:
     """Inspects the traces of ``function``, the function or module that was passed to ``thunder.jit``."""
-    return Inspection(_record(function, traces, None))
-
-
-def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
     forward, notes = traces.forward, [*traces.notes]
     module = function if isinstance(function, nn.Module) else None
     name = _class_name(module) if module is not None else getattr(function, "__name__", type(function).__name__)
@@ -267,22 +225,13 @@ def _record(function: Any, traces: Traces, profile: Profile | None) -> Record:
             notes.append(
                 "A block is timed as a whole; its lines share the time in proportion to their predicted times."
             )
-    shown = build_record(
-        forward,
-        traces.backward,
-        traces.prologue,
-        model=name,
-        forms=forms,
-        plan=plan,
-        notes=notes,
-        times=times,
-    )
+    shown = build_record(traces, model=name, forms=forms, plan=plan, notes=notes, times=times)
     if forward and not shown.setup.strategy:
         no_collectives = (
             "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or on one rank."
         )
         shown = shown._replace(notes=(*shown.notes, no_collectives))
-    return shown
+    return Inspection(shown)
 
 
 def _class_name(module: nn.Module) -> str:
@@ -290,24 +239,18 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _traces(cmodel: Any, compilation: int | None) -> Traces:
+    """The traces of a compilation, by default of the last call's."""
     stats = thunder.compile_stats(cmodel)
     entries = stats.interpreter_cache
+    last = stats.last_traces or []
+    at = next((i for i, entry in enumerate(entries) if entry.computation_traces is last), None)
     if compilation is not None:
-        try:
-            entry = entries[compilation]
-        except IndexError:
-            raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}") from None
-        return _of_entry(entry, _choice(compilation % len(entries), len(entries)))
-    forward = stats.last_traces or []
-    at = next((i for i, e in enumerate(entries) if e.computation_traces is forward), None)
+        if not -len(entries) <= compilation < len(entries):
+            raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}")
+        at = compilation % len(entries)
     if at is None:
-        return Traces(forward, stats.last_backward_traces or [], stats.last_prologue_traces or [])
-    return _of_entry(entries[at], *([_choice(at, len(entries))] if len(entries) > 1 else []))
-
-
-def _of_entry(entry: Any, *notes: str) -> Traces:
+        return Traces(last, stats.last_backward_traces or [], stats.last_prologue_traces or [])
+    chosen = f"This is compilation {at} of {len(entries)} (counted from 0): inspect(cmodel, compilation=...) shows the"
+    notes = (f"{chosen} others.",) if compilation is not None or len(entries) > 1 else ()
+    entry = entries[at]
     return Traces(entry.computation_traces, entry.backward_traces, entry.prologue_traces, notes)
-
-
-def _choice(at: int, of: int) -> str:
-    return f"This is compilation {at} of {of} (counted from 0): inspect(cmodel, compilation=...) shows the others."

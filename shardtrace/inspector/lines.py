@@ -9,12 +9,16 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from passes.analysis.calls import Block, Part, part_of
 from passes.analysis.recognise import is_unpack, names
-from passes.plan import Bucket
+from passes.analysis.seconds import compute_seconds
+from passes.outline import traced_block
+from passes.plan import Bucket, CostModel
+from shardtrace.inspector.modules import assign_modules
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -123,7 +127,7 @@ ANNOTATION = re.compile(r'(?<=\w): "[^"\n]*"(?= = )')  # of a prologue's values
 TYPE_COMMENT = re.compile(r'(?:  # \w+|(?<=^)(# \w+)): "[^"\n]*" *$', re.MULTILINE)
 
 
-def read_line(bsym: BoundSymbol) -> Line:
+def _read_line(bsym: BoundSymbol) -> Line:
     """A bound symbol as Thunder prints it, joined to one line, without its header and without type comments."""
     code = _code(bsym)
     known = names(bsym.args) | names(bsym.kwargs) | {o.name for o in bsym.flat_proxy_outs}
@@ -132,7 +136,7 @@ def read_line(bsym: BoundSymbol) -> Line:
     cuts = [0, *(at for match in found for at in match.span()), len(code)]
     pieces = tuple(code[a:b] for a, b in zip(cuts[::2], cuts[1::2], strict=True))
     template = Template(pieces, _count_results(bsym, code, found), tuple(map(_type, bsym.flat_proxy_outs)))
-    fused = tuple(map(read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
+    fused = tuple(map(_read_line, bsym.subsymbols)) if bsym.sym.is_fusion else ()
     return Line(template, tuple(match[0] for match in found), _source(bsym), fused)
 
 
@@ -173,3 +177,38 @@ def _importable(file: str) -> str:
     """A path relative to the innermost folder of ``sys.path`` that contains it; unchanged if none does."""
     folders = (os.path.join(folder or os.getcwd(), "") for folder in sys.path)
     return file.removeprefix(max((folder for folder in folders if file.startswith(folder)), key=len, default=""))
+
+
+class Reader:
+    """Reads the traces of one compilation, which all stay alive meanwhile. The function of a block is read once for all
+    lines that call it."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._lines: dict[Hashable, Line] = {}
+        self._functions: dict[Part | Block, Function] = {}
+
+    def lines(self, bsyms: Sequence[BoundSymbol]) -> tuple[Line, ...]:
+        return tuple(map(self._line, bsyms))
+
+    def _line(self, bsym: BoundSymbol) -> Line:
+        # traces share bound symbols and their parts; copies differ in tags and headers, which a line does not show
+        values = (*map(id, bsym.flat_args), *map(id, bsym.flat_outs))
+        key = id(bsym.sym), bsym.source_filename, bsym.source_positions, values
+        if key not in self._lines:
+            called = part_of(bsym) or traced_block(bsym)
+            line = _read_line(bsym)
+            self._lines[key] = line if called is None else line._replace(function=self._function(called))
+        return self._lines[key]
+
+    def _function(self, called: Part | Block) -> Function:
+        if called not in self._functions:
+            lines = called.trace.bound_symbols
+            self._functions[called] = Function(
+                name=called.name,
+                module=called.module,
+                lines=self.lines(lines),
+                modules=tuple(assign_modules(lines, {}, called.module)),
+                seconds=tuple(compute_seconds(self._cost, b) for b in lines),
+            )
+        return self._functions[called]

@@ -1,470 +1,299 @@
-// `data` (written by data.py) refers to lines, names, types and modules by index. Its strings are escaped HTML, and the
-// page inserts no other text. Nothing is escaped here.
-(async () => {
-  "use strict";
-  const $ = (selector, from = document) => from.querySelector(selector);
-  const $$ = (selector, from = document) => [...from.querySelectorAll(selector)];
-  const packed = Uint8Array.from(atob($("#data").textContent), (c) => c.charCodeAt(0));
-  const data = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
-  const ROW = 20, KEPT = 0, REMOVED = 3, CONTEXT = 3; // pixels; marks; lines around a change
-  document.documentElement.classList.add("js");
+// The tabs: passes with their lines, modules and numbers. Needs lines.js and timeline.js.
 
-  // ---- units ----
-  const trim = (x) => Number(x.toPrecision(3)).toString();
-  function size(bytes) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let k = 0;
-    while (bytes >= 1024 && k < 4) { bytes /= 1024; k++; }
-    return `${trim(bytes)} ${units[k]}`;
-  }
-  function duration(seconds) {
-    const [scale, unit] = seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
-    return seconds ? `${trim(seconds / scale)} ${unit}` : "0 s";
-  }
+// ---- the list of lines: only visible lines are in the document ----
+const view = $("#view"), rows = $("#rows");
+const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, part: -1, hovered: -1, hits: new Set(), order: [] };
+const current = () => stages[state.stage];
 
-  // ---- lines ----
-  const resultsOf = (line) => data.lines[line].slice(2, 2 + data.templates[data.lines[line][0]][1]);
-  const argumentsOf = (line) => data.lines[line].slice(2 + data.templates[data.lines[line][0]][1]);
-  function html(line) {
-    const [template, , ...names] = data.lines[line];
-    const pieces = data.templates[template][0];
-    return names.reduce((code, n, i) => `${code}<b data-n="${n}">${data.names[n]}</b>${pieces[i + 1]}`, pieces[0]);
+function arrange() {
+  const stage = current();
+  state.entries = (state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all)).flatMap(withParts);
+  state.places = [];
+  state.entries.forEach((entry, i) => { if (entry.at >= 0) state.places[entry.at] = i; });
+  rows.style.height = `${state.entries.length * ROW}px`;
+  draw();
+}
+function withoutInputs(listing) { // a hundred parameters would hide the first lines of compute
+  const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
+  if (inputs < 6 || listing[0].shown) return listing;
+  return [{ fold: listing[0], what: "inputs", count: inputs }, ...listing.slice(inputs)];
+}
+function withParts(entry) { // of a line that was opened
+  if (entry.fold || !entry.opened) return [entry];
+  return [entry, ...partsOf(entry.line).map((part, k) => ({ line: part, mark: KEPT, at: -1, part: k, of: entry }))];
+}
+function toggle(at) {
+  const entry = current().listing[at];
+  if (!partsOf(entry.line).length) return;
+  entry.opened = !entry.opened;
+  state.part = -1;
+  arrange();
+  describe(at);
+}
+function folded(all) {
+  const entries = [];
+  for (let a = 0; a < all.length;) {
+    let b = a;
+    while (b < all.length && all[b].mark === KEPT) b++;
+    const before = a ? CONTEXT : 0, after = b < all.length ? CONTEXT : 0;
+    if (b - a > before + after + 1 && !all[a].shown) {
+      entries.push(...all.slice(a, a + before), { fold: all[a], what: "unchanged lines", count: b - a - before - after }, ...all.slice(b - after, b));
+    } else entries.push(...all.slice(a, b));
+    if (b < all.length) entries.push(all[b++]);
+    a = b;
   }
-  const strip = (code) => { const e = document.createElement("template"); e.innerHTML = code; return e.content.textContent; };
-  const plainPieces = data.templates.map(([pieces]) => pieces.map(strip));
-  function text(line) {
-    const [template, , ...names] = data.lines[line];
-    const pieces = plainPieces[template];
-    return names.reduce((code, n, i) => code + data.names[n] + pieces[i + 1], pieces[0]);
+  return entries;
+}
+function draw() {
+  if (state.stage < 0) return;
+  const phase = phaseOf(state.stage);
+  const focus = state.hovered >= 0 ? state.hovered : state.chosen;
+  const near = focus >= 0 ? relations(current(), focus) : { producers: [], consumers: [], freed: [] };
+  const css = new Map([...near.producers.map((p) => [p, "producer"]), ...[...near.consumers, ...near.freed].map((c) => [c, "consumer"])]);
+  const from = Math.max(0, Math.floor(view.scrollTop / ROW) - 10);
+  const to = Math.min(state.entries.length, Math.ceil((view.scrollTop + view.clientHeight) / ROW) + 10);
+  let code = "";
+  for (let i = from; i < to; i++) code += drawRow(state.entries[i], i, phase, css);
+  rows.innerHTML = code;
+}
+function drawRow(entry, i, phase, css) {
+  const top = `style="top:${i * ROW}px"`;
+  if (entry.fold) return `<div class="line fold" data-fold="${i}" ${top}><span class="no">⋯</span><span class="sign"></span>${entry.count.toLocaleString("en")} ${entry.what}</div>`;
+  if (entry.of) {
+    const chosen = entry.of.at === state.chosen && entry.part === state.part ? " chosen" : "";
+    return `<div class="line part${chosen}" role="option" data-part="${entry.part}" data-of="${entry.of.at}" ${top}><span class="no">${entry.part}</span><span class="sign"></span>${html(entry.line)}</div>`;
   }
-  const moduleOf = (line) => {
-    const known = resultsOf(line).map((n) => data.owners[n]).find((m) => m >= 0);
-    return known === undefined ? undefined : data.modules[known];
+  const plain = text(entry.line);
+  const opens = entry.at >= 0 && partsOf(entry.line).length ? `<button class="opens" data-open="${entry.at}" aria-expanded="${Boolean(entry.opened)}" aria-label="its lines"></button>` : "";
+  const kind = /\b(wait_)?(all_gather|broadcast|reduce_scatter|reduce|all_reduce|synchronize)\(/.exec(plain);
+  const classes = ["line", css.get(entry.at) ?? ""];
+  if (state.mode === "diff") classes.push(`m${entry.mark}`);
+  else if (kind) classes.push(kind[2].includes("reduce") ? "reduce" : "gather", kind[1] ? "wait" : "");
+  if (entry.at >= 0 && entry.at === state.chosen) classes.push("chosen");
+  if (state.hits.has(entry.at)) classes.push("hit");
+  const sign = state.mode === "diff" ? ["", "+", "↕", "−"][entry.mark] : "";
+  const why = phase?.why[entry.at] && entry.at >= 0 ? `<span class="why">${phase.why[entry.at].replace(/^.*? here: /, "")}</span>` : "";
+  return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${opens}${html(entry.line)}${why}</div>`;
+}
+
+// ---- the details of a line ----
+const details = $("#details");
+const HINT = `<p class="hint">Point at a line, or click it, to see its producers and consumers, its size, its module, its source, and the reason for its position.</p>`;
+function link(stage, at, css) {
+  return `<button class="link ${css}" data-go="${at}"><small>${at}</small>${html(stage.listing[at].line)}</button>`;
+}
+function list(title, stage, places, css) {
+  if (!places.length) return "";
+  const more = places.length > 12 ? `<p class="hint">and ${places.length - 12} more</p>` : "";
+  return `<h3>${title}</h3>${places.slice(0, 12).map((at) => link(stage, at, css)).join("")}${more}`;
+}
+function typesOf(line) {
+  const types = data.templates[data.lines[line][0]][2].filter((t) => t >= 0).map((t) => data.types[t]);
+  const facts = types.slice(0, 6).map(([kind, bytes], k) => [k ? "" : "result", `<code>${kind}</code> ${size(bytes)}`]);
+  if (types.length > 6) facts.push(["", `and ${types.length - 6} more, ${size(types.reduce((sum, t) => sum + t[1], 0))} in all`]);
+  return facts;
+}
+function sourceOf(line) {
+  const source = data.sources[data.lines[line][1]];
+  return source ? [["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]] : [];
+}
+const table = (facts) => `<dl>${facts.map(([k, v]) => `<dt>${k}</dt><dd>${v}</dd>`).join("")}</dl>`;
+const passesOf = (f) => (f.stage < 0 ? f.name : `<button class="link stagelink" data-stage="${f.stage}">${f.name}</button>`);
+function describePart(at, k) { // a line of the function, or of the fusion, in line `at`
+  const { line } = current().listing[at], phase = phaseOf(state.stage), f = calledBy(line), part = partsOf(line)[k];
+  const facts = typesOf(part);
+  const module = f ? moduleIn(f, k, moduleOf(line)) : moduleOf(part);
+  if (module !== undefined) facts.push(["module", module || "the model itself"]);
+  facts.push(...sourceOf(part));
+  if (f && phase) {
+    const share = data.times === "measured" ? "its predicted share of the measured call" : "predicted";
+    facts.push(["time", `${duration(f.shares[k] * secondsAt(phase, at))}, ${share}`]);
+  }
+  details.innerHTML = `<code class="code-line">${html(part)}</code>${table(facts)}` +
+    (f ? `<h3>line ${k} of the function</h3>${passesOf(f)}` : "") + `<h3>part of</h3>${link(current(), at, "")}`;
+}
+function describe(at) {
+  if (at < 0) { details.innerHTML = HINT; return; }
+  const stage = current(), phase = phaseOf(state.stage), { line } = stage.listing[at];
+  const near = relations(stage, at), facts = typesOf(line), f = calledBy(line);
+  const module = moduleOf(line);
+  if (module !== undefined) facts.push(["module", module || "the model itself"]);
+  if (phase?.buckets[at]) facts.push(["bucket", phase.buckets[at]]);
+  facts.push(...sourceOf(line));
+  if (phase) {
+    facts.push(["time", `${duration(secondsAt(phase, at))}, starts at ${duration(phase.time[at])}, ${data.times}`]);
+    const row = memoryAt(phase, at);
+    if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after the line`]);
+    if (near.freed.length) facts.push(["freed", `at line ${near.freed.join(", ")}`]);
+  }
+  const why = phase?.why[at] ? `<p class="why">${phase.why[at]}</p>` : "";
+  const parts = f ? "" : partsOf(line).map((part) => `<span class="link">${html(part)}</span>`).join("");
+  details.innerHTML =
+    `<code class="code-line">${html(line)}</code>${why}${table(facts)}` +
+    (f ? `<h3>calls, with its passes</h3>${passesOf(f)}` : "") +
+    list("made from", stage, near.producers, "producer") + list("used by", stage, near.consumers, "consumer") +
+    (parts ? `<h3>consists of</h3>${parts}` : "");
+}
+
+// ---- moving about ----
+function show(k, { mode = state.mode, at = -1 } = {}) {
+  if (!stages[k]) return;
+  const changed = k !== state.stage;
+  Object.assign(state, { stage: k, mode, hovered: -1 });
+  const stage = open(stages[k]);
+  for (const e of $$(".stage")) {
+    const selected = Number(e.dataset.stage) === k;
+    e.setAttribute("aria-selected", selected);
+    if (selected) e.closest("details")?.setAttribute("open", "");
+    if (selected && changed) nearest(e, $("#stages"));
+  }
+  for (const b of $$("[data-mode]")) b.setAttribute("aria-pressed", b.dataset.mode === mode);
+  $("#stage").innerHTML = `${stage.name} <small>${stage.phase}</small>`;
+  if (changed) { state.chosen = -1; view.scrollTop = 0; }
+  search(false);
+  arrange();
+  choose(at >= 0 ? at : state.chosen, at >= 0);
+}
+function nearest(e, box) { // scrolls only the box, not the page
+  const inside = e.getBoundingClientRect(), around = box.getBoundingClientRect();
+  box.scrollTop += Math.min(0, inside.top - around.top) + Math.max(0, inside.bottom - around.bottom);
+}
+function choose(at, scroll = true) {
+  state.chosen = at;
+  state.part = -1;
+  if (at >= 0 && scroll) {
+    const entry = state.places[at];
+    if (entry === undefined) { // in a fold
+      current().listing[0].shown = true;
+      return show(state.stage, { mode: "code", at });
+    }
+    const top = entry * ROW;
+    if (top < view.scrollTop + ROW || top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
+  }
+  describe(at);
+  draw();
+  const phase = phaseOf(state.stage);
+  place(fixed, phase && at >= 0 ? phase.time[at] : -1);
+}
+function goTo(where) { // "forward:12", or "forward:12:3" for a line of the function that line 12 calls
+  const [name, at, part] = where.split(":");
+  const phase = data.phases.find((p) => p.name === name);
+  tab("passes");
+  if (part !== undefined) open(stages[phase.stage]).listing[at].opened = true;
+  show(phase.stage, { mode: "code", at: Number(at) });
+  if (part !== undefined) choosePart(Number(part));
+}
+function choosePart(part) { // of the chosen line
+  state.part = part;
+  const top = (state.places[state.chosen] + 1 + part) * ROW;
+  if (top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
+  describeChosen();
+  draw();
+}
+function step(by) {
+  const order = state.entries.filter((entry) => entry.at >= 0).map((entry) => entry.at);
+  const k = order.indexOf(state.chosen);
+  const next = order[Math.max(0, Math.min(order.length - 1, k < 0 ? 0 : k + by))];
+  if (next !== undefined) choose(next);
+}
+function tab(name) {
+  for (const t of $$("[role=tab]")) t.setAttribute("aria-selected", t.id === `tab-${name}`);
+  for (const p of $$(".panel")) p.classList.toggle("open", p.id === name);
+  if (name === "passes") draw();
+}
+function neighbour(by) { // the next visible stage of the list
+  const shown = $$(".stage").filter((e) => e.offsetParent).map((e) => Number(e.dataset.stage));
+  const k = shown.indexOf(state.stage);
+  if (shown[k + by] !== undefined) show(shown[k + by]);
+}
+
+// ---- search ----
+const box = $("#search"), output = $("#hits");
+function search(jump) {
+  if (!current()) return;
+  const wanted = box.value.trim().toLowerCase();
+  const inside = new Map(); // a function is searched once
+  const fits = (line) => text(line).toLowerCase().includes(wanted);
+  const called = (f) => f && (inside.get(f) ?? inside.set(f, f.lines.some(fits)).get(f));
+  state.order = wanted ? current().listing.filter(({ line }) => fits(line) || called(calledBy(line))).map((row) => row.at) : [];
+  state.hits = new Set(state.order);
+  output.textContent = wanted ? `${state.order.length} found` : "";
+  if (jump && state.order.length) find(1, true); else if (jump) draw();
+}
+function find(by, stay = false) {
+  if (!state.order.length) return;
+  const here = state.order.findIndex((at) => (stay ? at >= state.chosen : at > state.chosen));
+  const k = by > 0 ? (here < 0 ? 0 : here) : (state.order.filter((at) => at < state.chosen).length || state.order.length) - 1;
+  choose(state.order[k]);
+  output.textContent = `${k + 1} of ${state.order.length}`;
+}
+
+// ---- events ----
+view.addEventListener("scroll", draw);
+addEventListener("resize", draw);
+view.addEventListener("pointerover", (event) => {
+  const { line = -1, of = -1, part = -1 } = event.target.closest("[data-line],[data-part]")?.dataset ?? {};
+  const [at, over] = [Number(line), Number(part)];
+  if (over >= 0) describePart(Number(of), over);
+  else if (at !== state.hovered || state.over >= 0) at >= 0 ? describe(at) : describeChosen();
+  state.over = over;
+  if (at === state.hovered) return;
+  state.hovered = at;
+  draw();
+});
+const describeChosen = () => (state.part >= 0 ? describePart(state.chosen, state.part) : describe(state.chosen));
+view.addEventListener("pointerleave", () => { state.hovered = -1; describeChosen(); draw(); });
+document.addEventListener("click", (event) => {
+  const on = (selector) => event.target.closest(selector);
+  let e;
+  if ((e = on("[role=tab]"))) tab(e.id.slice(4));
+  else if ((e = on("[data-open]"))) toggle(Number(e.dataset.open));
+  else if ((e = on("[data-part]"))) { choose(Number(e.dataset.of), false); choosePart(Number(e.dataset.part)); }
+  else if ((e = on("[data-stage]"))) show(Number(e.dataset.stage));
+  else if ((e = on("[data-mode]"))) show(state.stage, { mode: e.dataset.mode });
+  else if ((e = on("[data-zoom]"))) setZoom(Number(e.dataset.zoom) ? zoom * Number(e.dataset.zoom) : 1);
+  else if ((e = on("[data-fold]"))) { state.entries[Number(e.dataset.fold)].fold.shown = true; arrange(); }
+  else if ((e = on("[data-go]"))) choose(Number(e.dataset.go));
+  else if ((e = on("[data-line]"))) choose(Number(e.dataset.line), false);
+  else if ((e = on("#keys"))) $("#help").showModal();
+  else if ((e = on("a[data-at]"))) { event.preventDefault(); goTo(e.dataset.at); }
+});
+box.addEventListener("input", () => search(true));
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("dialog[open]")) return;
+  const inside = (e) => e?.contains(document.activeElement);
+  if (document.activeElement === box) {
+    if (event.key === "Enter") find(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") { box.value = ""; search(false); draw(); view.focus(); }
+    return;
+  }
+  const chosen = state.chosen >= 0 ? relations(current(), state.chosen) : null;
+  const keys = {
+    "/": () => box.focus(), d: () => show(state.stage, { mode: state.mode === "code" ? "diff" : "code" }),
+    o: () => state.chosen >= 0 && toggle(state.chosen),
+    "[": () => neighbour(-1), "]": () => neighbour(1), "?": () => $("#help").showModal(),
+    1: () => tab("passes"), 2: () => tab("modules"), 3: () => tab("numbers"),
+    p: () => chosen?.producers.length && choose(chosen.producers[0]), c: () => chosen?.consumers.length && choose(chosen.consumers[0]),
+    "+": () => setZoom(zoom * 2), "=": () => setZoom(zoom * 2), "-": () => setZoom(zoom / 2), 0: () => setZoom(1), Escape: () => choose(-1),
   };
+  if (inside($("#stages"))) Object.assign(keys, { ArrowUp: () => neighbour(-1), ArrowDown: () => neighbour(1) });
+  if (inside(view)) Object.assign(keys, { ArrowUp: () => step(-1), ArrowDown: () => step(1), PageUp: () => step(-25), PageDown: () => step(25), Home: () => step(-1e9), End: () => step(1e9) });
+  if (inside(section)) Object.assign(keys, { ArrowLeft: () => onTimeline(-1), ArrowRight: () => onTimeline(1) });
+  if (inside($("nav"))) Object.assign(keys, { ArrowLeft: () => sideways(-1), ArrowRight: () => sideways(1) });
+  if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+});
+function onTimeline(by) {
+  if (!phaseOf(state.stage)) show(data.phases[0].stage);
+  step(by);
+  if (!fixed.hidden) fixed.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+function sideways(by) {
+  const names = ["passes", "modules", "numbers"];
+  const k = names.findIndex((name) => $(`#tab-${name}`).getAttribute("aria-selected") === "true");
+  tab(names[(k + by + 3) % 3]);
+  $(`#tab-${names[(k + by + 3) % 3]}`).focus();
+}
+$("#help form button").addEventListener("click", () => $("#help").close());
 
-  // ---- functions of blocks: a line that calls one consists of its lines ----
-  for (const f of data.functions) {
-    const total = f.seconds.reduce((a, b) => a + b, 0) || 1;
-    let now = 0;
-    f.shares = f.seconds.map((s) => s / total);
-    f.starts = f.shares.map((s) => (now += s) - s);
-  }
-  const calledBy = (line) => data.functions[data.calls[line]];
-  const partsOf = (line) => calledBy(line)?.lines ?? data.parts[line] ?? [];
-  function moduleIn(f, k, called) { // the module of its line k in a call of the module `called`
-    const own = data.modules[f.modules[k]], first = data.modules[f.module];
-    if (own === undefined || called === undefined) return undefined;
-    if (own === first) return called;
-    return own.startsWith(`${first}.`) ? called + own.slice(first.length) : own;
-  }
-
-  // ---- phases: executed traces on one clock ----
-  for (const phase of data.phases) {
-    let now = 0;
-    phase.time = phase.starts.map((step) => (now += step) / 1e9);
-  }
-  const phaseOf = (stage) => data.phases.find((phase) => phase.stage === stage);
-  const end = data.phases.length ? data.phases.at(-1).time.at(-1) : 0;
-  function last(list, fits) { // the last index of a sorted list whose value fits
-    let a = 0, b = list.length;
-    while (a < b) { const m = (a + b) >> 1; if (fits(list[m])) a = m + 1; else b = m; }
-    return a - 1;
-  }
-  const secondsAt = (phase, at) => phase.time[at + 1] - phase.time[at];
-  const memoryAt = (phase, at) => phase.memory[last(phase.memory, (row) => row[0] <= at)];
-
-  // ---- a stage: its rows, and the producer and consumers of each name ----
-  const stages = data.stages.map((stage) => ({ ...stage }));
-  function open(stage) {
-    if (stage.all) return stage;
-    let at = 0;
-    stage.all = stage.rows.map((row) => {
-      const mark = row % 4;
-      return { line: (row - mark) / 4, mark, at: mark === REMOVED ? -1 : at++ };
-    });
-    stage.listing = stage.all.filter((row) => row.mark !== REMOVED);
-    stage.made = new Map();
-    stage.used = new Map();
-    for (const { line, at } of stage.listing) {
-      for (const n of resultsOf(line)) if (!stage.made.has(n)) stage.made.set(n, at);
-      for (const n of argumentsOf(line)) stage.used.has(n) ? stage.used.get(n).push(at) : stage.used.set(n, [at]);
-    }
-    return stage;
-  }
-  const isDeletion = (line) => plainPieces[data.lines[line][0]][0].startsWith("del ");
-  function relations(stage, at) {
-    const line = stage.listing[at].line;
-    const producers = new Set(argumentsOf(line).map((n) => stage.made.get(n)).filter((p) => p !== undefined && p < at));
-    const users = new Set(resultsOf(line).flatMap((n) => stage.used.get(n) ?? []).filter((u) => u > at));
-    const [consumers, freed] = [[], []];
-    for (const u of users) (isDeletion(stage.listing[u].line) ? freed : consumers).push(u);
-    const sorted = (places) => [...places].sort((a, b) => a - b);
-    return { producers: sorted(producers), consumers: sorted(consumers), freed: sorted(freed) };
-  }
-
-  // ---- the list of lines: only visible lines are in the document ----
-  const view = $("#view"), rows = $("#rows");
-  const state = { stage: -1, mode: "code", entries: [], places: [], chosen: -1, part: -1, hovered: -1, hits: new Set(), order: [] };
-  const current = () => stages[state.stage];
-
-  function arrange() {
-    const stage = current();
-    state.entries = (state.mode === "code" ? withoutInputs(stage.listing) : folded(stage.all)).flatMap(withParts);
-    state.places = [];
-    state.entries.forEach((entry, i) => { if (entry.at >= 0) state.places[entry.at] = i; });
-    rows.style.height = `${state.entries.length * ROW}px`;
-    draw();
-  }
-  function withoutInputs(listing) { // a hundred parameters would hide the first lines of compute
-    const inputs = listing.findIndex((row) => !plainPieces[data.lines[row.line][0]][0].startsWith("# "));
-    if (inputs < 6 || listing[0].shown) return listing;
-    return [{ fold: listing[0], what: "inputs", count: inputs }, ...listing.slice(inputs)];
-  }
-  function withParts(entry) { // of a line that was opened
-    if (entry.fold || !entry.opened) return [entry];
-    return [entry, ...partsOf(entry.line).map((part, k) => ({ line: part, mark: KEPT, at: -1, part: k, of: entry }))];
-  }
-  function toggle(at) {
-    const entry = current().listing[at];
-    if (!partsOf(entry.line).length) return;
-    entry.opened = !entry.opened;
-    state.part = -1;
-    arrange();
-    describe(at);
-  }
-  function folded(all) {
-    const entries = [];
-    for (let a = 0; a < all.length;) {
-      let b = a;
-      while (b < all.length && all[b].mark === KEPT) b++;
-      const before = a ? CONTEXT : 0, after = b < all.length ? CONTEXT : 0;
-      if (b - a > before + after + 1 && !all[a].shown) {
-        entries.push(...all.slice(a, a + before), { fold: all[a], what: "unchanged lines", count: b - a - before - after }, ...all.slice(b - after, b));
-      } else entries.push(...all.slice(a, b));
-      if (b < all.length) entries.push(all[b++]);
-      a = b;
-    }
-    return entries;
-  }
-  function draw() {
-    if (state.stage < 0) return;
-    const phase = phaseOf(state.stage);
-    const focus = state.hovered >= 0 ? state.hovered : state.chosen;
-    const near = focus >= 0 ? relations(current(), focus) : { producers: [], consumers: [], freed: [] };
-    const css = new Map([...near.producers.map((p) => [p, "producer"]), ...[...near.consumers, ...near.freed].map((c) => [c, "consumer"])]);
-    const from = Math.max(0, Math.floor(view.scrollTop / ROW) - 10);
-    const to = Math.min(state.entries.length, Math.ceil((view.scrollTop + view.clientHeight) / ROW) + 10);
-    let code = "";
-    for (let i = from; i < to; i++) code += drawRow(state.entries[i], i, phase, css);
-    rows.innerHTML = code;
-  }
-  function drawRow(entry, i, phase, css) {
-    const top = `style="top:${i * ROW}px"`;
-    if (entry.fold) return `<div class="line fold" data-fold="${i}" ${top}><span class="no">⋯</span><span class="sign"></span>${entry.count.toLocaleString("en")} ${entry.what}</div>`;
-    if (entry.of) {
-      const chosen = entry.of.at === state.chosen && entry.part === state.part ? " chosen" : "";
-      return `<div class="line part${chosen}" role="option" data-part="${entry.part}" data-of="${entry.of.at}" ${top}><span class="no">${entry.part}</span><span class="sign"></span>${html(entry.line)}</div>`;
-    }
-    const plain = text(entry.line);
-    const opens = entry.at >= 0 && partsOf(entry.line).length ? `<button class="opens" data-open="${entry.at}" aria-expanded="${Boolean(entry.opened)}" aria-label="its lines"></button>` : "";
-    const kind = /\b(wait_)?(all_gather|broadcast|reduce_scatter|reduce|all_reduce|synchronize)\(/.exec(plain);
-    const classes = ["line", css.get(entry.at) ?? ""];
-    if (state.mode === "diff") classes.push(`m${entry.mark}`);
-    else if (kind) classes.push(kind[2].includes("reduce") ? "reduce" : "gather", kind[1] ? "wait" : "");
-    if (entry.at >= 0 && entry.at === state.chosen) classes.push("chosen");
-    if (state.hits.has(entry.at)) classes.push("hit");
-    const sign = state.mode === "diff" ? ["", "+", "↕", "−"][entry.mark] : "";
-    const why = phase?.why[entry.at] && entry.at >= 0 ? `<span class="why">${phase.why[entry.at].replace(/^.*? here: /, "")}</span>` : "";
-    return `<div class="${classes.filter(Boolean).join(" ")}" role="option" data-line="${entry.at}" ${top}><span class="no">${entry.at >= 0 ? entry.at : ""}</span><span class="sign">${sign}</span>${opens}${html(entry.line)}${why}</div>`;
-  }
-
-  // ---- the details of a line ----
-  const details = $("#details");
-  const HINT = `<p class="hint">Point at a line, or click it, to see its producers and consumers, its size, its module, its source, and the reason for its position.</p>`;
-  function link(stage, at, css) {
-    return `<button class="link ${css}" data-go="${at}"><small>${at}</small>${html(stage.listing[at].line)}</button>`;
-  }
-  function list(title, stage, places, css) {
-    if (!places.length) return "";
-    const more = places.length > 12 ? `<p class="hint">and ${places.length - 12} more</p>` : "";
-    return `<h3>${title}</h3>${places.slice(0, 12).map((at) => link(stage, at, css)).join("")}${more}`;
-  }
-  function typesOf(line) {
-    const types = data.templates[data.lines[line][0]][2].filter((t) => t >= 0).map((t) => data.types[t]);
-    const facts = types.slice(0, 6).map(([kind, bytes], k) => [k ? "" : "result", `<code>${kind}</code> ${size(bytes)}`]);
-    if (types.length > 6) facts.push(["", `and ${types.length - 6} more, ${size(types.reduce((sum, t) => sum + t[1], 0))} in all`]);
-    return facts;
-  }
-  function sourceOf(line) {
-    const source = data.sources[data.lines[line][1]];
-    return source ? [["source", `<code>${source[2]}</code><br><small>${source[0]}:${source[1]}</small>`]] : [];
-  }
-  const table = (facts) => `<dl>${facts.map(([k, v]) => `<dt>${k}</dt><dd>${v}</dd>`).join("")}</dl>`;
-  const passesOf = (f) => (f.stage < 0 ? f.name : `<button class="link stagelink" data-stage="${f.stage}">${f.name}</button>`);
-  function describePart(at, k) { // a line of the function, or of the fusion, in line `at`
-    const { line } = current().listing[at], phase = phaseOf(state.stage), f = calledBy(line), part = partsOf(line)[k];
-    const facts = typesOf(part);
-    const module = f ? moduleIn(f, k, moduleOf(line)) : moduleOf(part);
-    if (module !== undefined) facts.push(["module", module || "the model itself"]);
-    facts.push(...sourceOf(part));
-    if (f && phase) {
-      const share = data.times === "measured" ? "its predicted share of the measured call" : "predicted";
-      facts.push(["time", `${duration(f.shares[k] * secondsAt(phase, at))}, ${share}`]);
-    }
-    details.innerHTML = `<code class="code-line">${html(part)}</code>${table(facts)}` +
-      (f ? `<h3>line ${k} of the function</h3>${passesOf(f)}` : "") + `<h3>part of</h3>${link(current(), at, "")}`;
-  }
-  function describe(at) {
-    if (at < 0) { details.innerHTML = HINT; return; }
-    const stage = current(), phase = phaseOf(state.stage), { line } = stage.listing[at];
-    const near = relations(stage, at), facts = typesOf(line), f = calledBy(line);
-    const module = moduleOf(line);
-    if (module !== undefined) facts.push(["module", module || "the model itself"]);
-    if (phase?.buckets[at]) facts.push(["bucket", phase.buckets[at]]);
-    facts.push(...sourceOf(line));
-    if (phase) {
-      facts.push(["time", `${duration(secondsAt(phase, at))}, starts at ${duration(phase.time[at])}, ${data.times}`]);
-      const row = memoryAt(phase, at);
-      if (row) facts.push(["memory", `${size(row.slice(1).reduce((a, b) => a + b))} after the line`]);
-      if (near.freed.length) facts.push(["freed", `at line ${near.freed.join(", ")}`]);
-    }
-    const why = phase?.why[at] ? `<p class="why">${phase.why[at]}</p>` : "";
-    const parts = f ? "" : partsOf(line).map((part) => `<span class="link">${html(part)}</span>`).join("");
-    details.innerHTML =
-      `<code class="code-line">${html(line)}</code>${why}${table(facts)}` +
-      (f ? `<h3>calls, with its passes</h3>${passesOf(f)}` : "") +
-      list("made from", stage, near.producers, "producer") + list("used by", stage, near.consumers, "consumer") +
-      (parts ? `<h3>consists of</h3>${parts}` : "");
-  }
-
-  // ---- moving about ----
-  function show(k, { mode = state.mode, at = -1 } = {}) {
-    if (!stages[k]) return;
-    const changed = k !== state.stage;
-    Object.assign(state, { stage: k, mode, hovered: -1 });
-    const stage = open(stages[k]);
-    for (const e of $$(".stage")) {
-      const selected = Number(e.dataset.stage) === k;
-      e.setAttribute("aria-selected", selected);
-      if (selected) e.closest("details")?.setAttribute("open", "");
-      if (selected && changed) nearest(e, $("#stages"));
-    }
-    for (const b of $$("[data-mode]")) b.setAttribute("aria-pressed", b.dataset.mode === mode);
-    $("#stage").innerHTML = `${stage.name} <small>${stage.phase}</small>`;
-    if (changed) { state.chosen = -1; view.scrollTop = 0; }
-    search(false);
-    arrange();
-    choose(at >= 0 ? at : state.chosen, at >= 0);
-  }
-  function nearest(e, box) { // scrolls only the box, not the page
-    const inside = e.getBoundingClientRect(), around = box.getBoundingClientRect();
-    box.scrollTop += Math.min(0, inside.top - around.top) + Math.max(0, inside.bottom - around.bottom);
-  }
-  function choose(at, scroll = true) {
-    state.chosen = at;
-    state.part = -1;
-    if (at >= 0 && scroll) {
-      const entry = state.places[at];
-      if (entry === undefined) { // in a fold
-        current().listing[0].shown = true;
-        return show(state.stage, { mode: "code", at });
-      }
-      const top = entry * ROW;
-      if (top < view.scrollTop + ROW || top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
-    }
-    describe(at);
-    draw();
-    const phase = phaseOf(state.stage);
-    place(fixed, phase && at >= 0 ? phase.time[at] : -1);
-  }
-  function goTo(where) { // "forward:12", or "forward:12:3" for a line of the function that line 12 calls
-    const [name, at, part] = where.split(":");
-    const phase = data.phases.find((p) => p.name === name);
-    tab("passes");
-    if (part !== undefined) open(stages[phase.stage]).listing[at].opened = true;
-    show(phase.stage, { mode: "code", at: Number(at) });
-    if (part !== undefined) choosePart(Number(part));
-  }
-  function choosePart(part) { // of the chosen line
-    state.part = part;
-    const top = (state.places[state.chosen] + 1 + part) * ROW;
-    if (top > view.scrollTop + view.clientHeight - 2 * ROW) view.scrollTop = top - view.clientHeight / 3;
-    describeChosen();
-    draw();
-  }
-  function step(by) {
-    const order = state.entries.filter((entry) => entry.at >= 0).map((entry) => entry.at);
-    const k = order.indexOf(state.chosen);
-    const next = order[Math.max(0, Math.min(order.length - 1, k < 0 ? 0 : k + by))];
-    if (next !== undefined) choose(next);
-  }
-  function tab(name) {
-    for (const t of $$("[role=tab]")) t.setAttribute("aria-selected", t.id === `tab-${name}`);
-    for (const p of $$(".panel")) p.classList.toggle("open", p.id === name);
-    if (name === "passes") draw();
-  }
-  function neighbour(by) { // the next visible stage of the list
-    const shown = $$(".stage").filter((e) => e.offsetParent).map((e) => Number(e.dataset.stage));
-    const k = shown.indexOf(state.stage);
-    if (shown[k + by] !== undefined) show(shown[k + by]);
-  }
-
-  // ---- search ----
-  const box = $("#search"), output = $("#hits");
-  function search(jump) {
-    if (!current()) return;
-    const wanted = box.value.trim().toLowerCase();
-    const inside = new Map(); // a function is searched once
-    const fits = (line) => text(line).toLowerCase().includes(wanted);
-    const called = (f) => f && (inside.get(f) ?? inside.set(f, f.lines.some(fits)).get(f));
-    state.order = wanted ? current().listing.filter(({ line }) => fits(line) || called(calledBy(line))).map((row) => row.at) : [];
-    state.hits = new Set(state.order);
-    output.textContent = wanted ? `${state.order.length} found` : "";
-    if (jump && state.order.length) find(1, true); else if (jump) draw();
-  }
-  function find(by, stay = false) {
-    if (!state.order.length) return;
-    const here = state.order.findIndex((at) => (stay ? at >= state.chosen : at > state.chosen));
-    const k = by > 0 ? (here < 0 ? 0 : here) : (state.order.filter((at) => at < state.chosen).length || state.order.length) - 1;
-    choose(state.order[k]);
-    output.textContent = `${k + 1} of ${state.order.length}`;
-  }
-
-  // ---- timeline ----
-  const section = $("#timeline"), scroller = $(".scroller"), track = $(".track");
-  const mark = (css) => { const e = document.createElement("div"); e.className = css; e.hidden = true; track?.append(e); return e; };
-  const pointer = mark("cursor"), fixed = mark("cursor fixed");
-  const tip = document.createElement("div");
-  let zoom = 1;
-  function place(cursor, seconds) {
-    cursor.hidden = seconds < 0 || !end;
-    cursor.style.left = `${(100 * seconds) / end}%`;
-  }
-  function setZoom(to, at = 0.5) { // `at`: the point of the visible part that stays in place, from 0 to 1
-    const before = (scroller.scrollLeft + at * scroller.clientWidth) / track.clientWidth;
-    zoom = Math.max(1, Math.min(400, to));
-    track.style.width = `${100 * zoom}%`;
-    scroller.scrollLeft = before * track.clientWidth - at * scroller.clientWidth;
-    drawTicks();
-  }
-  function drawTicks() {
-    const least = end / zoom / 8, power = 10 ** Math.floor(Math.log10(least));
-    const tick = power * [1, 2, 5, 10].find((f) => f * power >= least);
-    const from = zoom > 40 ? (end * scroller.scrollLeft) / track.clientWidth : 0; // far in: only the ticks nearby
-    let ticks = "";
-    for (let k = Math.max(0, Math.floor(from / tick) - 20); k * tick < end && k * tick < from + 60 * 8 * tick; k++)
-      ticks += `<span style="left:${(100 * k * tick) / end}%">${duration(k * tick)}</span>`;
-    $(".axis", track).innerHTML = ticks;
-  }
-  function under(event) {
-    const seconds = ((event.clientX - track.getBoundingClientRect().left) / track.clientWidth) * end;
-    const phase = data.phases.findLast((p) => p.time[0] <= seconds) ?? data.phases[0];
-    const at = Math.max(0, Math.min(last(phase.time, (t) => t <= seconds), phase.time.length - 2));
-    return { seconds, phase, at };
-  }
-  function hint(event) {
-    const { seconds, phase, at } = under(event);
-    place(pointer, seconds);
-    const bar = event.target.closest("rect[data-title]")?.dataset.title;
-    const { line } = open(stages[phase.stage]).listing[at], row = memoryAt(phase, at), f = calledBy(line);
-    const k = f ? last(f.starts, (share) => phase.time[at] + share * secondsAt(phase, at) <= seconds) : -1;
-    const module = k >= 0 ? moduleIn(f, k, moduleOf(line)) : moduleOf(line);
-    const held = row.slice(1).map((bytes, k) => [bytes, data.kinds[k]]).filter(([bytes]) => bytes).sort((a, b) => b[0] - a[0]);
-    tip.innerHTML = `<div id="tip">${bar ? `<b>${bar}</b>` : ""}<code>${html(line)}</code>${k >= 0 ? `<code>${html(f.lines[k])}</code>` : ""}` +
-      `<div class="what">${duration(seconds)} · ${phase.name} line ${at} · ${module ?? phase.buckets[at] ?? ""}</div>` +
-      `<div class="what">${held.slice(0, 4).map(([bytes, kind]) => `${kind.replace("_", " ")} ${size(bytes)}`).join(" · ")}</div></div>`;
-    const { offsetWidth: w, offsetHeight: h } = tip.firstChild;
-    tip.firstChild.style.left = `${Math.min(event.clientX + 14, innerWidth - w - 8)}px`;
-    tip.firstChild.style.top = `${event.clientY + 20 + h > innerHeight ? event.clientY - h - 12 : event.clientY + 20}px`;
-  }
-  if (track) {
-    document.body.append(tip);
-    for (const title of $$("rect > title", track)) { // shown as our own hint, without delay
-      title.parentNode.dataset.title = title.innerHTML;
-      title.remove();
-    }
-    track.addEventListener("pointermove", hint);
-    track.addEventListener("pointerleave", () => { tip.innerHTML = ""; place(pointer, -1); });
-    track.addEventListener("click", (event) => {
-      const { phase, at } = under(event);
-      goTo(event.target.closest("[data-at]")?.dataset.at ?? `${phase.name}:${at}`);
-    });
-    scroller.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.metaKey) return;
-      event.preventDefault();
-      const box = scroller.getBoundingClientRect();
-      setZoom(zoom * (event.deltaY < 0 ? 1.25 : 0.8), (event.clientX - box.left) / box.width);
-    }, { passive: false });
-    scroller.addEventListener("scroll", () => { if (zoom > 40) drawTicks(); });
-  }
-
-  // ---- events ----
-  view.addEventListener("scroll", draw);
-  addEventListener("resize", draw);
-  view.addEventListener("pointerover", (event) => {
-    const { line = -1, of = -1, part = -1 } = event.target.closest("[data-line],[data-part]")?.dataset ?? {};
-    const [at, over] = [Number(line), Number(part)];
-    if (over >= 0) describePart(Number(of), over);
-    else if (at !== state.hovered || state.over >= 0) at >= 0 ? describe(at) : describeChosen();
-    state.over = over;
-    if (at === state.hovered) return;
-    state.hovered = at;
-    draw();
-  });
-  const describeChosen = () => (state.part >= 0 ? describePart(state.chosen, state.part) : describe(state.chosen));
-  view.addEventListener("pointerleave", () => { state.hovered = -1; describeChosen(); draw(); });
-  document.addEventListener("click", (event) => {
-    const on = (selector) => event.target.closest(selector);
-    let e;
-    if ((e = on("[role=tab]"))) tab(e.id.slice(4));
-    else if ((e = on("[data-open]"))) toggle(Number(e.dataset.open));
-    else if ((e = on("[data-part]"))) { choose(Number(e.dataset.of), false); choosePart(Number(e.dataset.part)); }
-    else if ((e = on("[data-stage]"))) show(Number(e.dataset.stage));
-    else if ((e = on("[data-mode]"))) show(state.stage, { mode: e.dataset.mode });
-    else if ((e = on("[data-zoom]"))) setZoom(Number(e.dataset.zoom) ? zoom * Number(e.dataset.zoom) : 1);
-    else if ((e = on("[data-fold]"))) { state.entries[Number(e.dataset.fold)].fold.shown = true; arrange(); }
-    else if ((e = on("[data-go]"))) choose(Number(e.dataset.go));
-    else if ((e = on("[data-line]"))) choose(Number(e.dataset.line), false);
-    else if ((e = on("#keys"))) $("#help").showModal();
-    else if ((e = on("a[data-at]"))) { event.preventDefault(); goTo(e.dataset.at); }
-  });
-  box.addEventListener("input", () => search(true));
-  document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || $("dialog[open]")) return;
-    const inside = (e) => e?.contains(document.activeElement);
-    if (document.activeElement === box) {
-      if (event.key === "Enter") find(event.shiftKey ? -1 : 1);
-      if (event.key === "Escape") { box.value = ""; search(false); draw(); view.focus(); }
-      return;
-    }
-    const chosen = state.chosen >= 0 ? relations(current(), state.chosen) : null;
-    const keys = {
-      "/": () => box.focus(), d: () => show(state.stage, { mode: state.mode === "code" ? "diff" : "code" }),
-      o: () => state.chosen >= 0 && toggle(state.chosen),
-      "[": () => neighbour(-1), "]": () => neighbour(1), "?": () => $("#help").showModal(),
-      1: () => tab("passes"), 2: () => tab("modules"), 3: () => tab("numbers"),
-      p: () => chosen?.producers.length && choose(chosen.producers[0]), c: () => chosen?.consumers.length && choose(chosen.consumers[0]),
-      "+": () => setZoom(zoom * 2), "=": () => setZoom(zoom * 2), "-": () => setZoom(zoom / 2), 0: () => setZoom(1), Escape: () => choose(-1),
-    };
-    if (inside($("#stages"))) Object.assign(keys, { ArrowUp: () => neighbour(-1), ArrowDown: () => neighbour(1) });
-    if (inside(view)) Object.assign(keys, { ArrowUp: () => step(-1), ArrowDown: () => step(1), PageUp: () => step(-25), PageDown: () => step(25), Home: () => step(-1e9), End: () => step(1e9) });
-    if (inside(section)) Object.assign(keys, { ArrowLeft: () => onTimeline(-1), ArrowRight: () => onTimeline(1) });
-    if (inside($("nav"))) Object.assign(keys, { ArrowLeft: () => sideways(-1), ArrowRight: () => sideways(1) });
-    if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
-  });
-  function onTimeline(by) {
-    if (!phaseOf(state.stage)) show(data.phases[0].stage);
-    step(by);
-    if (!fixed.hidden) fixed.scrollIntoView({ block: "nearest", inline: "nearest" });
-  }
-  function sideways(by) {
-    const names = ["passes", "modules", "numbers"];
-    const k = names.findIndex((name) => $(`#tab-${name}`).getAttribute("aria-selected") === "true");
-    tab(names[(k + by + 3) % 3]);
-    $(`#tab-${names[(k + by + 3) % 3]}`).focus();
-  }
-  $("#help form button").addEventListener("click", () => $("#help").close());
-
-  describe(-1);
-  if (stages.length) show(data.phases[0]?.stage ?? 0);
-})();
+describe(-1);
+if (stages.length) show(data.phases[0]?.stage ?? 0);

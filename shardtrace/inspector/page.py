@@ -9,14 +9,16 @@ from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.module_tree import draw_modules
 from shardtrace.inspector.record import Record, Stage
-from shardtrace.inspector.summary import describe, exposed, peak, seconds, sent_bytes
+from shardtrace.inspector.summary import peak, totals
 from shardtrace.inspector.tables import draw_tables
 from shardtrace.inspector.units import count, duration, size
+
+SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 
 
 def render(record: Record) -> str:
     """The whole page."""
-    css, script = _resource("page.css"), _resource("page.js")
+    css, script = _resource("page.css"), "".join(map(_resource, SCRIPTS))
     title = escape(f"{record.setup.model} · shardtrace")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     more = _panel("modules", draw_modules(record)) + _panel("numbers", draw_tables(record))
@@ -24,7 +26,8 @@ def render(record: Record) -> str:
     data = f'<script type="text/plain" id="data">{pack(page_data(record))}</script>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{css}</style></head>\n'
-        f"<body>{_header(record)}{_cards(record)}{panels}{_help()}{data}<script>{script}</script></body></html>\n"
+        f"<body>{_header(record)}{_cards(record)}{panels}{_help()}{data}"
+        f'<script type="module">{script}</script></body></html>\n'
     )
 
 
@@ -46,7 +49,7 @@ def _resource(name: str) -> str:
 
 
 def _heading(record: Record) -> str:
-    return f"<h1>{escape(record.setup.model)}</h1><p>{escape(describe(record))}</p>"
+    return f"<h1>{escape(record.setup.model)}</h1><p>{escape(record.setup.description)}</p>"
 
 
 def _header(record: Record) -> str:
@@ -59,18 +62,16 @@ def _cards(record: Record) -> str:
     top = peak(record)
     if top is None:
         return ""
-    total, idle = seconds(record), exposed(record)
-    number = sum(len(p.collectives) for p in record.phases)
-    share = f"{100 * idle / total:.0f} % of the step" if total else ""
+    step = totals(record)
     beside = count(sum(len(p.lines) for p in record.phases), "line")
     if record.measured_steps:
         beside = f"{duration(record.predicted_seconds)} predicted"
     where = f'<a href="#" data-at="{top.phase}:{top.line}">line {top.line} of {top.phase}</a>'
     cards = [
-        (f"step, {record.times}", duration(total), beside, ""),
-        ("exposed communication", duration(idle), share, "idle" if idle else ""),
+        (f"step, {record.times}", duration(step.seconds), beside, ""),
+        ("exposed communication", duration(step.exposed), step.share, "idle" if step.exposed else ""),
         ("peak memory", size(top.bytes), where, ""),
-        ("sent by each rank", size(sent_bytes(record)), count(number, "collective"), ""),
+        ("sent by each rank", size(step.sent), count(step.collectives, "collective"), ""),
     ]
     drawn = "".join(
         f'<div class="card {css}"><dt>{name}</dt><dd>{value} <small>{note}</small></dd></div>'

@@ -15,11 +15,11 @@ from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
 from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
-from shardtrace.inspector.lines import Line, Table
+from shardtrace.inspector.lines import Line, Reader, Table
 from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
-from shardtrace.inspector.reader import Reader
 from shardtrace.inspector.timeline import Timeline, measured, predicted
+from shardtrace.inspector.units import count, size
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
@@ -122,7 +122,6 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     bytes: int
     shard_bytes: int
-    trainable: bool
     strategy: str
     reduced_bytes: int
     outer_bytes: int
@@ -134,15 +133,11 @@ class Setup(NamedTuple):
     """The model and the options that it was compiled with. ``strategy`` is "" if shardtrace did not shard the model."""
 
     model: str
-    strategy: str
-    world_size: int
-    rank: int
-    bucketing: str
-    prefetch: int
-    max_inflight_bytes: int | None
     cost: CostModel
+    strategy: str = ""
+    world_size: int = 1
+    description: str = "not sharded by shardtrace"
     host_bytes: int = 0  # shards at rest in host memory
-    wires: str = ""  # what is rounded on its way, and to what
 
 
 class Record(NamedTuple):
@@ -165,11 +160,23 @@ class Record(NamedTuple):
         """The kind of its times: "predicted" or "measured"."""
         return "measured" if self.measured_steps else "predicted"
 
+    @property
+    def end(self) -> float:
+        """The seconds of the step: forward and backward."""
+        return self.phases[-1].timeline.end if self.phases else 0.0
+
+
+class Traces(NamedTuple):
+    """The traces of one compilation in the order of the passes, and notes about which compilation it is."""
+
+    forward: Sequence[TraceCtx]
+    backward: Sequence[TraceCtx]
+    prologue: Sequence[TraceCtx]
+    notes: tuple[str, ...] = ()
+
 
 def build_record(
-    forward: Sequence[TraceCtx],
-    backward: Sequence[TraceCtx],
-    prologue: Sequence[TraceCtx] = (),
+    traces: Traces,
     *,
     model: str,
     forms: Mapping[Name, str],
@@ -177,21 +184,21 @@ def build_record(
     notes: Sequence[str] = (),
     times: LineTimes | None = None,
 ) -> Record:
-    """Collects the record of one compilation from the stages of its forward, backward and prologue; any may be empty.
+    """Collects the record of one compilation from its stages; there may be none.
 
     ``forms`` has the class of each module by name. ``plan`` is the fallback if the traces have no collectives.
     ``times`` replace the predicted times.
     """
-    ends = (next((t for t in reversed(traces) if t.bound_symbols), None) for traces in (forward, backward))
+    ends = (next((t for t in reversed(of_phase) if t.bound_symbols), None) for of_phase in traces[:2])
     last = [trace for trace in ends if trace is not None]  # forward, then backward if there is one
     buckets = list(dict.fromkeys(b for t in last for b in _gathered(t)))
     plan = buckets[0].plan if buckets else plan
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     reader = Reader(cost)
-    stages = _stages("forward", forward, reader) + _stages("backward", backward, reader)
+    stages = _stages("forward", traces.forward, reader) + _stages("backward", traces.backward, reader)
     for part in parts_in(*last):
         stages += _stages(part.name, part.traces, reader)
-    stages += _stages("prologue", prologue, reader)
+    stages += _stages("prologue", traces.prologue, reader)
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds) if times is not None else expected
     phases = _phases(last, stages, clocks) if last else ()
@@ -201,19 +208,15 @@ def build_record(
     for p in parameters:
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
-    kept = sum(p.shard_bytes for p in parameters if p.on_host)
-    setup = _setup(model, plan, cost, parameters, kept)._replace(wires=_wires(buckets))
-    seconds = expected[-1].end if expected else 0.0
-    steps = times.steps if times is not None else 0
     return Record(
-        setup=setup,
+        setup=_setup(plan, buckets, parameters) if plan is not None else Setup(model, cost),
         stages=stages,
         phases=phases,
         parameters=parameters,
         modules=tree,
         notes=tuple(notes),
-        predicted_seconds=seconds,
-        measured_steps=steps,
+        predicted_seconds=expected[-1].end if expected else 0.0,
+        measured_steps=times.steps if times is not None else 0,
     )
 
 
@@ -250,11 +253,7 @@ def _provenance(trace: TraceCtx) -> tuple[str, float | None]:
 # ---- phases ----
 
 
-def _phases(
-    last: Sequence[TraceCtx],
-    stages: Sequence[Stage],
-    clocks: Sequence[Timeline],
-) -> tuple[Phase, ...]:
+def _phases(last: Sequence[TraceCtx], stages: Sequence[Stage], clocks: Sequence[Timeline]) -> tuple[Phase, ...]:
     step = step_liveness(last[0], last[1] if len(last) > 1 else None)
     memories = [memory for memory in step if memory is not None]
     printed = {stage.phase: stage.lines for stage in stages}  # the last stage of each phase wins
@@ -311,7 +310,6 @@ def _parameters(buckets: Sequence[Bucket]) -> tuple[Parameter, ...]:
                 shape=p.full_shape,
                 bytes=gathered.get(p.name, p.full_numel * plan.unsharded_dtype(rest).bytes),
                 shard_bytes=m.numel * rest.bytes,
-                trainable=m.trainable,
                 strategy=plan.strategy,
                 reduced_bytes=reduced.get(p.name, 0),
                 outer_bytes=over_replicas.get(p.name, 0),
@@ -348,34 +346,27 @@ STRATEGIES = {
 }
 
 
-def _setup(model: str, plan: Plan | None, cost: CostModel, parameters: Sequence[Parameter], kept: int) -> Setup:
-    if plan is None:
-        return Setup(
-            model=model,
-            strategy="",
-            world_size=1,
-            rank=0,
-            bucketing="",
-            prefetch=0,
-            max_inflight_bytes=None,
-            cost=cost,
-        )
-    strategies = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
+def _setup(plan: Plan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
+    names = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
+    strategy = " and ".join(STRATEGIES.get(name, name) for name in names)
     group = plan.runtime.group(Axis.ALL)
-    return Setup(
-        model=plan.model,
-        strategy=" and ".join(STRATEGIES.get(name, name) for name in strategies),
-        world_size=group.size() if group is not None else plan.world_size,
-        rank=group.rank() if group is not None else plan.rank,
-        bucketing=_bucketing(plan),
-        prefetch=plan.prefetch,
-        max_inflight_bytes=plan.max_inflight_bytes,
-        cost=plan.cost,
-        host_bytes=kept,
-    )
+    ranks, rank = (group.size(), group.rank()) if group is not None else (plan.world_size, plan.rank)
+    kept = sum(p.shard_bytes for p in parameters if p.on_host)
+    limit = f"prefetch {plan.prefetch}"
+    if plan.max_inflight_bytes is not None:
+        limit += f", at most {size(plan.max_inflight_bytes)} in flight"
+    parts = [
+        f"{strategy} over {count(ranks, 'rank')}, seen from rank {rank}",
+        f"buckets by {_bucketing(plan)}",
+        limit,
+        f"{size(kept)} of shards in host memory" if kept else "",
+        _wires(buckets),
+    ]
+    return Setup(plan.model, plan.cost, strategy, ranks, " · ".join(filter(None, parts)), kept)
 
 
 def _wires(buckets: Sequence[Bucket]) -> str:
+    """What is rounded on its way, and to what."""
     found = dict.fromkeys((b.wire.reduces, b.travels_as) for b in buckets if b.wire is not None)
     verbs = {False: "gathered as", True: "reduced as"}
     texts = (" and ".join(name for r, name in found if r is reduces) for reduces in (False, True))

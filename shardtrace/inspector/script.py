@@ -13,8 +13,9 @@ from unittest import mock
 
 from passes.analysis.recognise import is_backward
 from passes.compat.jit import compile_data_and_stats, jitted_module
-from shardtrace.fake import fake_ranks
-from shardtrace.inspector.inspection import Inspection, Traces, inspect_traces
+from shardtrace.inspector.fake import fake_ranks
+from shardtrace.inspector.inspection import Inspection, inspect_traces
+from shardtrace.inspector.record import Traces
 from shardtrace.model.state import states_in
 from shardtrace.model.tracing import watching
 
@@ -62,8 +63,7 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
         BaseException: any exception of the script.
     """
     watch = _Watch()
-    with _left_early(path, watch):
-        _run(path, arguments, watch, world_size=world_size, rank=rank)
+    _run(path, arguments, watch, world_size=world_size, rank=rank)
     if not watch.seen:
         raise NothingCompiledError(
             f"{path} called no sharded model: let it shard a model with shardtrace.fsdp, jit it and call it, or name a "
@@ -102,7 +102,7 @@ def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call
 
     watch = _Watch()
     try:
-        with _left_early(path, watch), mock.patch.object(ThunderModule, "__call__", call):
+        with mock.patch.object(ThunderModule, "__call__", call):
             _run(path, arguments, watch, world_size=world_size, rank=0)
     except Call as found:
         return found
@@ -112,23 +112,16 @@ def first_call(path: Path, arguments: Sequence[str], *, world_size: int) -> Call
     )
 
 
-@contextmanager
-def _left_early(path: Path, watch: _Watch) -> Iterator[None]:
-    """Turns the end of a script that has compiled nothing into an error."""
-    try:
-        yield
-    except SystemExit as stop:
-        if not watch.seen:
-            left = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
-            raise NothingCompiledError(left) from stop
-
-
 def _run(path: Path, arguments: Sequence[str], watch: _Watch, *, world_size: int, rank: int) -> None:
-    """Runs a script as a fake rank until ``watch`` has seen a backward."""
+    """Runs a script as a fake rank until ``watch`` has seen a backward. Its end is an error if it compiled nothing."""
     token = watching.set((watch,))
     try:
         with _as_rank(rank, world_size), _as_main(path, arguments), suppress(_Compiled):
             runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as stop:
+        if not watch.seen:
+            left = f"{path} left by sys.exit({stop.code!r}) before it called a sharded model (its arguments follow --)"
+            raise NothingCompiledError(left) from stop
     finally:
         watching.reset(token)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from typing import NamedTuple
 
 from passes.analysis.liveness import Buffer
 from shardtrace.inspector.lines import Line
-from shardtrace.inspector.record import Parameter, Phase, Record
-from shardtrace.inspector.units import count, size
+from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.units import size
 
 
 class Traffic(NamedTuple):
@@ -27,6 +27,19 @@ class Traffic(NamedTuple):
     @property
     def agrees(self) -> bool:
         return self.bytes == self.expected
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        verdict = "✓" if self.agrees else "fewer"
+        return (
+            self.phase,
+            self.kind,
+            f"{self.number}",
+            size(self.bytes),
+            f"{self.formula} = {size(self.expected)}",
+            verdict,
+        )
 
 
 class Peak(NamedTuple):
@@ -47,66 +60,50 @@ class Saved(NamedTuple):
     module: str
 
 
-def describe(record: Record) -> str:
-    """The setup in one line."""
-    s = record.setup
-    if not s.strategy:
-        return "not sharded by shardtrace"
-    limit = f"prefetch {s.prefetch}"
-    if s.max_inflight_bytes is not None:
-        limit += f", at most {size(s.max_inflight_bytes)} in flight"
-    if s.host_bytes:
-        limit += f" · {size(s.host_bytes)} of shards in host memory"
-    if s.wires:
-        limit += f" · {s.wires}"
-    return (
-        f"{s.strategy} over {count(s.world_size, 'rank')}, seen from rank {s.rank} · buckets by {s.bucketing} · {limit}"
+class Totals(NamedTuple):
+    """A step in five numbers: its ``seconds`` (predicted or measured), the ``exposed`` seconds in which compute waits
+    for communication, the ``peak`` bytes of tensors, the bytes ``sent`` by each rank, the number of ``collectives``."""
+
+    seconds: float
+    exposed: float
+    peak: int
+    sent: int
+    collectives: int
+
+    @property
+    def share(self) -> str:
+        """The exposed part of the step, in words; empty if the step takes no time."""
+        return f"{100 * self.exposed / self.seconds:.0f} % of the step" if self.seconds else ""
+
+
+def totals(record: Record) -> Totals:
+    """The step in five numbers. Each rank sends, and receives, (N - 1) / N of each unsharded bucket, and twice that for
+    an all_reduce."""
+    top = peak(record)
+    return Totals(
+        seconds=record.end,
+        exposed=sum(p.timeline.exposed for p in record.phases),
+        peak=top.bytes if top is not None else 0,
+        sent=sum(span.sent for p in record.phases for span in p.timeline.spans),
+        collectives=sum(len(p.collectives) for p in record.phases),
     )
 
 
-class _Rule(NamedTuple):
-    """The traffic of a strategy: a kind of collective in a phase, and its bytes as a formula and for a parameter."""
-
-    phase: str
-    kind: str
-    formula: str
-    bytes: Callable[[Parameter], int]
-
-
-def _whole(p: Parameter) -> int:
-    return p.bytes
-
-
-def _nothing(p: Parameter) -> int:
-    return 0
-
-
-def _gradient(p: Parameter) -> int:
-    return p.reduced_bytes if p.trainable else 0
-
-
-def _shard_of_gradient(p: Parameter) -> int:
-    return p.outer_bytes if p.trainable else 0
-
-
-_GATHER = _Rule("forward", "all_gather", "P", _whole)
-_AGAIN, _KEPT = _Rule("backward", "all_gather", "P", _whole), _Rule("backward", "all_gather", "0", _nothing)
-_SECOND = _Rule("backward", "all_gather", "P in the node", lambda p: p.second_bytes)
-_REDUCE = _Rule("backward", "reduce_scatter", "G", _gradient)
-_REPLICAS = _Rule("backward", "all_reduce", "G/N", _shard_of_gradient)
-_RULES = {
-    "ddp": [_Rule("backward", "all_reduce", "G", _gradient)],
+_GATHER, _AGAIN, _REDUCE = (
+    ("forward", "all_gather", "P"),
+    ("backward", "all_gather", "P"),
+    ("backward", "reduce_scatter", "G"),
+)
+_KEPT, _REPLICAS = ("backward", "all_gather", "0"), ("backward", "all_reduce", "G/N")
+_RULES = {  # the traffic of a strategy: a kind of collective in a phase, and the formula of its bytes
+    "ddp": [("backward", "all_reduce", "G")],
     "zero1": [_GATHER, _KEPT, _REDUCE],
     "zero2": [_GATHER, _KEPT, _REDUCE],
     "zero3": [_GATHER, _AGAIN, _REDUCE],
     "hybrid_zero2": [_GATHER, _KEPT, _REDUCE, _REPLICAS],
     "hybrid_zero3": [_GATHER, _AGAIN, _REDUCE, _REPLICAS],
-    "zero3_secondary": [_GATHER, _SECOND, _REDUCE],
-    "owner": [
-        _Rule("forward", "broadcast", "P", _whole),
-        _Rule("backward", "broadcast", "P", _whole),
-        _Rule("backward", "reduce", "G", _gradient),
-    ],
+    "zero3_secondary": [_GATHER, ("backward", "all_gather", "P in the node"), _REDUCE],
+    "owner": [("forward", "broadcast", "P"), ("backward", "broadcast", "P"), ("backward", "reduce", "G")],
 }
 
 
@@ -118,24 +115,19 @@ def traffic(record: Record) -> list[Traffic]:
     reduce G/N once more over the replicas, and DDP all-reduces G. If parts of a model have different strategies, their
     bytes add up. With fp16 each model shares a flag of 4 bytes.
     """
-    phases = {p.name for p in record.phases}
-    expected: dict[tuple[str, str], int] = {}
-    formulas: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], Counter[str]] = {}
     for p in record.parameters:
-        for rule in _RULES[p.strategy]:
-            if rule.phase in phases:
-                at = rule.phase, rule.kind
-                expected[at] = expected.get(at, 0) + rule.bytes(p)
-                formulas.setdefault(at, []).append(rule.formula)
-    return [
-        _traffic(record, phase, kind, size, " + ".join(sorted(set(formulas[phase, kind]))))
-        for (phase, kind), size in sorted(expected.items(), key=lambda item: item[0][0] != "forward")
-    ]
-
-
-def _traffic(record: Record, phase: str, kind: str, expected: int, formula: str) -> Traffic:
-    rows = [c for p in record.phases if p.name == phase for c in p.collectives if c.kind == kind]
-    return Traffic(phase, kind, len(rows), sum(c.bytes for c in rows), expected, formula)
+        terms = {"P": p.bytes, "0": 0, "P in the node": p.second_bytes, "G": p.reduced_bytes, "G/N": p.outer_bytes}
+        for name, kind, formula in _RULES[p.strategy]:
+            found.setdefault((name, kind), Counter())[formula] += terms[formula]
+    rows = []
+    for phase in record.phases:
+        for (name, kind), sums in found.items():
+            if name == phase.name:
+                sizes = [c.bytes for c in phase.collectives if c.kind == kind]
+                formula = " + ".join(sorted(sums))
+                rows.append(Traffic(name, kind, len(sizes), sum(sizes), sums.total(), formula))
+    return rows
 
 
 def peak(record: Record) -> Peak | None:
@@ -173,19 +165,3 @@ def _saved_by(line: Line, module: str, buffer: Buffer) -> Saved:
             module = function.module_in(module, inside) if inside is not None else module
     found = line.template.types[line.results.index(name)] if name in line.results else None
     return Saved(name, buffer.bytes, found.text if found is not None else "", module)
-
-
-def seconds(record: Record) -> float:
-    """The seconds of the step: forward and backward."""
-    return record.phases[-1].timeline.end if record.phases else 0.0
-
-
-def exposed(record: Record) -> float:
-    """The seconds of the step in which compute waits for communication."""
-    return sum(p.timeline.exposed for p in record.phases)
-
-
-def sent_bytes(record: Record) -> int:
-    """The bytes that each rank sends, and receives, in a step: (N - 1) / N of each unsharded bucket, and twice that for
-    an all_reduce."""
-    return sum(span.sent for p in record.phases for span in p.timeline.spans)

@@ -28,17 +28,7 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: 
 
 
 def _traffic(record: Record) -> str:
-    rows = [
-        (
-            t.phase,
-            t.kind,
-            f"{t.number}",
-            size(t.bytes),
-            f"{t.formula} = {size(t.expected)}",
-            "✓" if t.agrees else "fewer",
-        )
-        for t in traffic(record)
-    ]
+    rows = [row.cells for row in traffic(record)]
     if not rows:
         return ""
     note = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from shardtrace.inspector.record import Phase, Record, Stage
-from shardtrace.inspector.summary import describe, exposed, largest_saved, peak, seconds, sent_bytes, traffic
+from shardtrace.inspector.summary import largest_saved, peak, totals, traffic
 from shardtrace.inspector.units import count, duration, size
 
 WIDTH = 72  # characters of the drawing
@@ -14,18 +14,18 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def render(record: Record) -> str:
     """The summary of a step in a few dozen lines."""
-    parts = [f"{record.setup.model}: {describe(record)}", *record.notes]
+    parts = [f"{record.setup.model}: {record.setup.description}", *record.notes]
     top = peak(record)
     if top is not None:
-        total, idle = seconds(record), exposed(record)
-        share = f" ({100 * idle / total:.0f} % of the step)" if total else ""
+        step = totals(record)
+        share = f" ({step.share})" if step.share else ""
         expected = f"; predicted: {duration(record.predicted_seconds)}" if record.measured_steps else ""
         parts += [
             "",
-            f"step, {record.times:9}       {duration(total)}, of which {duration(idle)}{share} wait for communication"
-            + expected,
+            f"step, {record.times:9}       {duration(step.seconds)}, of which {duration(step.exposed)}{share} wait for "
+            f"communication{expected}",
             f"peak memory           {size(top.bytes)} at line {top.line} of {top.phase}: {_cut(top.code, 60)}",
-            f"sent by each rank     {size(sent_bytes(record))} in {count(_number(record), 'collective')}",
+            f"sent by each rank     {size(step.sent)} in {count(step.collectives, 'collective')}",
             *_section("time", _drawing(record)),
             *_section("collectives of a step, in bytes of unsharded buckets", _traffic(record)),
             *_section("largest tensors saved for backward", _saved(record)),
@@ -36,10 +36,6 @@ def render(record: Record) -> str:
 def _section(title: str, lines: Iterable[str]) -> list[str]:
     lines = list(lines)
     return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
-
-
-def _number(record: Record) -> int:
-    return sum(len(p.collectives) for p in record.phases)
 
 
 def _cut(text: str, width: int) -> str:
@@ -59,16 +55,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _traffic(record: Record) -> list[str]:
-    rows = [
-        (
-            f"{t.phase} {t.kind}",
-            f"{t.number}",
-            size(t.bytes),
-            f"{t.formula} = {size(t.expected)}",
-            "✓" if t.agrees else "fewer",
-        )
-        for t in traffic(record)
-    ]
+    rows = [(f"{phase} {kind}", *cells) for phase, kind, *cells in (row.cells for row in traffic(record))]
     return columns(rows) if rows else []
 
 
@@ -96,7 +83,7 @@ def _passes(stages: Sequence[Stage]) -> list[str]:
 
 
 def _drawing(record: Record) -> list[str]:
-    end = seconds(record)
+    end = record.end
     if not end:
         return []
     split = round(WIDTH * record.phases[0].timeline.end / end)

@@ -139,12 +139,13 @@ class _Links:
 
     @property
     def names(self) -> list[str]:
-        numbers = self._numbers.items()
-        return [HOST if isinstance(link, HostMemory) else self._name(link, i) for link, i in numbers]
+        return [_name(link, number) for link, number in self._numbers.items()]
 
-    @staticmethod
-    def _name(group: Any, number: int) -> str:
-        return f"{group.size()} ranks" if hasattr(group, "size") else f"link {number}"
+
+def _name(link: Any, number: int) -> str:
+    if isinstance(link, HostMemory):
+        return HOST
+    return f"{link.size()} ranks" if hasattr(link, "size") else f"link {number}"
 
 
 class Interval(Protocol):

@@ -17,7 +17,7 @@ from shardtrace.checkpoint import (
     load_safetensors,
     save_checkpoint,
 )
-from shardtrace.checkpoint.agreement import agree
+from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.codec import decode
 from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
 from shardtrace.checkpoint.index import read_index
@@ -78,12 +78,8 @@ def save_shards(path: Path, parts: Parts) -> None:
 
 def load_shards(path: Path, parts: Parts, state: MutableMapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Load a folder. Returns the values that the state does not ask for."""
-    error = None
-    try:
+    with agreement(model_state(parts.model), f"the checkpoint {path}", KeyError):
         _check_keys(parts.others, _keys_in(path), strict)
-    except (CheckpointError, KeyError) as problem:
-        error = problem
-    agree(model_state(parts.model), f"the checkpoint {path}", [], error)
     found: dict[str, Any] = load_checkpoint(path, parts.model, parts.sorted_optimizers).extra["others"]
     return _restore(found, parts, state)
 
@@ -105,17 +101,17 @@ def save_file(path: Path, parts: Parts, filter_: Filter) -> None:
     full: dict[str, Any] = {parts.key: full_state_dict(parts.model, rank0_only=True, cpu=True)}
     for key, optimizer in parts.optimizers.items():
         full[key] = full_optimizer_state_dict(parts.model, optimizer, rank0_only=True, cpu=True)
-    model, error = model_state(parts.model), None
-    if model.rank == 0:
-        full |= {key: _state_of(value) for key, value in parts.others.items()}
-        for key, keeps in filter_.items():
-            if isinstance(full[key], Mapping):
-                full[key] = {k: v for k, v in full[key].items() if keeps(k, v)}
-        error = _write(path, full)
-    agree(model, f"the model saved to {path}", [], error)
+    model = model_state(parts.model)
+    with agreement(model, f"the model saved to {path}"):
+        if model.rank == 0:
+            full |= {key: _state_of(value) for key, value in parts.others.items()}
+            for key, keeps in filter_.items():
+                if isinstance(full[key], Mapping):
+                    full[key] = {k: v for k, v in full[key].items() if keeps(k, v)}
+            _write(path, full)
 
 
-def _write(path: Path, value: Any) -> Exception | None:
+def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         if path.is_dir():
@@ -124,8 +120,7 @@ def _write(path: Path, value: Any) -> Exception | None:
         torch.save(value, temporary)
         os.replace(temporary, path)
     except Exception as problem:  # of the disk, or of pickling: every rank raises it
-        return CheckpointError(f"cannot write {path}: {type(problem).__name__}: {problem}")
-    return None
+        raise CheckpointError(f"cannot write {path}: {type(problem).__name__}: {problem}") from None
 
 
 def load_file(
@@ -134,12 +129,8 @@ def load_file(
     """Load a file of whole tensors. Each rank reads only its rows. Returns the values that the state does not ask
     for."""
     found = read_file(path, parts.model, weights_only)
-    error = None
-    try:
+    with agreement(model_state(parts.model), f"the checkpoint {path}", KeyError):
         _check_keys(state, [*found], strict)
-    except KeyError as problem:
-        error = problem
-    agree(model_state(parts.model), f"the checkpoint {path}", [], error)
     if parts.key in found:
         load_full_state_dict(parts.model, found.pop(parts.key), strict=strict)
     for key, optimizer in parts.optimizers.items():
@@ -158,12 +149,11 @@ def load_raw(path: Path, model: nn.Module, *, strict: bool, weights_only: bool |
 
 def read_file(path: Path, model: nn.Module, weights_only: bool | None) -> dict[str, Any]:
     """The contents of a file of torch.save, mapped into memory. Raises CheckpointError on every rank."""
-    found, error = {}, None
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except Exception as problem:  # torch raises many kinds: every rank raises it
-        error = CheckpointError(f"cannot load {path}: {type(problem).__name__}: {problem}")
-    agree(model_state(model), f"the file {path}", [], error)
+    with agreement(model_state(model), f"the file {path}"):
+        try:
+            found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        except Exception as problem:  # torch raises many kinds: every rank raises it
+            raise CheckpointError(f"cannot load {path}: {type(problem).__name__}: {problem}") from None
     return found
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from passes.compat.jit import jitted_module
 from shardtrace.api import fsdp
 from shardtrace.lightning import checkpoint
-from shardtrace.lightning.precision import check_precision, policy_of
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import Checks, InitPolicy
@@ -25,12 +24,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy
 from thunder.core.module import ThunderModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+
+# A mixed precision also gathers parameters and reduces gradients in the lower one, as Fabric's FSDPStrategy does.
+_POLICIES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class ShardtraceStrategy(DDPStrategy):
@@ -103,7 +105,13 @@ class ShardtraceStrategy(DDPStrategy):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        self._precision = check_precision(precision)
+        known = (DoublePrecision, HalfPrecision, MixedPrecision)  # others replace layers or choose their kernels
+        if precision is not None and type(precision) is not Precision and not isinstance(precision, known):
+            raise TypeError(
+                f"ShardtraceStrategy does not work with {type(precision).__name__}: use precision='32-true', "
+                "'64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
+            )
+        self._precision = precision
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -146,7 +154,7 @@ class ShardtraceStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shards the module in place, unless it is sharded already, and compiles it."""
         if state_of(module) is None:
-            policy = policy_of(self.precision)
+            policy = _POLICIES.get(self.precision.precision)
             options = {**({"mp_policy": policy} if policy is not None else {}), **self.options}
             assert not isinstance(self.mesh, tuple)  # setup_environment made a mesh of it
             init = replace(options.pop("init_policy", InitPolicy()), device=self.root_device)

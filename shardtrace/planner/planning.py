@@ -14,7 +14,7 @@ from passes.plan import CostModel
 from passes.plan.bucketing import MB
 from passes.plan.hardware import HOST_MEMORY, cluster, hardware, links_of
 from shardtrace.costs import find_cost_model
-from shardtrace.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
+from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED, repeated_blocks

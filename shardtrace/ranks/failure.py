@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import sys
 import threading
 import time
-from types import TracebackType
+from threading import get_ident
+from types import FrameType, TracebackType
 from typing import Any
 
 from passes.compat.failures import notes_of
 from passes.compat.versions import default_store
 from shardtrace.ranks.mesh import Groups, backend_for, is_alone
-from shardtrace.ranks.waiting import LIKELY, Wait, Waits
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,12 @@ LOOK_UP = 1.0  # seconds between look-ups of this key
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
 DEADLOCK = "the ranks wait for each other: "
+SILENCE = 10.0  # seconds after which a rank says what it waits for
+LIBRARIES = ("torch", "thunder", "shardtrace", "passes", "contextlib")  # a line of the script is not in these
+LIKELY = (
+    "only some ranks run a part of the script, as in `if rank == 0: evaluate(model)`, but each call of a sharded model "
+    "is a call of all its ranks"
+)
 
 
 class RankFailedError(RuntimeError):
@@ -80,7 +87,7 @@ class _Watch(threading.Thread):
         super().__init__(name="shardtrace-watch", daemon=True)
         self.groups: list[dist.ProcessGroup] = []
         self.reason = ""
-        self.waits = Waits(rank)
+        self.waits = _Waits(rank)
         self._own, self._over = f"rank {rank}: ", threading.Event()
 
     def run(self) -> None:
@@ -118,16 +125,70 @@ def _watch() -> _Watch | None:
     return sys.excepthook.watch if isinstance(sys.excepthook, _TellOthers) else None
 
 
-class communicating(Wait):
+class _Waits:
+    """The innermost wait of each thread of this process. Another thread looks at them from time to time."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._now: dict[int, communicating | None] = {}
+        self._finished: dict[dist.ProcessGroup, int] = {}
+        self._seen: dict[
+            communicating, float
+        ] = {}  # when the waits that were under way at the last look were first seen
+        self._said: set[str] = set()
+
+    def begin(self, wait: communicating) -> None:
+        thread = get_ident()
+        wait.outer, self._now[thread] = self._now.get(thread), wait
+        wait.number = self._finished.get(wait.group, 0)
+
+    def end(self, wait: communicating) -> None:
+        self._now[get_ident()] = wait.outer
+        if not wait.compares:
+            self._finished[wait.group] = wait.number + 1
+
+    def look(self, store: dist.Store) -> str:
+        """Says what this rank has waited for longer than ``SILENCE``. Returns the reason if a wait will never end."""
+        now = time.monotonic()
+        found = [(thread, wait) for thread, wait in list(self._now.items()) if wait is not None]
+        self._seen = {wait: self._seen.get(wait, now) for _, wait in found}
+        for thread, wait in found:
+            if now - self._seen[wait] >= SILENCE and (reason := self._long(thread, wait, store)):
+                return reason
+        return ""
+
+    def _long(self, thread: int, wait: communicating, store: dist.Store) -> str:
+        mine = f"rank {self._rank}{_place(thread)} waits for {wait.what}"
+        key = f"shardtrace/waits/{wait.group.group_name}"
+        if mine not in self._said:
+            self._said.add(mine)
+            sys.stderr.write(f"shardtrace: {mine}, for {SILENCE:g} s now. Perhaps {LIKELY}\n")
+            if not wait.compares:
+                store.set(key, json.dumps([wait.number, mine]))
+        if wait.compares and store.check([key]):
+            number, other = json.loads(store.get(key))
+            if number >= wait.number:
+                return f"{mine}, {other}. Probably {LIKELY}"
+        return ""
+
+
+class communicating:
     """A context manager around a call that waits for the other ranks of ``group``, in which all of them make the same
     calls. An error says so if another rank is its cause. ``what`` names the call, for messages, and ``compares`` says
     that no rank gets further before all have come.
+
+    ``number`` counts the calls of the group before it, and ``outer`` is the one that it is a part of.
 
     Raises:
         RankFailedError: if another rank has failed, or can never come to this call.
     """
 
-    __slots__ = ("_watch",)
+    __slots__ = ("_watch", "compares", "group", "number", "outer", "what")
+
+    def __init__(self, what: str, group: dist.ProcessGroup, *, compares: bool = False) -> None:
+        self.what, self.group, self.compares = what, group, compares
+        self.number = 0
+        self.outer: communicating | None = None
 
     def __enter__(self) -> None:
         self._watch = _watch()
@@ -196,3 +257,16 @@ def _word() -> str:
         return store.get(KEY).decode() if store.check([KEY]) else ""
     except (RuntimeError, ValueError):  # the store is gone, or there is no process group
         return ""
+
+
+def _place(thread: int) -> str:
+    """The line of the script that runs in a thread, or in the main thread if that one is autograd's."""
+    frames = sys._current_frames()
+    for ident in (thread, threading.main_thread().ident):
+        frame: FrameType | None = frames.get(ident or 0)
+        while frame is not None:
+            module = str(frame.f_globals.get("__name__", "thunder"))  # generated code has none
+            if module.partition(".")[0] not in LIBRARIES:
+                return f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name},"
+            frame = frame.f_back
+    return ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from passes.plan import Shape
 from shardtrace.model.home import shard, unshard
 from shardtrace.model.materialize import broadcast, replace_data
 from shardtrace.model.state import Entry, ShardedState, sharded_states
@@ -80,23 +81,10 @@ def load_full_state_dict(
     shapes = {k: entries[id(v)].full_shape if id(v) in entries else tuple(v.shape) for k, v in targets.items()}
     has_values = broadcast_from is None or dist.get_rank() == broadcast_from
 
-    keys = _IncompatibleKeys([], [])
-    problems: list[str] = []
+    keys, error = _IncompatibleKeys([], []), ""
     if has_values:
-        missing = [k for k in expected if k not in state_dict]
-        keys = _IncompatibleKeys(missing, [k for k in state_dict if k not in expected])
-        found = {k: getattr(state_dict[k], "shape", None) for k in shapes if k in state_dict}
-        problems = [
-            f"{k} has shape {tuple(shape)}, the model's is {shapes[k]}"
-            if shape is not None
-            else f"{k} is a {type(state_dict[k]).__name__}, not a tensor"
-            for k, shape in found.items()
-            if shape is None or tuple(shape) != shapes[k]
-        ]
-        if strict:
-            problems += [f"missing key {k}" for k in keys.missing_keys]
-            problems += [f"unexpected key {k}" for k in keys.unexpected_keys]
-    error = f"cannot load the state dict into {type(module).__name__}: {'; '.join(problems)}" if problems else ""
+        keys, problems = _compared(expected, shapes, state_dict, strict=strict)
+        error = f"cannot load the state dict into {type(module).__name__}: {'; '.join(problems)}" if problems else ""
     try:
         compare(group, "a state dict to load", [], timeout=options.checks.timeout, error=error)
     except RankMismatchError as mismatch:
@@ -114,16 +102,34 @@ def load_full_state_dict(
         for key, target in targets.items():
             if key in keys.missing_keys:
                 continue
+            entry = entries.get(id(target))
             if broadcast_from is None:
                 values = state_dict[key]
             else:
-                device = entries[id(target)].device if id(target) in entries else target.device
-                values = target.new_empty(shapes[key], device=device)
+                values = target.new_empty(shapes[key], device=entry.device if entry else target.device)
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)
-            target.copy_(shard(values, entries[id(target)].home) if id(target) in entries else values)
+            target.copy_(shard(values, entry.home) if entry else values)
     return keys
+
+
+def _compared(
+    expected: Mapping[str, Any], shapes: Mapping[str, Shape], found: Mapping[str, Any], *, strict: bool
+) -> tuple[_IncompatibleKeys, list[str]]:
+    """The missing and the unexpected keys, and everything in ``found`` that cannot be loaded."""
+    keys = _IncompatibleKeys([k for k in expected if k not in found], [k for k in found if k not in expected])
+    problems = []
+    for key in (k for k in shapes if k in found):
+        shape = getattr(found[key], "shape", None)
+        if shape is None:
+            problems.append(f"{key} is a {type(found[key]).__name__}, not a tensor")
+        elif tuple(shape) != shapes[key]:
+            problems.append(f"{key} has shape {tuple(shape)}, the model's is {shapes[key]}")
+    if strict:
+        problems += [f"missing key {k}" for k in keys.missing_keys]
+        problems += [f"unexpected key {k}" for k in keys.unexpected_keys]
+    return keys, problems
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import shardtrace
 from passes.analysis.recognise import ends_copies
 from passes.wait_copies import wait_copies
-from shardtrace.fake import compile_only
+from shardtrace.inspector.fake import compile_only
 
 import thunder
 import torch

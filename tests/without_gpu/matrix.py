@@ -19,7 +19,7 @@ from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat.jit import attention_of_gpus
-from shardtrace.fake import compile_only, fake_ranks
+from shardtrace.inspector.fake import compile_only, fake_ranks
 from shardtrace.record.absent import claim
 from shardtrace.testing import text
 

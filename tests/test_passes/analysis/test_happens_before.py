@@ -3,7 +3,7 @@
 import shardtrace
 from passes.analysis.happens_before import COMPUTE, NONE, Wait, Work, actions, races, unordered
 from passes.analysis.recognise import ends_copies, is_backward
-from shardtrace.fake import compile_only
+from shardtrace.inspector.fake import compile_only
 
 import pytest
 import thunder

@@ -5,7 +5,7 @@ import time
 from itertools import pairwise
 
 import shardtrace
-from shardtrace.fake import compile_only
+from shardtrace.inspector.fake import compile_only
 from shardtrace.inspector.profiling import _stopwatches
 from shardtrace.inspector.timeline import stacked
 

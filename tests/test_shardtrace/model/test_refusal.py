@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import shardtrace
 from shardtrace import fake
-from shardtrace.fake import compile_only
+from shardtrace.inspector.fake import compile_only
 
 import pytest
 import thunder

@@ -1,7 +1,7 @@
 """``whole_copy``: a sharded model as it was before."""
 
 import shardtrace
-from shardtrace.fake import fake_ranks
+from shardtrace.inspector.fake import fake_ranks
 from shardtrace.model.state import states_in
 from shardtrace.model.whole import whole_copy
 from shardtrace.options.planned import fingerprint

@@ -2,7 +2,7 @@
 
 import shardtrace
 from passes.plan.hardware import cluster, hardware
-from shardtrace.fake import fake_ranks
+from shardtrace.inspector.fake import fake_ranks
 from shardtrace.options.wires import parse_allowed
 from shardtrace.planner.estimate import Setting
 from shardtrace.planner.optimizer import optimizer_cost

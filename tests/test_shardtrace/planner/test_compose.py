@@ -3,7 +3,7 @@
 import re
 
 from passes.analysis.verify import verify
-from shardtrace.fake import fake_ranks
+from shardtrace.inspector.fake import fake_ranks
 from shardtrace.planner.planning import compiled_estimate
 from shardtrace.planner.search import Candidate, Rounding
 

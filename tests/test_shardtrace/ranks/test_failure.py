@@ -70,8 +70,8 @@ def leave(rank, store, how, failing):
             raise
 
 def alone(rank, store, how, failing):
-    from shardtrace.ranks import failure, waiting
-    failure.LOOK_UP, waiting.SILENCE, sys.stderr = 0.1, 1.0, sys.stdout
+    from shardtrace.ranks import failure
+    failure.LOOK_UP, failure.SILENCE, sys.stderr = 0.1, 1.0, sys.stdout
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(8, 8)))
     for step in range(5):
