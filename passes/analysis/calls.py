@@ -75,23 +75,14 @@ class Part:
     lines call. It is the id of their symbol.
 
     ``traces`` are its stages, one for each pass. The last one runs. It takes the arguments of the call; ``saved`` is
-    the name among them of the list of what forward saved, which is emptied; empty if there is none. ``traced`` is the
-    block as it was traced, when ``module`` (a qualified name) was called.
+    the name among them of the list of what forward saved, which is emptied; empty if there is none. ``module`` is the
+    qualified name of the module whose call was traced.
     """
 
-    def __init__(
-        self,
-        name: str,
-        traces: Sequence[TraceCtx],
-        saved: str = "",
-        *,
-        traced: TraceCtx | None = None,
-        module: str = "",
-    ) -> None:
+    def __init__(self, name: str, traces: Sequence[TraceCtx], saved: str = "", *, module: str = "") -> None:
         self.name = name
         self.traces = tuple(traces)
         self.saved = saved
-        self.traced = traces[0] if traced is None else traced
         self.module = module
         self.facts: dict[Any, Any] = {}  # what analyses have found out about the trace that runs
 
