@@ -78,6 +78,7 @@ class Program:
             integrality=[*[1] * (n - 1), 0],
             bounds=Bounds(0, np.array([*most, np.inf])),
             constraints=rules,
+            options={"mip_rel_gap": 0.0},  # the best, not the first good one that the solver meets
         )
         return self._candidate(np.rint(found.x[:-1]).astype(int)) if found.success else None
 
