@@ -1,6 +1,6 @@
 """Facts about a trace: the table of symbols, recognisers, FLOPs, traffic, memory, and the proof of the invariants.
 
-Functions that share the name of their module (``dry_run``, ``flops``, ``liveness``, ``verify``) are imported from it.
+Functions that share the name of their module (``dry_run``, ``flops``, ``verify``) are imported from it.
 """
 
 from passes.analysis.flops import bytes_moved
