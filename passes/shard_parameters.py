@@ -2,13 +2,11 @@
 
 The model was traced with its full shapes. This pass gives the proxies of sharded parameters their shard's shape, device
 and dtype, in the prologue (where each call unpacks and checks them) and among the inputs of the computation. The body
-of the computation is unchanged, except for marks that tell where a line comes from (:mod:`passes.analysis.origins`).
-:mod:`passes.insert_synchronize` gives it the full parameters back.
+of the computation is unchanged. :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
 from __future__ import annotations
 
-from passes.analysis.origins import marked
 from passes.plan import Enlisted
 
 from thunder.core import prims
@@ -34,8 +32,7 @@ def shard_parameters(prologue: TraceCtx, computation: TraceCtx, *, enlisted: Enl
     inputs = {p.name: _as_shard(p, new_computation, enlisted) for p in computation.args if p.name in shards}
     new_computation.args = tuple(inputs.get(p.name, p) for p in computation.args)
     new_computation.bound_symbols = [
-        _with_shards(b, inputs, enlisted) if b.sym is prims.unpack_trivial else marked(b)
-        for b in computation.bound_symbols
+        _with_shards(b, inputs, enlisted) if b.sym is prims.unpack_trivial else b for b in computation.bound_symbols
     ]
     return new_prologue, new_computation
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.analysis.origins import marked
 from passes.analysis.recognise import is_random, is_return, is_unpack, names
 from passes.compat import set_signature, symbol_that_calls
 
@@ -47,7 +46,7 @@ class Block:
     ) -> None:
         self.name, self.module = name, module
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.trace = dce(function_of_lines(name, self.inputs, [*map(marked, lines)], self.outputs, taken))
+        self.trace = dce(function_of_lines(name, self.inputs, lines, self.outputs, taken))
         self.is_random = any(map(is_random, self.trace.bound_symbols))
         self.variants: dict[Any, Any] = {}
 
