@@ -106,7 +106,7 @@ class Variant:
         stages.run(del_last_used)
         for run in self.inner.after:
             stages.run(run)
-        return Part(self.name, stages.traces, traced=self.block.trace, module=self.block.module)
+        return Part(self.name, stages.traces, module=self.block.module)
 
     # ---- with gradients ----
 
@@ -351,7 +351,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     function = function_of_lines(f"{name}_forward", args, lines, returned, forward.names)
     forwards.add(_signed(del_last_used(function)))
-    first = Part(f"{name}_forward", forwards.traces, traced=block.trace, module=block.module)
+    first = Part(f"{name}_forward", forwards.traces, module=block.module)
     if backwards is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
 
@@ -377,7 +377,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
     backwards.add(_signed(del_last_used(function)))
     emptied = inputs[0].name if kept else ""
-    second = Part(f"{name}_backward", backwards.traces, emptied, traced=block.trace, module=block.module)
+    second = Part(f"{name}_backward", backwards.traces, emptied, module=block.module)
     return Parts(
         forward=first,
         backward=second,

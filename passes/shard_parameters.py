@@ -2,13 +2,11 @@
 
 The model was traced with its full shapes. This pass gives the proxies of sharded parameters their shard's shape, device
 and dtype: where the prologue fetches and checks them, and among the inputs of the computation. The body of the
-computation is unchanged, except for marks that tell where a line comes from (:mod:`passes.analysis.origins`).
-:mod:`passes.insert_synchronize` gives it the full parameters back.
+computation is unchanged. :mod:`passes.insert_synchronize` gives it the full parameters back.
 """
 
 from __future__ import annotations
 
-from passes.analysis.origins import marked
 from passes.plan import Enlisted
 
 from thunder.core import prims
@@ -25,7 +23,7 @@ def shard_parameters(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
     """Gives parameters the shape, device and dtype of this rank's shard.
 
     Takes: a prologue or a computation as it was traced, with whole parameters.
-    Gives: its lines on shards. Each line of a computation is marked with its origin.
+    Gives: its lines on shards.
     No-op when: no parameter of the trace is sharded.
     """
     full = [b.output for b in trace.bound_symbols if b.sym in UNPACKS and enlisted.get(b.output) is not None]
@@ -34,7 +32,7 @@ def shard_parameters(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
     new = from_trace(trace)
     shards = {p.name: _as_shard(p, new, enlisted) for p in full}
     new.args = trace.args and tuple(shards.get(p.name, p) for p in trace.args)  # a prologue has none
-    new.bound_symbols = [_with_shards(marked(b), shards, enlisted) for b in trace.bound_symbols]
+    new.bound_symbols = [_with_shards(b, shards, enlisted) for b in trace.bound_symbols]
     return new
 
 

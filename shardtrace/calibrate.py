@@ -11,6 +11,7 @@ result is one readable JSON file for each device, backend and world size, in ``$
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
@@ -41,7 +42,7 @@ from passes.plan import (
     default_cost_model,
 )
 from passes.plan.cost import FREE
-from shardtrace.costs import Key, cost_model_key, of_first_rank, write_cost_model
+from shardtrace.costs import cost_model_key, of_first_rank, table, write_cost_model
 from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve_group, transport
 
@@ -50,7 +51,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.core import dtypes
 
-Collective = Callable[..., None]  # issues a collective, calls its argument and waits
+Start = Callable[[], Any]  # issues a collective
+Finish = Callable[[Any], Any]  # waits for it
 Report = Callable[[str], None]  # is called with the name of each finished measurement
 
 
@@ -106,14 +108,11 @@ def calibrate(
         progress: is called with the name of each finished measurement.
     """
     device = resolve_device(device, None)
-    effort = effort or EFFORTS.get(device.type, EFFORTS["cuda"])
-    report = progress or (lambda name: None)
+    meter = _Meter(device, effort or EFFORTS.get(device.type, EFFORTS["cuda"]), progress or (lambda name: None))
     keep_freed_memory()  # as a training that fsdp has sharded
-    backend = backend_for(group, {device.type})
-    measured = _measure_device(device, effort, report)
-    model = replace(default_cost_model(device.type, backend), device=measured)
+    model = replace(default_cost_model(device.type, backend_for(group, {device.type})), device=meter.measure_device())
     if group is not None and not is_alone(group):
-        model = of_first_rank(group, device, replace(model, link=_measure_link(group, device, effort, report)))
+        model = of_first_rank(group, device, replace(model, link=meter.measure_link(group)))
     if save and (group is None or (dist.get_backend(group) != "fake" and dist.get_rank(group) == 0)):
         try:
             write_cost_model(model, device, group)
@@ -122,32 +121,65 @@ def calibrate(
     return model
 
 
-def _measure_device(device: torch.device, effort: Effort, report: Report) -> Device:
-    def measured(name: str, run: Callable[[], Any]) -> float:
-        seconds = _median_seconds(run, device, effort.seconds)
-        report(name)
-        return seconds
+class _Meter:
+    """Measures a device, and links to other ranks, with an effort. ``report``: as ``progress`` of :func:`calibrate`."""
 
-    def overhead() -> float:
+    def __init__(self, device: torch.device, effort: Effort, report: Report) -> None:
+        self.device, self.effort, self.report = device, effort, report
+
+    def measure_device(self) -> Device:
+        overhead, bandwidth = self._overhead(), self._bandwidth()
+
+        def rate(work: float, nbytes: float, seconds: float) -> float:
+            """Work per second of arithmetic alone, without its traffic."""
+            return work / max(seconds - overhead - nbytes / bandwidth, seconds / 2)
+
+        full, half = rate(*self._product(torch.float32)), rate(*self._product(torch.bfloat16))
+        # as it is usually computed there
+        on_cpu = self.device.type == "cpu"
+        attention = rate(*self._attention(torch.float32 if on_cpu else torch.bfloat16))
+        special, host = rate(*self._special()), self._host_bandwidth()
+        allocation, rounding = self._allocation(overhead, bandwidth), self._rounding(overhead, bandwidth)
+        of_products = attention / (full if on_cpu else half)
+        return Device(full, half, bandwidth, overhead, host, of_products, special, allocation, rounding)
+
+    def seconds(self, name: str, run: Callable[[], Any]) -> float:
+        """The median time of ``run`` over as many runs as fit into the effort's seconds (at least one), after a
+        warm-up."""
+        seconds: list[float] = []
+        self.timed(run)
+        while not seconds or sum(seconds) < self.effort.seconds:
+            seconds.append(self.timed(run))
+        self.report(name)
+        return statistics.median(seconds)
+
+    def timed(self, run: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        run()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter() - start
+
+    # ---- the device ----
+
+    def _overhead(self) -> float:
         """The mean over four functions that models often call, on tensors so small that their work takes no time."""
-        x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, 8, device=device)
+        x, weight = torch.zeros(2, 8, device=self.device), torch.zeros(8, 8, device=self.device)
 
         def lines() -> None:
             y = x
             for _ in range(LINES):
                 y = F.layer_norm(torch.add(F.gelu(F.linear(y, weight)), x), (8,))
 
-        return measured("overhead", lines) / (4 * LINES)
+        return self.seconds("overhead", lines) / (4 * LINES)
 
-    def memory() -> float:
-        a, b, out = torch.ones(3, effort.elements, device=device)
-        return 3 * a.nbytes / measured("memory", lambda: torch.add(a, b, out=out))
+    def _bandwidth(self) -> float:
+        a, b, out = torch.ones(3, self.effort.elements, device=self.device)
+        return 3 * a.nbytes / self.seconds("memory", lambda: torch.add(a, b, out=out))
 
-    rest, bandwidth = overhead(), memory()
-
-    def allocation() -> float:
+    def _allocation(self, overhead: float, bandwidth: float) -> float:
         """Measured in a small step: forward keeps its tensors, backward reads and frees them in reverse order."""
-        a = torch.ones(effort.elements // 4, device=device)
+        a = torch.ones(self.effort.elements // 4, device=self.device)
 
         def step() -> None:
             kept = [a]
@@ -157,43 +189,41 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
                 kept[-1] = torch.add(a, kept.pop())
 
         lines = 2 * LINES
-        seconds = measured("new memory", step) - lines * (rest + 3 * a.nbytes / bandwidth)
+        seconds = self.seconds("new memory", step) - lines * (overhead + 3 * a.nbytes / bandwidth)
         return min(lines * a.nbytes / max(seconds, 1e-12), FREE)
 
-    def rate(work: float, nbytes: float, seconds: float) -> float:
-        """Work per second of arithmetic alone, without its traffic."""
-        return work / max(seconds - rest - nbytes / bandwidth, seconds / 2)
+    def _product(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """FLOPs, bytes and seconds of a product of matrices."""
+        size = self.effort.matmul
+        seconds = self.seconds(f"matrix product in {dtype}".replace("torch.", ""), self._products(size, dtype))
+        return 2 * size**3, 3 * dtype.itemsize * size**2, seconds
 
-    def product(dtype: torch.dtype) -> float:
-        run = _products(effort.matmul, dtype, device)
-        seconds = measured(f"matrix product in {dtype}".replace("torch.", ""), run)
-        return rate(2 * effort.matmul**3, 3 * dtype.itemsize * effort.matmul**2, seconds)
-
-    def attention(dtype: torch.dtype) -> float:
-        """FLOP/s of forward and backward with a causal mask, all scores counted."""
-        shape = (1, 8, effort.queries, 64)
-        q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(4))
+    def _attention(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """FLOPs, bytes and seconds of forward and backward with a causal mask, all scores counted."""
+        shape = (1, 8, self.effort.queries, 64)
+        q, k, v, grad = (torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(4))
 
         def both() -> None:
             F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
 
         # two products in forward, and five in backward, which computes the scores again; 12 tensors in and out
-        return rate(7 * 2 * q.numel() * effort.queries, 12 * q.nbytes, measured("attention", both))
+        return 7 * 2 * q.numel() * self.effort.queries, 12 * q.nbytes, self.seconds("attention", both)
 
-    def special() -> float:
-        a = torch.randn(effort.elements // 4, device=device)
-        return rate(a.numel(), 2 * a.nbytes, measured("tanh", lambda: F.gelu(a, approximate="tanh")))
+    def _special(self) -> tuple[float, float, float]:
+        """Elements, bytes and seconds of a function with a tanh."""
+        a = torch.randn(self.effort.elements // 4, device=self.device)
+        return a.numel(), 2 * a.nbytes, self.seconds("tanh", lambda: F.gelu(a, approximate="tanh"))
 
-    def host() -> float:
-        on_host = HostMemory(device).keep(torch.ones(effort.elements // 8))
-        there = torch.empty_like(on_host, device=device)
-        return on_host.nbytes / measured("host memory", lambda: there.copy_(on_host, non_blocking=True))
+    def _host_bandwidth(self) -> float:
+        on_host = HostMemory(self.device).keep(torch.ones(self.effort.elements // 8))
+        there = torch.empty_like(on_host, device=self.device)
+        return on_host.nbytes / self.seconds("host memory", lambda: there.copy_(on_host, non_blocking=True))
 
-    def rounding() -> float:
+    def _rounding(self, overhead: float, bandwidth: float) -> float:
         """Bytes/s of functions that write and read messages in int8, over the bytes/s of memory. As in a step,
         parameters were used a while ago, and results are kept for a while."""
-        numel, chunk = effort.elements // 4, chunk_of(on_cpu=device.type == "cpu")
-        values = torch.randn(max(2, min(LINES, MOST // (4 * numel))), numel, device=device)
+        numel, chunk = self.effort.elements // 4, chunk_of(on_cpu=self.device.type == "cpu")
+        values = torch.randn(max(2, min(LINES, MOST // (4 * numel))), numel, device=self.device)
         several, results = itertools.cycle(values), deque[torch.Tensor](maxlen=len(values))
 
         def both() -> None:
@@ -203,88 +233,64 @@ def _measure_device(device: torch.device, effort: Effort, report: Report) -> Dev
             INT8.unpack(message, results[-1], chunk=chunk)
 
         work = INT8.pack_work(numel, 4, chunk=chunk) + INT8.unpack_work(numel, 4, chunk=chunk)
-        seconds = measured("rounding", both)
-        return work.bytes / max(seconds - work.number * rest, seconds / 2) / bandwidth
+        seconds = self.seconds("rounding", both)
+        return work.bytes / max(seconds - work.number * overhead, seconds / 2) / bandwidth
 
-    full, half = product(torch.float32), product(torch.bfloat16)
-    # as it is usually computed there
-    of_products = attention(torch.float32) / full if device.type == "cpu" else attention(torch.bfloat16) / half
-    return Device(full, half, bandwidth, rest, host(), of_products, special(), allocation(), rounding())
+    def _products(self, size: int, dtype: torch.dtype) -> Callable[[], Any]:
+        """Products of square matrices. As in a step, operands were used a while ago, and results are kept for a
+        while."""
+        n = max(2, min(LINES, MOST // (size * size * dtype.itemsize)))
+        matrices = [torch.randn(size, size, device=self.device).to(dtype) for _ in range(n)]
+        pairs = itertools.cycle(itertools.pairwise([*matrices, matrices[0]]))
+        results = deque[torch.Tensor](maxlen=n)
+        return lambda: results.append(torch.mm(*next(pairs)))
 
+    # ---- links ----
 
-def _products(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """Products of square matrices. As in a step, operands were used a while ago, and results are kept for a while."""
-    n = max(2, min(LINES, MOST // (size * size * dtype.itemsize)))
-    matrices = [torch.randn(size, size, device=device).to(dtype) for _ in range(n)]
-    pairs = itertools.cycle(itertools.pairwise([*matrices, matrices[0]]))
-    results = deque[torch.Tensor](maxlen=n)
+    def measure_link(self, group: dist.ProcessGroup) -> Link:
+        """Measures gathers and reductions of buckets with the functions that the lines of a trace call: alone, and
+        beside products, which take longer then."""
+        samples, taken = list[tuple[float, float]](), list[float]()
+        for size in self.effort.messages:
+            bucket = _bucket(group, self.device, size)
+            shape = bucket.members[0].parameter.shard_shape
+            shard, grad = (torch.ones(shape[0] * n, device=self.device) for n in (1, group.size()))
+            sent = bucket.bytes * (group.size() - 1) / group.size()
+            pairs = (all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)
+            for issue, wait, values in pairs:
+                start, finish = _collective(issue, wait, values, bucket)
+                run = functools.partial(_in_turn, start, finish)
+                times = [self.timed(run) for _ in range(self.effort.repeats + 1)]  # the same number on all ranks
+                samples.append((sent, statistics.median(times[1:])))
+                taken.append(self._taken(start, finish, group))
+                self.report(f"{issue.name} of {bucket.bytes} bytes")
+        return fit_link(samples, taken)
 
-    def run() -> None:
-        results.append(torch.mm(*next(pairs)))
+    def _taken(self, start: Start, finish: Finish, group: dist.ProcessGroup) -> float:
+        """Seconds that a collective takes from products that are computed while it is in flight."""
+        product, repeats = self._products(self.effort.matmul // 2, torch.float32), self.effort.repeats
 
-    return run
+        def compute(n: int) -> None:
+            for _ in range(n):
+                product()
 
+        def together(n: int) -> None:
+            for _ in range(IN_A_ROW):
+                _in_turn(start, finish, lambda: compute(n))
 
-def _median_seconds(run: Callable[[], Any], device: torch.device, budget: float) -> float:
-    """The median time of ``run`` over as many runs as fit into ``budget`` seconds (at least one), after a warm-up."""
-    seconds: list[float] = []
-    _timed(run, device)
-    while not seconds or sum(seconds) < budget:
-        seconds.append(_timed(run, device))
-    return statistics.median(seconds)
-
-
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    start = time.perf_counter()
-    run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
-
-
-def _measure_link(group: dist.ProcessGroup, device: torch.device, effort: Effort, report: Report) -> Link:
-    """Measures gathers and reductions of buckets with the functions that the lines of a trace call: alone, and beside
-    products, which take longer then."""
-    samples, taken = list[tuple[float, float]](), list[float]()
-    for size in effort.messages:
-        bucket = _bucket(group, device, size)
-        shape = bucket.members[0].parameter.shard_shape
-        shard, grad = torch.ones(shape, device=device), torch.ones(shape[0] * group.size(), device=device)
-        sent = bucket.bytes * (group.size() - 1) / group.size()
-        for issue, wait, values in ((all_gather, wait_all_gather, shard), (reduce_scatter, wait_reduce_scatter, grad)):
-            run = _collective(issue, wait, values, bucket)
-            times = [_timed(run, device) for _ in range(effort.repeats + 1)]  # the same number on all ranks
-            samples.append((sent, statistics.median(times[1:])))
-            taken.append(_taken(run, device, group, effort))
-            report(f"{issue.name} of {bucket.bytes} bytes")
-    return fit_link(samples, taken)
-
-
-def _taken(collective: Collective, device: torch.device, group: dist.ProcessGroup, effort: Effort) -> float:
-    """Seconds that a collective takes from products that are computed while it is in flight. Call it on all ranks."""
-    product = _products(effort.matmul // 2, torch.float32, device)
-
-    def compute(n: int) -> None:
-        for _ in range(n):
-            product()
-
-    def together(n: int) -> None:
-        for _ in range(IN_A_ROW):
-            collective(lambda: compute(n))
-
-    times = [_timed(collective, device), _timed(lambda: compute(LINES), device) / LINES]
-    slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    alone, one = slowest.tolist()
-    n = math.ceil(2 * alone / one)  # longer than the collective
-    repeats = min(3 * effort.repeats, max(effort.repeats // 2, math.ceil(2 * effort.seconds / (IN_A_ROW * 4 * alone))))
-    without, beside = list[float](), list[float]()
-    for _ in range(repeats):
-        dist.barrier(group)
-        without.append(_timed(lambda: compute(IN_A_ROW * n), device))
-        dist.barrier(group)
-        beside.append(_timed(lambda: together(n), device))
-    return max(statistics.median(beside) - statistics.median(without), 0.0) / IN_A_ROW
+        times = [self.timed(lambda: _in_turn(start, finish)), self.timed(lambda: compute(LINES)) / LINES]
+        slowest = torch.tensor(times, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        alone, one = slowest.tolist()
+        n = math.ceil(2 * alone / one)  # longer than the collective
+        wanted = math.ceil(2 * self.effort.seconds / (IN_A_ROW * 4 * alone))
+        without, beside = list[float](), list[float]()
+        for _ in range(min(3 * repeats, max(repeats // 2, wanted))):
+            dist.barrier(group)
+            without.append(self.timed(lambda: compute(IN_A_ROW * n)))
+            dist.barrier(group)
+            beside.append(self.timed(lambda: together(n)))
+        return max(statistics.median(beside) - statistics.median(without), 0.0) / IN_A_ROW
 
 
 def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
@@ -297,16 +303,16 @@ def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket
     return Bucket("calibration", "calibration", plan, (Member(parameter, True),), dtypes.float32)
 
 
-def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> Collective:
-    """Runs two lines of a trace, issue and wait, with something between them. A bound symbol holds its function."""
+def _in_turn(start: Start, finish: Finish, between: Callable[[], Any] = lambda: None) -> None:
+    future = start()
+    between()
+    finish(future)
+
+
+def _collective(issue: Any, wait: Any, values: torch.Tensor, bucket: Bucket) -> tuple[Start, Finish]:
+    """The functions of two lines of a trace, issue and wait. A bound symbol holds the function that it calls."""
     start, finish = (function_of(symbol.bind(None, bucket, output=None)) for symbol in (issue, wait))
-
-    def run(between: Callable[[], Any] = lambda: None) -> None:
-        future = start((values,), bucket)
-        between()
-        finish(future, bucket)
-
-    return run
+    return lambda: start((values,), bucket), lambda future: finish(future, bucket)
 
 
 def fit_link(samples: Sequence[tuple[float, float]], taken: Sequence[float] = ()) -> Link:
@@ -351,9 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own_group = launched and not dist.is_initialized()
     group = resolve_group(None, device) if launched or dist.is_initialized() else None
     is_first = group is None or dist.get_rank(group) == 0
-    effort = EFFORTS.get(device.type, EFFORTS["cuda"])
-    steps = 9 + (0 if group is None or is_alone(group) else 2 * len(effort.messages))
-    model = calibrate(group, device, effort=effort, save=False, progress=_bar(steps) if is_first else None)
+    model = calibrate(group, device, save=False, progress=_report if is_first else None)
     status = 0
     if is_first:
         key = cost_model_key(device, group)
@@ -368,62 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _bar(steps: int) -> Report:
-    try:
-        from tqdm import tqdm
-    except ImportError:  # an extra
-        return lambda name: print(f"measured {name}", file=sys.stderr)
-    bar = tqdm(total=steps, desc="calibrate", leave=False)
-
-    def report(name: str) -> None:
-        bar.set_postfix_str(name, refresh=False)
-        bar.update()
-        if bar.n == steps:
-            bar.close()
-
-    return report
-
-
-def table(model: CostModel, default: CostModel, key: Key) -> str:
-    """The cost model as text, beside the defaults."""
-    rows = [(f"device: {key.device}", "measured", "default")]
-    rows += _rows(DEVICE_UNITS, model.device, default.device)
-    if key.backend != "none":
-        rows.append((f"link: {key.backend}, {key.world_size} ranks", "", ""))
-        rows += _rows(LINK_UNITS, model.link, default.link)
-    width = max(len(name) for name, _, _ in rows)
-    return "\n".join(f"{name:{width}} {value:>16} {usual:>16}".rstrip() for name, value, usual in rows)
-
-
-# in the order of the fields
-DEVICE_UNITS = (
-    ("fp32 products", 1e-9, "GFLOP/s"),
-    ("bf16 products", 1e-9, "GFLOP/s"),
-    ("memory", 1e-9, "GB/s"),
-    ("overhead of a line", 1e6, "us"),
-    ("from host memory", 1e-9, "GB/s"),
-    ("attention", 100.0, "% of products"),
-    ("exp, tanh, ...", 1e-9, "G elements/s"),
-    ("new memory", 1e-9, "GB/s"),
-    ("rounding", 100.0, "% of memory"),
-)
-LINK_UNITS = (
-    ("bandwidth", 1e-9, "GB/s"),
-    ("latency", 1e6, "us"),
-    ("hop to a further rank", 1e6, "us"),
-    ("compute for a collective", 1e6, "us"),
-    ("compute for its bytes", 1e9, "s/GB"),
-)
-
-
-def _rows(
-    units: Sequence[tuple[str, float, str]], measured: Link | Device, default: Link | Device
-) -> list[tuple[str, str, str]]:
-    def text(value: float, scale: float, unit: str) -> str:
-        return f"{value * scale:,.4g} {unit}" if value < FREE else "takes no time"
-
-    pairs = zip(units, astuple(measured), astuple(default), strict=True)
-    return [(f"  {name}", text(a, scale, unit), text(b, scale, unit)) for (name, scale, unit), a, b in pairs]
+def _report(name: str) -> None:
+    print(f"measured {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

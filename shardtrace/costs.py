@@ -8,10 +8,12 @@ import platform
 import re
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
-from passes.plan import CostModel, default_cost_model
+from passes.plan import CostModel, Device, Link, default_cost_model
+from passes.plan.cost import FREE
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import backend_for, is_alone
 
@@ -133,3 +135,48 @@ def _read(path: Path, wanted: Key) -> tuple[Key, CostModel] | None:
         warnings.warn(f"ignoring the calibration in {path} ({why}): calibrate again, or remove it", stacklevel=2)
         return None
     return (key, model) if key == replace(wanted, world_size=key.world_size) else None
+
+
+# ---- as text ----
+
+
+def table(model: CostModel, default: CostModel, key: Key) -> str:
+    """The cost model as text, beside the defaults."""
+    rows = [(f"device: {key.device}", "measured", "default")]
+    rows += _rows(DEVICE_UNITS, model.device, default.device)
+    if key.backend != "none":
+        rows.append((f"link: {key.backend}, {key.world_size} ranks", "", ""))
+        rows += _rows(LINK_UNITS, model.link, default.link)
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(f"{name:{width}} {value:>16} {usual:>16}".rstrip() for name, value, usual in rows)
+
+
+# in the order of the fields
+DEVICE_UNITS = (
+    ("fp32 products", 1e-9, "GFLOP/s"),
+    ("bf16 products", 1e-9, "GFLOP/s"),
+    ("memory", 1e-9, "GB/s"),
+    ("overhead of a line", 1e6, "us"),
+    ("from host memory", 1e-9, "GB/s"),
+    ("attention", 100.0, "% of products"),
+    ("exp, tanh, ...", 1e-9, "G elements/s"),
+    ("new memory", 1e-9, "GB/s"),
+    ("rounding", 100.0, "% of memory"),
+)
+LINK_UNITS = (
+    ("bandwidth", 1e-9, "GB/s"),
+    ("latency", 1e6, "us"),
+    ("hop to a further rank", 1e6, "us"),
+    ("compute for a collective", 1e6, "us"),
+    ("compute for its bytes", 1e9, "s/GB"),
+)
+
+
+def _rows(
+    units: Sequence[tuple[str, float, str]], measured: Link | Device, default: Link | Device
+) -> list[tuple[str, str, str]]:
+    def text(value: float, scale: float, unit: str) -> str:
+        return f"{value * scale:,.4g} {unit}" if value < FREE else "takes no time"
+
+    pairs = zip(units, astuple(measured), astuple(default), strict=True)
+    return [(f"  {name}", text(a, scale, unit), text(b, scale, unit)) for (name, scale, unit), a, b in pairs]

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.analysis.origins import marked
 from passes.analysis.recognise import is_random, is_return, is_unpack, names
 from passes.compat.lines import set_signature, symbol_that_calls
 
@@ -47,7 +46,7 @@ class Block:
     ) -> None:
         self.name, self.module = name, module
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.trace = dce(function_of_lines(name, self.inputs, [*map(marked, lines)], self.outputs, taken))
+        self.trace = dce(function_of_lines(name, self.inputs, lines, self.outputs, taken))
         self.is_random = any(map(is_random, self.trace.bound_symbols))
         self.variants: dict[Any, Any] = {}
 
@@ -75,23 +74,14 @@ class Part:
     lines call. It is the id of their symbol.
 
     ``traces`` are its stages, one for each pass. The last one runs. It takes the arguments of the call; ``saved`` is
-    the name among them of the list of what forward saved, which is emptied; empty if there is none. ``traced`` is the
-    block as it was traced, when ``module`` (a qualified name) was called.
+    the name among them of the list of what forward saved, which is emptied; empty if there is none. ``module`` is the
+    qualified name of the module whose call was traced.
     """
 
-    def __init__(
-        self,
-        name: str,
-        traces: Sequence[TraceCtx],
-        saved: str = "",
-        *,
-        traced: TraceCtx | None = None,
-        module: str = "",
-    ) -> None:
+    def __init__(self, name: str, traces: Sequence[TraceCtx], saved: str = "", *, module: str = "") -> None:
         self.name = name
         self.traces = tuple(traces)
         self.saved = saved
-        self.traced = traces[0] if traced is None else traced
         self.module = module
         self.facts: dict[Any, Any] = {}  # what analyses have found out about the trace that runs
 

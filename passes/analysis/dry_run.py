@@ -63,17 +63,14 @@ def dry_run(bsym: BoundSymbol, values: Mapping[str, Any]) -> Result:
             outputs = None
         if outputs is not None:
             return Result(outputs, meter.peak - meter.live())
-    return Result({o.name: blank(o) for o in _outputs(bsym)} | saved_by(bsym), 0)
+    return Result({o.name: blank(o) for o in _outputs(bsym)} | _lists(bsym), 0)
 
 
-def saved_by(bsym: BoundSymbol) -> Values:
-    """The lists that a call of torch saves for its backward, or reads there, by name: contiguous meta tensors."""
-    line = bsym.sym.id
-    lists = [p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, AnyProxy)]
-    if not isinstance(line, Line):
-        return {}
-    saved = line.call.reads.saved
-    return {name: [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in saved] for name in lists}
+def _lists(bsym: BoundSymbol) -> Values:
+    """The lists that a call of torch saves for its backward, by name: contiguous meta tensors."""
+    names = [o.name for o in bsym.flat_proxy_outs if isinstance(o, AnyProxy)]
+    saved = bsym.sym.id.call.reads.saved if isinstance(bsym.sym.id, Line) else ()
+    return {name: [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in saved] for name in names}
 
 
 def _with_graph(bsym: BoundSymbol, args: Sequence[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from passes.analysis.calls import Part, part_of
-from passes.analysis.dry_run import Result, Values, blank, dry_run, saved_by, silent, storage_key, storages, wire_state
+from passes.analysis.dry_run import Result, Values, blank, dry_run, silent, storage_key, storages, wire_state
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -103,26 +103,18 @@ class StepLiveness(NamedTuple):
         return max(part.peak.during for part in (self.forward, self.backward) if part is not None)
 
 
-def liveness(trace: TraceCtx, *, persistent: int = 0) -> Liveness:
-    """The memory of an executed forward or backward trace. Linear in the number of lines.
-
-    Given only a backward, it assumes that the saved tensors are contiguous and share no memory; :func:`step_liveness`
-    knows better. ``persistent`` bytes are added at each line, for memory besides the arguments: the optimizer's state,
-    or gradients of the step before.
-    """
-    return _Memory(persistent).run(trace)
-
-
 def step_liveness(
     forward: TraceCtx, backward: TraceCtx | None, *, persistent: int = 0, facts: dict[Any, Any] | None = None
 ) -> StepLiveness:
-    """The memory of a training step: :func:`liveness` of both traces. The backward starts with what the forward leaves.
+    """The memory of an executed forward and of its backward, which starts with what the forward leaves. Linear in the
+    number of lines.
 
     The forward's arguments and results are alive during backward, because its caller holds them. Saved tensors are
     alive until backward deletes them. Gradients that are kept for a later step are assumed to be there from the start.
 
-    ``facts``: filled with what collectives do with memory, and read for steps with the same buckets. Default: only for
-    this step.
+    ``persistent`` bytes are added at each line, for memory besides the arguments: the optimizer's state, or gradients
+    of the step before. ``facts``: filled with what collectives do with memory, and read for steps with the same
+    buckets. Default: only for this step.
     """
     sums = sum(s.nbytes for s in _sums(backward).values()) if backward is not None else 0
     memory = _Memory(persistent + sums, facts)
@@ -152,9 +144,6 @@ class _Memory:
         unsharded = unsharded_values(trace)
         temporary = []
         self.on_host |= on_host(trace)
-        for name, value in _saved_for_calls(trace).items():
-            if name not in self.values:  # given only a backward
-                self._hold(name, value, "saved", born=0)
         for name, value in _sums(trace).items():
             self._hold(name, value, "gradients", born=0)
         for self.line, bsym in enumerate(trace.bound_symbols):
@@ -376,19 +365,6 @@ def _results(trace: TraceCtx) -> set[str]:
 def _unpacked(part: Part) -> list[TensorProxy]:
     """The saved values of a block, by the names that its backward gives them."""
     return list(next(b for b in part.trace.bound_symbols if b.sym.id == prims.PrimIDs.UNPACK_SEQUENCE).output)
-
-
-def _saved_for_calls(trace: TraceCtx) -> Values:
-    """Contiguous stand-ins for the lists that calls of blocks and of torch in a backward read, by the lists' names."""
-    found: Values = {}
-    for bsym in trace.bound_symbols:
-        part = part_of(bsym)
-        if part is not None and part.saved:
-            inside = {name: value for b in part.trace.bound_symbols for name, value in saved_by(b).items()}
-            found[bsym.args[0].name] = [inside[o.name] if o.name in inside else blank(o) for o in _unpacked(part)]
-        elif is_backward(trace):
-            found |= saved_by(bsym)
-    return found
 
 
 def _saved(trace: TraceCtx) -> tuple[Proxy, ...]:

@@ -91,7 +91,6 @@ def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
             _fail(lines, race.line, race.message)
     _verify_offloads(lines)
     _verify_saved(trace, values)
-    _verify_recomputed(trace)
 
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
@@ -289,6 +288,11 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
             "and saved for backward unsharded, because Thunder's autodiff hides how to recompute it",
             stacklevel=2,
         )
+    kept_names = names(saved)
+    for i, bsym in enumerate(lines):
+        again = kept_names & names(bsym.flat_proxy_outs)
+        if again and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
+            _fail(lines, i, f"{min(again)} is saved for backward, where it is to be computed again")
 
 
 def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]) -> None:
@@ -317,15 +321,3 @@ def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
                 i,
                 f"{part.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
             )
-
-
-def _verify_recomputed(trace: TraceCtx) -> None:
-    lines = trace.bound_symbols
-    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
-        return
-    _, (saved, _) = lines[-1].args
-    kept = names(saved)
-    for i, bsym in enumerate(lines):
-        found = kept & names(bsym.flat_proxy_outs)
-        if found and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
-            _fail(lines, i, f"{min(found)} is saved for backward, where it is to be computed again")

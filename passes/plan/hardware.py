@@ -78,14 +78,8 @@ def _gpu(
     return Hardware(name, device, memory * GB, 1.0 * GB, 0.4 * GB, ALLOCATOR, half * 1e12, source)
 
 
-def _by_name(*rows: Hardware) -> Mapping[str, Hardware]:
-    return {row.name: row for row in rows}
-
-
-HARDWARE = _by_name(
-    *(_gpu(*row) for row in _GPUS),
-    Hardware("cpu", CPU, 64 * GB, 0.0, 0.0, 0.0, CPU.half_flops, "shardtrace's default: 16 cores with AVX-512"),
-)
+_CPU = Hardware("cpu", CPU, 64 * GB, 0.0, 0.0, 0.0, CPU.half_flops, "shardtrace's default: 16 cores with AVX-512")
+HARDWARE: Mapping[str, Hardware] = {row.name: row for row in (*(_gpu(*row) for row in _GPUS), _CPU)}
 ALIASES = {"a100": "a100-80", "h100": "h100-sxm", "cuda": "h100-sxm"}
 
 

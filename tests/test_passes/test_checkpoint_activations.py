@@ -3,9 +3,8 @@
 import shutil
 
 import shardtrace
-from passes.analysis import names
 from passes.analysis.calls import part_of
-from passes.analysis.recognise import is_random
+from passes.analysis.recognise import is_random, names
 from passes.analysis.verify import VerificationError, verify
 
 import models

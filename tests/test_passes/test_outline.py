@@ -1,9 +1,9 @@
 """A block is differentiated and lowered once. Its calls are lines that pass parameters and keep one list for backward."""
 
 import shardtrace
-from passes.analysis import names
 from passes.analysis.calls import part_of, parts_in
 from passes.analysis.liveness import step_liveness
+from passes.analysis.recognise import names
 from passes.runner import PassAfterLowering, PassBeforeAutodiff
 
 import pytest

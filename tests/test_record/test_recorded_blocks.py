@@ -5,8 +5,8 @@ import threading
 import types
 
 import shardtrace
-from passes.analysis import collectives
 from passes.analysis.calls import CallOf, block_of
+from passes.analysis.traffic import collectives
 from passes.runner import FirstStage
 
 import pytest

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from passes.analysis.liveness import KINDS, liveness, step_liveness
+from passes.analysis.liveness import KINDS, step_liveness
 from shardtrace.options.policies import grouped
 
 import pytest
@@ -103,17 +103,6 @@ def test_two_linear(fake_ranks):
     )
 
 
-def test_backward_by_itself(fake_ranks):
-    fake_ranks(2)
-    forward, backward = traces(compile_fake(two_linear, torch.ones(3, 4)))
-    alone, step = liveness(backward), step_liveness(forward, backward).backward
-    # it does not know that the batch is an input, nor that the caller holds the output
-    assert [row.gradients for row in alone.lines] == [row.gradients for row in step.lines]
-    assert [row.in_flight for row in alone.lines] == [row.in_flight for row in step.lines]
-    assert alone.lines[0].saved == step.lines[0].saved + 48
-    assert alone.lines[0].activations == step.lines[0].activations - 24
-
-
 def traced(function, *inputs, **options):
     jitted = thunder.jit(function, **options)
     jitted(*inputs)
@@ -129,7 +118,7 @@ def test_views_share_memory():
         return copied, right.expand(2, 4, 3).unsqueeze(0)  # holds all of doubled
 
     trace = traced(function, torch.ones(4, 6))
-    memory = liveness(trace)
+    memory = step_liveness(trace, None).forward
     assert_expected_inline(
         table(trace, memory),
         """\
@@ -159,7 +148,7 @@ def test_fusion(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     trace = traced(function, torch.ones(4, 4), torch.ones(4, 4), executors=["torchcompile"])
     assert [b.sym.is_fusion for b in trace.bound_symbols].count(True) == 1
-    memory = liveness(trace)
+    memory = step_liveness(trace, None).forward
     inputs, matrix = 128, 64
     assert memory.lines[-1].total == inputs + matrix  # the two results share it
     assert memory.peak.during == inputs + 2 * matrix
@@ -189,10 +178,14 @@ def count_calls(function, *args):
     return calls
 
 
+def memory_of(trace):
+    return step_liveness(trace, None)
+
+
 def test_work_is_linear_in_lines():
     chains = [chain(n) for n in (4, 8, 16)]
-    count_calls(liveness, chains[0])  # fills caches
-    small, medium, large = (count_calls(liveness, trace) for trace in chains)
+    count_calls(memory_of, chains[0])  # fills caches
+    small, medium, large = (count_calls(memory_of, trace) for trace in chains)
     assert large - medium <= 2.1 * (medium - small)
 
 

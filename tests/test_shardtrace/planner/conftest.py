@@ -5,8 +5,9 @@ from passes.plan.hardware import cluster, hardware
 from shardtrace.inspector.fake import fake_ranks
 from shardtrace.options.wires import parse_allowed
 from shardtrace.planner.estimate import Setting
+from shardtrace.planner.family import make_family
 from shardtrace.planner.optimizer import optimizer_cost
-from shardtrace.planner.planning import _Task
+from shardtrace.planner.task import Task
 
 import pytest
 from toy_gpt import RANKS, gpt, tokens
@@ -16,16 +17,16 @@ from toy_gpt import RANKS, gpt, tokens
 def task():
     cost = cluster(hardware("cpu"), inside=None, between="1gbit", node_ranks=1)
     setting = Setting(cost, hardware("cpu"), optimizer_cost("AdamW"))
-    return _Task(gpt(), (tokens(), tokens()), RANKS, None, setting, {"sharding_strategy": {"*": "zero3"}}, {})
+    return Task(gpt(), (tokens(), tokens()), RANKS, None, setting, {"sharding_strategy": {"*": "zero3"}}, {})
 
 
 @pytest.fixture(scope="session")
 def family(task):
-    """The steps with sharded parameters: each block compiled in three variants, in one step."""
+    """The steps with sharded parameters: each block compiled in three variants."""
     with fake_ranks(RANKS):
         allowed = parse_allowed({"gather_dtype": "int8", "reduce_wire": ["int8", "int4"]}, {})
         free = task._replace(fixed={}, allowed=allowed)
-        return free.family("zero", "zero3", None)
+        return make_family(free, "zero")
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import re
 
 from passes.analysis.verify import verify
 from shardtrace.inspector.fake import fake_ranks
+from shardtrace.planner.family import Candidate, Rounding, make_family
 from shardtrace.planner.planning import compiled_estimate
-from shardtrace.planner.search import Candidate, Rounding
 
 import pytest
 import thunder
@@ -63,9 +63,9 @@ def test_a_composed_step_is_the_compiled_one(family, task, candidate, options):
 
 def test_second_shards(task, family):
     """The functions of blocks are those of ZeRO-3. Only gathers of forward are rounded."""
-    mesh = task._replace(fixed={}, mesh_shape=(2, 2), allowed=family.allowed)
+    mesh = task._replace(fixed={}, mesh_shape=(2, 2), allowed=family.task.allowed)
     with fake_ranks(task.world_size):
-        second = mesh.family("secondary", "zero3_secondary", family)
+        second = make_family(mesh, "secondary", family)
         function = mesh.compile_function(
             {"sharding_strategy": "zero3_secondary", "activation_checkpointing": dict(MIXED), "gather_dtype": "int8"}
         )

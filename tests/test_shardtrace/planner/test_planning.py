@@ -1,6 +1,10 @@
 """``shardtrace.plan``: what it returns, writes and refuses, and how ``fsdp`` takes it."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import shardtrace
 from passes.plan import CostModel, Device, Link, Placement
@@ -13,6 +17,7 @@ from shardtrace.options.planned import choices_of, options_of
 import pytest
 import thunder
 import torch
+import toy_gpt
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from toy_gpt import GPT, RANKS, GPTConfig, gpt, tokens
@@ -138,6 +143,26 @@ def test_a_model_without_blocks_and_the_same_plan_again():
     first, second = small(), small()
     assert first == second
     assert first.choices["sharding_strategy"] in ("ddp", "zero2", "zero3")
+
+
+ANOTHER_PROCESS = """
+import shardtrace, sys
+sys.path.insert(0, sys.argv[1])
+from toy_gpt import GPT, GPTConfig, tokens
+model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=48))
+options = {"memory": 1e6, "link": "1gbit", "fixed": {"bucketing_strategy": "block"}, "allowed": {"reduce_wire": "int8"}}
+print(shardtrace.plan(model, (tokens(), tokens()), world_size=4, device="cpu", **options).to_json())
+"""
+
+
+def test_the_same_plan_in_processes_that_hash_otherwise(tmp_path):
+    """Sets of names are in another order there. There is no calibration."""
+    command = [sys.executable, "-c", ANOTHER_PROCESS, str(Path(toy_gpt.__file__).parent)]
+    own = {**os.environ, "SHARDTRACE_CACHE": str(tmp_path)}
+    runs = [subprocess.Popen(command, env=own | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE) for seed in "01"]
+    first, second = (run.communicate()[0] for run in runs)
+    assert first == second
+    assert shardtrace.TrainingPlan.from_json(first.decode()).pareto
 
 
 def test_nothing_to_train():

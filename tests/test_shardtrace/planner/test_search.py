@@ -1,13 +1,15 @@
 """The search: budgets, recipes, and the order of what it finds."""
 
-from shardtrace.planner.search import NOTHING, Candidate, Point, fastest, front
+from shardtrace.planner.family import NOTHING, Candidate, Point
+from shardtrace.planner.search import explore, fastest, front
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def points(family):
-    return family.points()
+    explore(family)
+    return family.points
 
 
 def test_the_blocks_are_one_class(family):
