@@ -29,16 +29,18 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
-set_seed, _Generator = torch.manual_seed, torch.Generator
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
-
-
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+SEED = (
+    "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
+    "random function a torch.Generator of its own"
+)
+GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
 class Place(NamedTuple):
@@ -142,7 +144,6 @@ class Recorder(TorchFunctionMode):
         self._inside = 0  # calls of torch that run
         self._drawn = False
         self._checkpoints: list[int] = []
-        self._of_functions: set[int] = set()  # ids of results of autograd functions in lines
         self._count = 0
         self._watcher = watcher
 
@@ -162,7 +163,6 @@ class Recorder(TorchFunctionMode):
                 "autograd.Function, or register it on what the model returns"
             )
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        self.check_known(list(given.values()))
         versions = {i: _version(t) for i, t in given.items()}
         shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
@@ -179,8 +179,6 @@ class Recorder(TorchFunctionMode):
                 self._inside -= 1
             _check_shapes(func, given, shapes)
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
-            if torch.is_grad_enabled():  # its line has what is inside
-                self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}
         finally:
             self._watcher.resume()
         return result
@@ -222,14 +220,6 @@ class Recorder(TorchFunctionMode):
         )
         self.record.calls.append(call)
 
-    def check_known(self, values: Any) -> None:
-        """Raises NotImplementedError for the result of an autograd function that was called by a reference to its
-        ``apply`` from before: its forward was seen, and its backward was not."""
-        for t in pytree.tree_leaves(values):
-            if _is_custom(t) and id(t) not in self._of_functions:
-                name = type(t.grad_fn).__name__.removesuffix("Backward")
-                raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
-
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
 
@@ -251,9 +241,7 @@ class Recorder(TorchFunctionMode):
             return
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
-        self._watcher.pause()
         self._keep(func, args, kwargs, result, changed, draws)
-        self._watcher.resume()
 
     def _place(self, frame: FrameType) -> Place:
         module = self._modules[id(self._stack[-1])] if self._stack else ""
@@ -273,7 +261,6 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
-                self.check_known(result)
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -294,9 +281,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
-        self._watcher.pause()
         self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
-        self._watcher.resume()
         return trial.result
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
@@ -308,23 +293,15 @@ class Recorder(TorchFunctionMode):
         with _pop_mode_temporarily():
             return self._make(function, function, args, kwargs)
 
-    def seed(self, number: int) -> torch.Generator:
-        """In the place of ``torch.manual_seed``."""
-        if not self._inside:
-            raise NotImplementedError(
-                "forward sets the seed of torch's random numbers, which no step would do again: seed outside of "
-                "forward, or pass the random function a torch.Generator of its own"
-            )
-        return set_seed(number)
+    def refusing(self, original: Callable[..., Any], why: str) -> Callable[..., Any]:
+        """A function that only torch may call while a forward is recorded."""
 
-    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
-        """In the place of ``torch.Generator``."""
-        if not self._inside:
-            raise NotImplementedError(
-                "forward makes a torch.Generator, which no step would make again: make it once, as an attribute of a "
-                "module"
-            )
-        return _Generator(*args, **kwargs)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                raise NotImplementedError(f"forward {why}")
+            return original(*args, **kwargs)
+
+        return refuse
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -384,7 +361,6 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
-            recorder.check_known(recorder.record.result)
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:
@@ -397,7 +373,7 @@ def record(
 def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
     being compiled. Only in this thread: another one may write a checkpoint."""
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
+    call, make_generator, seed = nn.Module.__call__, torch.Generator, torch.manual_seed
     checkpoints, thread = torch.utils.checkpoint, get_ident()
 
     def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -422,40 +398,32 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         with recorder.checkpoint():
             return function(*args)
 
-    class Reentrant:
-        apply = staticmethod(here(reentrant, checkpoints.CheckpointFunction.apply))
-
     class Generators(type(torch.Generator)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
-            return here(recorder.generator, _Generator)(*args, **kwargs)
+            return here(recorder.refusing(make_generator, GENERATOR), make_generator)(*args, **kwargs)
 
         def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, _Generator)
-
-    def seed(*args: Any) -> Any:
-        return recorder.seed(*args)
+            return isinstance(value, make_generator)
 
     def is_compiling(*args: Any) -> bool:
         return compiling
 
-    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        return checkpoint(function, *args, **kwargs)
-
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
-        (checkpoints, "_checkpoint_without_reentrant_generator", generator),
-        (torch, "manual_seed", seed),
-        (torch.random, "manual_seed", seed),
+        (checkpoints, "_checkpoint_without_reentrant_generator", checkpoint),
+        (torch, "manual_seed", recorder.refusing(seed, SEED)),
+        (torch.random, "manual_seed", recorder.refusing(seed, SEED)),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),
     ]
     patches = [
         *((owner, name, here(new, getattr(owner, name))) for owner, name, new in functions),
-        (torch.autograd.Function, "apply", classmethod(whole(apply))),
+        # below Function.apply, of which a model may have taken a reference
+        (_SingleLevelFunction, "apply", classmethod(whole(torch._C._FunctionBase.__dict__["apply"]))),
+        (checkpoints.CheckpointFunction, "apply", here(reentrant, checkpoints.CheckpointFunction.apply)),
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
-        (checkpoints, "CheckpointFunction", Reentrant),
         (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
     ]
     with ExitStack() as stack:
@@ -471,18 +439,13 @@ def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def _is_custom(value: Any) -> bool:
-    """Whether a value has its gradient from an autograd function."""
-    return isinstance(value, torch.Tensor) and isinstance(value.grad_fn, BackwardCFunction)
-
-
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
     """Raises NotImplementedError if a function has changed the shape of a tensor that it was given."""
-    for i, shape in shapes.items():
-        if (given[i].size(), given[i].stride()) != shape:
-            name = getattr(function, "__name__", str(function))
-            remedy = f"use what {name.strip('_')} returns"
-            raise NotImplementedError(f"{name} changes the shape of its argument in place: {remedy}")
+    if any((given[i].size(), given[i].stride()) != shape for i, shape in shapes.items()):
+        name = getattr(function, "__name__", str(function))
+        raise NotImplementedError(
+            f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
+        )
 
 
 def _version(t: torch.Tensor) -> int:
