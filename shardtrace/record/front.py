@@ -24,8 +24,8 @@ from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change
-from shardtrace.record.marks import EAGER, REPEATED, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library
+from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
+from shardtrace.record.recorder import CannotRecord, FakeMode, Record
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in

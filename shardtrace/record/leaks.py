@@ -13,12 +13,12 @@ from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
 
+from shardtrace.record.marks import is_library
 from shardtrace.record.state import is_plain
 
 import torch
 from torch import nn
 
-LIBRARIES = ("torch", "thunder", "shardtrace", "passes")
 LIBRARY = "a library"  # a holder that is not the user's
 DEPTH = 4  # holders, one in another, that an error names
 
@@ -98,7 +98,7 @@ def _namespace(holder: dict[Any, Any], value: object) -> str:
             return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
         if not isinstance(owner, FunctionType) and getattr(owner, "__dict__", None) is holder:
             if isinstance(owner, ModuleType):
-                known = owner.__name__.partition(".")[0] in LIBRARIES
+                known = is_library(owner.__name__)
                 return LIBRARY if known else f"the global variable {_key(holder, value)} of {owner.__name__}"
             return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
     return ""
@@ -130,7 +130,7 @@ def _is_library(owner: Any) -> bool:
     if isinstance(owner, nn.Module):
         return False
     module = owner.__module__ if isinstance(owner, (type, FunctionType)) else type(owner).__module__
-    return str(module).partition(".")[0] in LIBRARIES
+    return is_library(str(module))
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.compat import Fakes
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
+from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -33,7 +33,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 SEED = (
@@ -153,10 +152,10 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
-        return self._make(func, func, args, kwargs)
+        return self._make(func, args, kwargs)
 
-    def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls ``func`` and keeps the call, as one of ``function``."""
+    def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls ``func`` and keeps the call."""
         if func in HOOKS:
             raise NotImplementedError(
                 f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
@@ -166,21 +165,19 @@ class Recorder(TorchFunctionMode):
         versions = {i: _version(t) for i, t in given.items()}
         shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
-        self._drawn, self._inside = False, self._inside + 1
+        function, self._drawn, self._inside = func, False, self._inside + 1
         self._watcher.pause()
         try:
-            try:
-                result = func(*args, **kwargs)
-                changed = [t for i, t in given.items() if _version(t) != versions[i]]
-            except Exception as error:  # whatever torch raises for fake tensors
-                function = EagerFunction(func)
-                result, changed = self._try(function, args, kwargs, error)
-            finally:
-                self._inside -= 1
-            _check_shapes(func, given, shapes)
-            self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+            result = func(*args, **kwargs)
+            changed = [t for i, t in given.items() if _version(t) != versions[i]]
+        except Exception as error:  # whatever torch raises for fake tensors
+            function = EagerFunction(func)
+            result, changed = self._try(function, args, kwargs, error)
         finally:
+            self._inside -= 1
             self._watcher.resume()
+        _check_shapes(func, given, shapes)
+        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
     def _try(self, function: EagerFunction, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
@@ -204,21 +201,18 @@ class Recorder(TorchFunctionMode):
         results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
         if not written and not results:
             return
-        frame = _frame_of_user(sys._getframe(2))
-        call = Call(
-            function=function,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            written=written,
-            grad=torch.is_grad_enabled(),
-            autocast=autocast_states(),
-            random=random,
-            place=self._place(frame),
-            checkpoint=self._checkpoints[-1] if self._checkpoints else None,
-            names=assigned(frame),
-        )
-        self.record.calls.append(call)
+        frame = sys._getframe(2)
+        while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
+            frame = frame.f_back  # to the innermost one that is not a library's
+        code, module = frame.f_code, self._modules[id(self._stack[-1])] if self._stack else ""
+        place = Place(code.co_filename, frame.f_lineno, code.co_name, module)
+        checkpoint = self._checkpoints[-1] if self._checkpoints else None
+        self.record.calls.append(
+            Call(
+                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
+                checkpoint, assigned(frame),
+            )
+        )  # fmt: skip
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
@@ -242,10 +236,6 @@ class Recorder(TorchFunctionMode):
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
         self._keep(func, args, kwargs, result, changed, draws)
-
-    def _place(self, frame: FrameType) -> Place:
-        module = self._modules[id(self._stack[-1])] if self._stack else ""
-        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
 
     # ---- what runs around calls ----
 
@@ -291,7 +281,7 @@ class Recorder(TorchFunctionMode):
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():
-            return self._make(function, function, args, kwargs)
+            return self._make(function, args, kwargs)
 
     def refusing(self, original: Callable[..., Any], why: str) -> Callable[..., Any]:
         """A function that only torch may call while a forward is recorded."""
@@ -314,21 +304,19 @@ class Recorder(TorchFunctionMode):
             self._checkpoints.pop()
 
 
+@dataclass(frozen=True)
 class Whole:
     """A function that computes its gradient itself, equal to another one of the same owner."""
 
-    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner, self.function = owner, function
-        self.__name__ = str(getattr(owner, "__name__", None) or getattr(owner, "name", "scripted"))
+    owner: Any
+    function: Callable[..., Any] = field(compare=False)
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.owner, "__name__", None) or getattr(self.owner, "name", "scripted"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Whole) and other.owner is self.owner
-
-    def __hash__(self) -> int:
-        return id(self.owner)
 
 
 def record(
@@ -450,20 +438,6 @@ def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapp
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def _frame_of_user(frame: FrameType) -> FrameType:
-    """The innermost frame around ``frame`` that is not a library's."""
-    found = frame
-    while found.f_back is not None and is_library(found.f_globals.get("__name__", "")):
-        found = found.f_back
-    return found
-
-
-@functools.cache
-def is_library(module: str) -> bool:
-    """Whether a module of Python, by its name, is part of torch, Thunder or shardtrace."""
-    return module.partition(".")[0] in LIBRARIES
 
 
 def autocast_states() -> tuple[Autocast, ...]:
