@@ -6,7 +6,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class Inputs:
 
 def _item(owner: ProvenanceRecord, members: str, name: str) -> ProvenanceRecord:
     """Thunder's record of ``owner.members[name]``."""
-    return step(step(owner, PseudoInst.LOAD_ATTR, members), PseudoInst.BINARY_SUBSCR, name)
+    return reduce(step, ((PseudoInst.LOAD_ATTR, members), (PseudoInst.BINARY_SUBSCR, name)), owner)
 
 
 def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
@@ -264,15 +264,15 @@ class Front:
         )  # fmt: skip
         try:
             with exempt_from_autocast(get_compile_data()):
-                blocks.write([*tensors_in(record.result), *left])
+                returned = tensors_in(record.result)
+                blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None
                 if get_compile_data().fn is self._module and not _returned_by_thunder(record.result):
-                    rebuild = Rebuild(record.result)
-                    result: Any = tuple(map(replay.proxy, rebuild.tensors))
-                    rebuild.release()
+                    rebuild = Rebuild(record.result, returned)
+                    result: Any = tuple(map(replay.proxy, returned))
                 else:
-                    result = map_tensors(record.result, replay.proxy)
+                    result = map_tensors(record.result, lambda t, path: replay.proxy(t))
                 if changes:
                     pack_tensors(state, tuple(map(replay.proxy, left)))
         except CannotWrite:

@@ -207,10 +207,13 @@ class Recorder(TorchFunctionMode):
         code, module = frame.f_code, self._modules[id(self._stack[-1])] if self._stack else ""
         place = Place(code.co_filename, frame.f_lineno, code.co_name, module)
         checkpoint = self._checkpoints[-1] if self._checkpoints else None
+        self._watcher.pause()  # what reads the code of the frame is none of the model's
+        names = assigned(frame)
+        self._watcher.resume()
         self.record.calls.append(
             Call(
                 function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
-                checkpoint, assigned(frame),
+                checkpoint, names,
             )
         )  # fmt: skip
 
