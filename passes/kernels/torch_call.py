@@ -257,7 +257,7 @@ class TorchCall:
                 *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception:  # whatever the function raises on fake tensors
             return Reads(tuple(everything), known=False)
-        kept = tuple(Meta.of(t) for t in {_storage(t): t for t in saved}.values())
+        kept = tuple(Meta.of(t) for t in {storage(t): t for t in saved}.values())
         return Reads(tuple(sorted(read)), counter.get_total_flops(), kept)
 
     def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -363,7 +363,7 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: 
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _storage(t: torch.Tensor) -> int:
+def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
@@ -371,7 +371,7 @@ def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None
     """Which of the ``inputs`` a tensor is or is a view of; None if that is not certain."""
     if t.layout != torch.strided or t.is_conj() or t.is_neg():
         return None
-    same = [(i, a) for i, a in inputs.items() if _storage(a) == _storage(t) and a.dtype == t.dtype]
+    same = [(i, a) for i, a in inputs.items() if storage(a) == storage(t) and a.dtype == t.dtype]
     for i, a in same:
         if (a.size(), a.stride(), a.storage_offset()) == (t.size(), t.stride(), t.storage_offset()):
             return Part(i)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.compat import Fakes
+from passes.kernels import torch_call
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
+from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
@@ -107,9 +108,6 @@ class CannotRecord(Exception):
         self.modules = tuple(modules)
 
 
-Eager = Set[nn.Module]
-
-
 class FakeMode(Fakes):
     """Fake tensors, which tell the recorder about operators."""
 
@@ -132,7 +130,7 @@ class Recorder(TorchFunctionMode):
     """Keeps calls while it is the current mode of torch functions."""
 
     def __init__(
-        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Eager, watcher: CodeWatcher
+        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Set[nn.Module], watcher: CodeWatcher
     ) -> None:
         super().__init__()
         self.record = Record()
@@ -171,7 +169,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             changed = [t for i, t in given.items() if _version(t) != versions[i]]
         except Exception as error:  # whatever torch raises for fake tensors
-            function = EagerFunction(func)
+            function = Eager(func, str(getattr(func, "__name__", "call")))
             result, changed = self._try(function, args, kwargs, error)
         finally:
             self._inside -= 1
@@ -180,7 +178,7 @@ class Recorder(TorchFunctionMode):
         self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
-    def _try(self, function: EagerFunction, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
+    def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
         """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
         one if it cannot stand alone."""
         try:
@@ -330,7 +328,7 @@ def record(
     mode: FakeMode,
     modules: Mapping[int, str],
     watched: Collection[nn.Module] = (),
-    eager: Eager = frozenset(),
+    eager: Set[nn.Module] = frozenset(),
     watcher: CodeWatcher,
     compiling: bool = True,
 ) -> Record:
@@ -427,7 +425,7 @@ def storage(t: torch.Tensor) -> int:
     """A key that tensors share if they share memory."""
     if t.layout != torch.strided:
         raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
-    return t.untyped_storage()._cdata
+    return torch_call.storage(t)
 
 
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:

@@ -6,7 +6,7 @@ the time) shows in what it does: the same calls of torch with the same arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
-from shardtrace.record.recorder import DEVICES, Call, CannotRecord, Eager, FakeMode, Place, Record, record
+from shardtrace.record.recorder import DEVICES, Call, CannotRecord, FakeMode, Place, Record, record
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
@@ -41,7 +41,7 @@ class Recording:
     tensors: Mapping[str, torch.Tensor]
     names: Mapping[int, str]
     watched: Collection[nn.Module]
-    eager: Eager
+    eager: Set[nn.Module]
     compiling: bool
 
     def __call__(self, watcher: CodeWatcher | None = None) -> tuple[Record, list[Change]]:
