@@ -94,11 +94,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         for state in states:
             stack.enter_context(state.stand_ins())
         name = f"shardtrace_state_{len(compilation.guards)}"
-        traced = front.trace(
-            call,
-            module,
-            args,
-            kwargs,
+        setting = front.Setting(
             known=compilation.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
@@ -107,6 +103,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             fall_back=states[0].options.eager is not None,
             obstacle=_why_no_call(),
         )
+        traced = front.trace(call, module, args, kwargs, setting)
     compilation.guards.append(traced.guard)
     if traced.last_guard is not None:
         compilation.last_guards.append(traced.last_guard)
