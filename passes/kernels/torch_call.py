@@ -11,8 +11,9 @@ ZeRO-3 no gathered parameter is saved. Backward empties the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -130,42 +131,38 @@ class Reads(NamedTuple):
     known: bool = True
 
 
+@dataclass(eq=False)
 class TorchCall:
     """One call, a pure function of its tensors. It is the id of the symbol whose lines make it.
 
-    Args:
-        name: of the symbol, unique in the trace.
-        function: called with the tensors in their places among ``flat``, the flattened arguments of this ``spec``.
-        places: the numbers of the tensors in ``flat``.
-        written: the numbers, among the tensors, of those that the function writes into. It gets clones of them, which
-            are further results.
-        inputs, results: the tensors' metadata.
-        autocast: the states under which the function runs.
-        random: whether it draws random numbers.
-        absent: the device of the step, if the metadata say the CPU in its place.
+    ``name`` is that of the symbol, unique in the trace. ``function`` is called with the tensors in their ``places``
+    among ``flat``, the flattened arguments of this ``spec``. ``written`` has the numbers, among the tensors, of those
+    that the function writes into: it gets clones of them, which are further results. ``inputs`` and ``results`` are the
+    tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
+    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        flat: Sequence[Any],
-        spec: pytree.TreeSpec,
-        places: Sequence[int],
-        *,
-        inputs: Sequence[Meta],
-        results: Sequence[Meta],
-        written: Sequence[int] = (),
-        autocast: Sequence[Autocast] = (),
-        random: bool = False,
-        absent: torch.device | None = None,
-    ) -> None:
-        self.name, self.function, self.spec = name, function, spec
-        self.flat, self.places, self.written = list(flat), tuple(places), frozenset(written)
-        self.inputs, self.results, self.autocast = tuple(inputs), tuple(results), tuple(autocast)
-        self.random, self.absent = random, absent
-        self.wanted = tuple(i for i, m in enumerate(self.inputs) if m.grad)
-        self.returned = tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
+    name: str
+    function: Callable[..., Any]
+    flat: Sequence[Any]
+    spec: pytree.TreeSpec
+    places: Sequence[int]
+    inputs: Sequence[Meta]
+    results: Sequence[Meta]
+    written: Collection[int] = ()
+    autocast: Sequence[Autocast] = ()
+    random: bool = False
+    absent: torch.device | None = None
+
+    @cached_property
+    def wanted(self) -> tuple[int, ...]:
+        """The inputs that want a gradient."""
+        return tuple(i for i, m in enumerate(self.inputs) if m.grad)
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """The results that have a gradient."""
+        return tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
 
     def __repr__(self) -> str:
         return f"TorchCall({self.name})"

@@ -24,8 +24,8 @@ from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
+from shardtrace.record.calls import Record
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
-from shardtrace.record.recorder import Record
 from shardtrace.record.recording import Comparison, Recording, is_comparable
 
 import torch

@@ -15,8 +15,8 @@ from passes.analysis.recognise import names
 from passes.compat import compile_data_and_stats, names_of_users
 from passes.outline import enlist
 from passes.plan import ShardedParameter
+from shardtrace.record.calls import Call, Record, Span, storage
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost
-from shardtrace.record.recorder import Call, Record, Span, storage
 from shardtrace.record.replay import Replay
 
 import torch

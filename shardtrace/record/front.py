@@ -22,10 +22,11 @@ from passes.compat import (
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
+from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode, Record
+from shardtrace.record.recorder import CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Meta
-from shardtrace.record.recorder import Call, Record, Span, storage
+from shardtrace.record.calls import Call, Record, Span, storage
 
 import torch
 from torch.utils import _pytree as pytree

@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from passes.compat import Fakes
-from passes.kernels import torch_call
 from passes.kernels.torch_call import Autocast
+from shardtrace.record.calls import Call, Place, Record, Span, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
@@ -41,63 +41,6 @@ SEED = (
     "random function a torch.Generator of its own"
 )
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
-
-
-class Place(NamedTuple):
-    """Where a call stands: the file, the line, the function, and the qualified name of the module that runs."""
-
-    file: str
-    line: int
-    function: str
-    module: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}" + (f" of {self.module}" if self.module else "")
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of torch.
-
-    ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
-    the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
-    ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[torch.Tensor, ...]
-    written: tuple[torch.Tensor, ...]
-    grad: bool
-    autocast: tuple[Autocast, ...]
-    random: bool
-    place: Place
-    checkpoint: int | None
-    names: tuple[str, ...] = ()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
-        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
-
-
-@dataclass(eq=False)
-class Span:
-    """The call of a module: ``calls[begin:end]`` were made inside."""
-
-    name: str
-    module: nn.Module
-    begin: int
-    end: int
-
-
-@dataclass(eq=False)
-class Record:
-    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends."""
-
-    calls: list[Call] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    result: Any = None
 
 
 class CannotRecord(Exception):
@@ -127,10 +70,22 @@ class FakeMode(Fakes):
 
 
 class Recorder(TorchFunctionMode):
-    """Keeps calls while it is the current mode of torch functions."""
+    """Keeps calls while it is the current mode of torch functions.
+
+    Args:
+        modules: the names of modules, by their ids.
+        watcher: sees the functions that run, apart from those of torch.
+        watched: the modules whose calls become spans.
+        eager: the modules whose calls are one call each, which PyTorch runs.
+    """
 
     def __init__(
-        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Set[nn.Module], watcher: CodeWatcher
+        self,
+        modules: Mapping[int, str],
+        watcher: CodeWatcher,
+        *,
+        watched: Collection[nn.Module] = (),
+        eager: Set[nn.Module] = frozenset(),
     ) -> None:
         super().__init__()
         self.record = Record()
@@ -321,31 +276,18 @@ class Whole:
 
 
 def record(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    mode: FakeMode,
-    modules: Mapping[int, str],
-    watched: Collection[nn.Module] = (),
-    eager: Set[nn.Module] = frozenset(),
-    watcher: CodeWatcher,
-    compiling: bool = True,
+    function: Callable[..., Any], args: Any, kwargs: Any, *, mode: FakeMode, recorder: Recorder, compiling: bool = True
 ) -> Record:
     """Calls ``function`` and returns what it did.
 
     Args:
         args, kwargs: with fake tensors of ``mode`` in the place of tensors.
-        modules: the names of modules, by their ids.
-        watched: the modules whose calls become spans.
-        eager: the modules whose calls are one call each, which PyTorch runs.
-        watcher: sees the functions that run, apart from those of torch.
+        recorder: a new one.
         compiling: whether models are told that they are being compiled. Some then do without the values of tensors.
 
     Raises:
         CannotRecord: from what the function raised. It names the modules that ran.
     """
-    recorder = Recorder(modules, watched, eager, watcher)
     with _in_place_of_torchs(recorder, compiling), mode, recorder:
         mode.recorder = recorder
         try:
@@ -358,12 +300,26 @@ def record(
     return found
 
 
+def _generators(refuse: Callable[..., Any]) -> type:
+    """A class like torch.Generator that makes none."""
+    original = torch.Generator
+
+    class Generators(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
+            made: torch.Generator = refuse(*args, **kwargs)
+            return made
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+    return Generators("Generator", (original,), {})
+
+
 @contextmanager
 def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
     being compiled. Only in this thread: another one may write a checkpoint."""
-    call, make_generator, seed = nn.Module.__call__, torch.Generator, torch.manual_seed
-    checkpoints, thread = torch.utils.checkpoint, get_ident()
+    call, checkpoints, thread = nn.Module.__call__, torch.utils.checkpoint, get_ident()
 
     def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -372,8 +328,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
 
         return choose
 
-    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
-        """A method whose calls are recorded as one call each."""
+    def whole(original: Callable[..., Any]) -> Callable[..., Any]:  # a method whose calls are one call each
         return here(lambda self, *args, **kwargs: recorder.call_whole(original, self, args, kwargs), original)
 
     def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -387,21 +342,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         with recorder.checkpoint():
             return function(*args)
 
-    class Generators(type(torch.Generator)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
-            return here(recorder.refusing(make_generator, GENERATOR), make_generator)(*args, **kwargs)
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, make_generator)
-
     def is_compiling(*args: Any) -> bool:
         return compiling
 
+    seed = recorder.refusing(torch.manual_seed, SEED)
+    generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
         (checkpoints, "_checkpoint_without_reentrant_generator", checkpoint),
-        (torch, "manual_seed", recorder.refusing(seed, SEED)),
-        (torch.random, "manual_seed", recorder.refusing(seed, SEED)),
+        (torch, "manual_seed", seed),
+        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),
@@ -413,19 +363,12 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (checkpoints.CheckpointFunction, "apply", here(reentrant, checkpoints.CheckpointFunction.apply)),
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
-        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
+        (torch, "Generator", generators),
     ]
     with ExitStack() as stack:
         for owner, name, new in patches:
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
-
-
-def storage(t: torch.Tensor) -> int:
-    """A key that tensors share if they share memory."""
-    if t.layout != torch.strided:
-        raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
-    return torch_call.storage(t)
 
 
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:

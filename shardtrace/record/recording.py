@@ -13,11 +13,12 @@ from typing import Any
 from weakref import ref
 
 from passes.kernels.torch_call import Meta
+from shardtrace.record.calls import Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
-from shardtrace.record.recorder import DEVICES, Call, CannotRecord, FakeMode, Place, Record, record
+from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
@@ -52,10 +53,12 @@ class Recording:
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             if watcher is not None:
                 stack.enter_context(watcher)
+            watcher = watcher or CodeWatcher()
+            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager)
+            given = (self.module, *self.args)
             done = record(
-                self.function, (self.module, *self.args), self.kwargs, mode=self.fakes, modules=self.names,
-                watched=self.watched, eager=self.eager, watcher=watcher or CodeWatcher(), compiling=self.compiling,
-            )  # fmt: skip
+                self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
+            )
         return done, effects.found
 
 

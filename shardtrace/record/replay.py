@@ -12,8 +12,8 @@ from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat import add_note, name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
+from shardtrace.record.calls import Call
 from shardtrace.record.kinds import Mark
-from shardtrace.record.recorder import Call
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
 from shardtrace.record.values import Values
 
@@ -245,8 +245,8 @@ class Replay:
         ]
         of_results = [Meta.of(t)._replace(grad=grad and _differentiable(t)) for t in results]
         call = TorchCall(
-            self._unique(function), function, flat, spec, places, inputs=of_inputs, results=of_results,
-            absent=self._absent, **options,
+            name=self._unique(function), function=function, flat=flat, spec=spec, places=places, inputs=of_inputs,
+            results=of_results, absent=self._absent, **options,
         )  # fmt: skip
         enlist(get_compile_data())
         with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on

@@ -2,7 +2,7 @@
 
 import types
 
-from shardtrace.record.recorder import CannotRecord, FakeMode, record
+from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
 
@@ -21,8 +21,8 @@ def recorded(function, *args, modules=None, **options):
         fakes["x"] = fakes["x"] * 1
     names = {id(module): name for name, module in (modules.named_modules() if modules is not None else ())}
     done = record(
-        function, [fakes.get(a, a) if isinstance(a, str) else a for a in args], {}, mode=mode, modules=names,
-        watcher=CodeWatcher(), **options,
+        function, [fakes.get(a, a) if isinstance(a, str) else a for a in args], {}, mode=mode,
+        recorder=Recorder(names, CodeWatcher(), **options),
     )  # fmt: skip
     done.x, done.y = fakes["x"], fakes["y"]
     return done
