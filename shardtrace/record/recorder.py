@@ -300,6 +300,20 @@ def record(
     return found
 
 
+def _in_this_thread() -> Callable[..., Any]:
+    """Takes two functions: the first one in this thread, in others the second one."""
+    thread = get_ident()
+
+    def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (new if get_ident() == thread else original)(*args, **kwargs)
+
+        return choose
+
+    return here
+
+
 def _generators(refuse: Callable[..., Any]) -> type:
     """A class like torch.Generator that makes none."""
     original = torch.Generator
@@ -319,14 +333,7 @@ def _generators(refuse: Callable[..., Any]) -> type:
 def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
     being compiled. Only in this thread: another one may write a checkpoint."""
-    call, checkpoints, thread = nn.Module.__call__, torch.utils.checkpoint, get_ident()
-
-    def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def choose(*args: Any, **kwargs: Any) -> Any:
-            return (new if get_ident() == thread else original)(*args, **kwargs)
-
-        return choose
+    call, checkpoints, here = nn.Module.__call__, torch.utils.checkpoint, _in_this_thread()
 
     def whole(original: Callable[..., Any]) -> Callable[..., Any]:  # a method whose calls are one call each
         return here(lambda self, *args, **kwargs: recorder.call_whole(original, self, args, kwargs), original)

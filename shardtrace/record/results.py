@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from shardtrace.record.state import slot_names
+
 import torch
 from thunder.core.interpreter import PseudoInst
 from thunder.core.proxies import Proxy, TensorProxy
@@ -38,11 +40,9 @@ def parts(value: Any) -> Iterator[tuple[PseudoInst, Any, Any]]:
     elif isinstance(value, (list, tuple)):
         yield from ((PseudoInst.BINARY_SUBSCR, i, v) for i, v in enumerate(value))
     yield from ((PseudoInst.LOAD_ATTR, name, v) for name, v in getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield PseudoInst.LOAD_ATTR, name, getattr(value, name)
+    for name in slot_names(value):
+        if hasattr(value, name):
+            yield PseudoInst.LOAD_ATTR, name, getattr(value, name)
 
 
 def map_tensors(

@@ -182,6 +182,8 @@ def _is_class_state(value: object) -> bool:
 
 
 def slot_names(value: object) -> Iterator[str]:
+    """The attributes for which an object has slots."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (name for name in names if name not in ("__dict__", "__weakref__"))
