@@ -31,7 +31,6 @@ from torch.utils import _pytree as pytree
 Leaf = Callable[[torch.Tensor], Any]
 KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 BUFFERS = {nn.functional.batch_norm}  # Thunder's symbol writes the running statistics itself
-LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
 
 
@@ -51,18 +50,6 @@ class Constant:
 
     def __call__(self) -> torch.Tensor:
         return self.tensor
-
-
-class Like:
-    """A function that makes a tensor like another one, whose values it does not read."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__name__ = function, name_of(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        empty = lambda x: x.empty() if isinstance(x, Meta) else x  # noqa: E731
-        args, kwargs = pytree.tree_map(empty, (args, kwargs), is_leaf=lambda x: isinstance(x, Meta))
-        return self.function(*args, **kwargs)
 
 
 class Replay:
@@ -203,12 +190,7 @@ class Replay:
             raise
 
     def _by_torch(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        function = call.function
-        if name_of(function) in LIKE and len(tensors) == 1:
-            function, tensors = Like(function), []
-            args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
+        tensors = call.tensors()
         if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
@@ -216,7 +198,7 @@ class Replay:
         made = [t for t in call.results if id(t) not in into]
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
-            function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
+            call.function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
             autocast=call.autocast, random=call.random,
         )  # fmt: skip
         return list(new), old
@@ -351,10 +333,6 @@ def _is_widened(call: Call, results: Sequence[torch.Tensor]) -> bool:
     """Whether autocast may have cast arguments to float32 before the call: then a result in float32 is not enough."""
     lower = {state.dtype for state in call.autocast}
     return bool(results) and results[0].dtype == torch.float32 and any(t.dtype in lower for t in call.tensors())
-
-
-def _without_values(value: Any) -> Any:
-    return Meta.of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_proxy(value: Any) -> bool:
