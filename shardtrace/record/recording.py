@@ -45,15 +45,13 @@ class Recording:
     eager: Set[nn.Module]
     compiling: bool
 
-    def __call__(self, watcher: CodeWatcher | None = None) -> tuple[Record, list[Change]]:
+    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
-            if watcher is not None:
-                stack.enter_context(watcher)
-            watcher = watcher or CodeWatcher()
+            stack.enter_context(watcher)
             recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager)
             given = (self.module, *self.args)
             done = record(
@@ -109,7 +107,7 @@ class Comparison:
     def _compare(self) -> str:
         try:
             with self._around(), self._modes.on():
-                done, _ = self._recording()
+                done, _ = self._recording(CodeWatcher())
             now = Described.of(done)
             check_no_fakes(done)
         except CannotRecord as error:
