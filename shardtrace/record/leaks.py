@@ -136,18 +136,18 @@ def no_other_random_numbers() -> Iterator[None]:
     Raises:
         RuntimeError: if numbers were drawn.
     """
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    before = numpy.get_state() if numpy is not None else None
+    sources = {"random": (random.getstate, random.setstate)}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        sources["numpy.random"] = numpy.get_state, numpy.set_state
+    before = {name: get() for name, (get, _) in sources.items()}
     drawn = []
     try:
         yield
     finally:
-        if random.getstate() != python:
-            drawn.append("random")
-            random.setstate(python)
-        if numpy is not None and before is not None and not _same_state(before, numpy.get_state()):
-            drawn.append("numpy.random")
-            numpy.set_state(before)
+        for name, (get, put) in sources.items():
+            if not _same_state(before[name], get()):
+                drawn.append(name)
+                put(before[name])
     if drawn:
         raise RuntimeError(
             f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "

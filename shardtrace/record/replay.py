@@ -117,7 +117,7 @@ class Replay:
             raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
         if call.function is torch.autograd.grad:
             raise CannotWrite("it computes gradients")
-        args, kwargs = self._map((call.args, call.kwargs))
+        args, kwargs = pytree.tree_map(self._leaf, (call.args, call.kwargs))
         try:
             new, old = self._by_symbol(call, *self._on_device((args, kwargs)))
         except Exception as why:  # whatever Thunder raises for arguments that it does not take
@@ -136,13 +136,10 @@ class Replay:
             found = next(p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)
             self.values.write(t, found, tracked=call.grad and t.requires_grad)
 
-    def _map(self, values: Any) -> Any:
-        def leaf(v: Any) -> Any:
-            if isinstance(v, torch.Tensor):
-                return self.proxy(v)
-            return PYTHON_TYPES.get(v, v) if isinstance(v, type) else v
-
-        return pytree.tree_map(leaf, values)
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.proxy(value)
+        return PYTHON_TYPES.get(value, value) if isinstance(value, type) else value
 
     def _on_device(self, values: Any) -> Any:
         """Arguments with the device of the step in the place of the CPU, if fakes are there in its place."""
