@@ -30,7 +30,7 @@ from shardtrace.inspector.fake import Arguments, parse_arguments
 from shardtrace.model.home import shard
 from shardtrace.model.state import link_of
 from shardtrace.record.eager import EagerModule
-from shardtrace.record.recorder import is_library
+from shardtrace.record.marks import is_library
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
 

@@ -11,8 +11,9 @@ ZeRO-3 no gathered parameter is saved. Backward empties the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -131,42 +132,38 @@ class Reads(NamedTuple):
     known: bool = True
 
 
+@dataclass(eq=False)
 class TorchCall:
     """One call, a pure function of its tensors. It is the id of the symbol whose lines make it.
 
-    Args:
-        name: of the symbol, unique in the trace.
-        function: called with the tensors in their places among ``flat``, the flattened arguments of this ``spec``.
-        places: the numbers of the tensors in ``flat``.
-        written: the numbers, among the tensors, of those that the function writes into. It gets clones of them, which
-            are further results.
-        inputs, results: the tensors' metadata.
-        autocast: the states under which the function runs.
-        random: whether it draws random numbers.
-        absent: the device of the step, if the metadata say the CPU in its place.
+    ``name`` is that of the symbol, unique in the trace. ``function`` is called with the tensors in their ``places``
+    among ``flat``, the flattened arguments of this ``spec``. ``written`` has the numbers, among the tensors, of those
+    that the function writes into: it gets clones of them, which are further results. ``inputs`` and ``results`` are the
+    tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
+    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        flat: Sequence[Any],
-        spec: pytree.TreeSpec,
-        places: Sequence[int],
-        *,
-        inputs: Sequence[Meta],
-        results: Sequence[Meta],
-        written: Sequence[int] = (),
-        autocast: Sequence[Autocast] = (),
-        random: bool = False,
-        absent: torch.device | None = None,
-    ) -> None:
-        self.name, self.function, self.spec = name, function, spec
-        self.flat, self.places, self.written = list(flat), tuple(places), frozenset(written)
-        self.inputs, self.results, self.autocast = tuple(inputs), tuple(results), tuple(autocast)
-        self.random, self.absent = random, absent
-        self.wanted = tuple(i for i, m in enumerate(self.inputs) if m.grad)
-        self.returned = tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
+    name: str
+    function: Callable[..., Any]
+    flat: Sequence[Any]
+    spec: pytree.TreeSpec
+    places: Sequence[int]
+    inputs: Sequence[Meta]
+    results: Sequence[Meta]
+    written: Collection[int] = ()
+    autocast: Sequence[Autocast] = ()
+    random: bool = False
+    absent: torch.device | None = None
+
+    @cached_property
+    def wanted(self) -> tuple[int, ...]:
+        """The inputs that want a gradient."""
+        return tuple(i for i, m in enumerate(self.inputs) if m.grad)
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """The results that have a gradient."""
+        return tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
 
     def __repr__(self) -> str:
         return f"TorchCall({self.name})"
@@ -258,7 +255,7 @@ class TorchCall:
                 *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception:  # whatever the function raises on fake tensors
             return Reads(tuple(everything), known=False)
-        kept = tuple(Meta.of(t) for t in {_storage(t): t for t in saved}.values())
+        kept = tuple(Meta.of(t) for t in {storage(t): t for t in saved}.values())
         return Reads(tuple(sorted(read)), counter.get_total_flops(), kept)
 
     def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -364,7 +361,7 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: 
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _storage(t: torch.Tensor) -> int:
+def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
@@ -372,7 +369,7 @@ def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None
     """Which of the ``inputs`` a tensor is or is a view of; None if that is not certain."""
     if t.layout != torch.strided or t.is_conj() or t.is_neg():
         return None
-    same = [(i, a) for i, a in inputs.items() if _storage(a) == _storage(t) and a.dtype == t.dtype]
+    same = [(i, a) for i, a in inputs.items() if storage(a) == storage(t) and a.dtype == t.dtype]
     for i, a in same:
         if (a.size(), a.stride(), a.storage_offset()) == (t.size(), t.stride(), t.storage_offset()):
             return Part(i)

@@ -121,61 +121,75 @@ def distribute(
     time: a whole parameter is freed as soon as its shard is made. Nothing has memory on a device that is absent, or if
     the model :func:`never_runs`. Tensors whose id is ``given`` get memory for the caller to fill. Returns what must be
     equal on all ranks: the values that each has initialized by itself."""
-    absent, used_on = is_absent(device) or init.param_init_fn is never_runs, device
-    device = torch.device("meta") if absent else device
-    full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
-    names = {id(p.parameter): p.name for p in found}
-    sharded: set[int] = set()
+    absent = is_absent(device) or init.param_init_fn is never_runs
+    source = None if absent else init.broadcast_from
+    move = Move(found, homes, group, torch.device("meta") if absent else device, source)
     initialized: list[str] = []
-
-    def keep_shard(parameter: nn.Parameter, values: torch.Tensor) -> None:
-        source = None if absent else init.broadcast_from
-        whole, name = broadcast(values.to(device), source, group), names[id(parameter)]
-        home = homes[name]
-        kept = shard(whole, home)
-        set_data(parameter, kept if home.host is None or kept.is_meta else kept.cpu(), name)
-        sharded.add(id(parameter))
-
-    def make_room(parameter: nn.Parameter) -> None:
-        name = names.get(id(parameter), "that is ignored")
-        meta, rest = torch.empty_like(parameter, device="meta"), device
-        if name in homes:
-            meta = shard(meta, homes[name])
-            rest = device if homes[name].host is None else torch.device("cpu")
-        set_data(parameter, torch.empty_like(meta, device=rest), name)
-        sharded.add(id(parameter))
-
-    def whole_again(parameter: nn.Parameter) -> torch.Tensor:
-        if id(parameter) in sharded:
-            return unshard(parameter, full_shapes[id(parameter)], homes[names[id(parameter)]])
-        return parameter.detach().to(device)
-
     # before tied parameters get memory
     meta_modules = set() if absent else {m for m in model.modules() if has_meta(m, given)}
     for parameter in model.parameters():
-        if id(parameter) in given and (id(parameter) in names or parameter.is_meta):
-            make_room(parameter)
+        if id(parameter) in given and (id(parameter) in move.names or parameter.is_meta):
+            move.make_room(parameter)
     for module in model.modules():
         if module in meta_modules:
-            for parameter, values in materialized(module, device, init.param_init_fn, whole_again):
+            for parameter, values in materialized(module, move.device, init.param_init_fn, move.whole_again):
                 if id(parameter) in given:
                     continue
-                if id(parameter) in names:
+                if id(parameter) in move.names:
                     if init.broadcast_from is None:
-                        initialized.append(names[id(parameter)] + sample(values))
-                    keep_shard(parameter, values)
+                        initialized.append(move.names[id(parameter)] + sample(values))
+                    move.keep_shard(parameter, values)
                 elif parameter.is_meta:  # ignored, so not sharded
                     set_data(parameter, values, "that is ignored")
         for own in module._parameters.values():
-            if own is not None and id(own) in names and id(own) not in sharded:
-                keep_shard(own, own.detach())
+            if own is not None and id(own) in move.names and id(own) not in move.sharded:
+                move.keep_shard(own, own.detach())
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if absent:
-                module._buffers[name] = claim(buffer, used_on)
-            elif buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-            else:
-                module._buffers[name] = broadcast(buffer.to(device), init.broadcast_from, group)
+            if buffer is not None:
+                module._buffers[name] = claim(buffer, device) if absent else move.buffer(buffer)
     return initialized
+
+
+class Move:
+    """The move of parameters to their homes on a device. ``source`` is the rank whose values count, if not each's."""
+
+    def __init__(
+        self,
+        found: Sequence[Place],
+        homes: Mapping[str, Home],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        source: int | None,
+    ) -> None:
+        self.names = {id(p.parameter): p.name for p in found}
+        self.sharded: set[int] = set()  # the ids of parameters
+        self.device = device
+        self._homes, self._group, self._source = homes, group, source
+        self._full_shapes = {id(p.parameter): tuple(p.parameter.shape) for p in found}
+
+    def keep_shard(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        name = self.names[id(parameter)]
+        home = self._homes[name]
+        kept = shard(self._moved(values), home)
+        set_data(parameter, kept if home.host is None or kept.is_meta else kept.cpu(), name)
+        self.sharded.add(id(parameter))
+
+    def make_room(self, parameter: nn.Parameter) -> None:
+        name = self.names.get(id(parameter), "that is ignored")
+        meta, rest = torch.empty_like(parameter, device="meta"), self.device
+        if name in self._homes:
+            meta = shard(meta, self._homes[name])
+            rest = rest if self._homes[name].host is None else torch.device("cpu")
+        set_data(parameter, torch.empty_like(meta, device=rest), name)
+        self.sharded.add(id(parameter))
+
+    def whole_again(self, parameter: nn.Parameter) -> torch.Tensor:
+        if id(parameter) not in self.sharded:
+            return parameter.detach().to(self.device)
+        return unshard(parameter, self._full_shapes[id(parameter)], self._homes[self.names[id(parameter)]])
+
+    def buffer(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(t, device=self.device) if t.is_meta else self._moved(t)
+
+    def _moved(self, t: torch.Tensor) -> torch.Tensor:
+        return broadcast(t.to(self.device), self._source, self._group)

@@ -30,8 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
-
-
 PlanKey = tuple[ShardingStrategy, MixedPrecisionPolicy | None, Wire | None]
 
 
@@ -106,13 +104,9 @@ class ShardedState:
     ) -> None:
         self.known = WeakSet() if known is None else known  # the states of this process, for functions of torch
         self.known.add(self)
-        self.model = model
-        self.model_name = type(model).__name__
-        self.groups = groups
-        self.group = groups.everyone
-        self.options = options
-        self.entries = entries
-        self.cost = cost
+        self.model, self.model_name = model, type(model).__name__
+        self.groups, self.group = groups, groups.everyone
+        self.options, self.entries, self.cost = options, entries, cost
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
@@ -121,21 +115,14 @@ class ShardedState:
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
         self.runtime = ModelRuntime(self.model_name, groups, self._check_in_place, options.checks)
-        self.plans = {key: self._plan(*key) for key in dict.fromkeys(e.plan_key for e in entries)}
+        self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
-                self.plans[e.plan_key],
-                e.name,
-                e.full_shape,
-                e.layer,
-                block=e.block,
-                index=index,
-                dtype=to_dtype(e.dtype),
-                owner=e.home.owner,
-                rest_device=str(e.rest_device),
+                self.plans[e.plan_key], e.name, e.full_shape, e.layer, block=e.block, index=index,
+                dtype=to_dtype(e.dtype), owner=e.home.owner, rest_device=str(e.rest_device),
             )
             for index, e in enumerate(entries)
-        }
+        }  # fmt: skip
 
     def claim_shards(self) -> None:
         """Links each shard to this state, and moves the shards of each bucket into one buffer."""
@@ -143,14 +130,46 @@ class ShardedState:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
-    def _plan(self, strategy: ShardingStrategy, precision: MixedPrecisionPolicy | None, gather: Wire | None) -> Plan:
-        entries = [e for e in self.entries if e.plan_key == (strategy, precision, gather)]
-        home, options = entries[0].home, self.options
+    def _plan(self, key: PlanKey) -> Plan:
+        strategy, precision, gather = key
+        entries = [e for e in self.entries if e.plan_key == key]
+        home, factor = entries[0].home, self.options.comm.gradient_divide_factor
+        common = self._common(strategy, entries)
         devices = {e.device.type for e in entries}
-        pieces = self._pieces(entries)
+        param_dtype, reduce_dtype = (precision.param_dtype, precision.reduce_dtype) if precision else (None, None)
+
+        def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
+            group, sums = self.runtime.group(axis), self.options.comm.sum_reductions
+            travel = transport(group, devices)
+            return Plan(
+                axis=axis, world_size=group.size(), rank=group.rank(), placement=placement, direct=travel.direct,
+                averages=travel.averages and not sums, sums=sums, **common, **others,
+            )  # fmt: skip
+
+        outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
+        replicas = outer is not None and outer.size() > 1
+        second = strategy is ShardingStrategy.ZERO3_SECONDARY and home.placement is Placement.SHARD
+        dtype = _dtype(param_dtype)
+        return over(
+            Axis.ALL if home.group is self.group else Axis.SHARD,
+            home.placement,
+            host=home.host,
+            # replicas take their mean
+            divide_by=None if factor is None else factor * home.group.size() / self.group.size(),
+            regather=strategy.regathers and home.placement is not Placement.REPLICATE,
+            outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
+            secondary=over(Axis.SHARD, Placement.SHARD, regather=True, param_dtype=dtype) if second else None,
+            param_dtype=dtype,
+            reduce_dtype=_dtype(reduce_dtype),
+            gather=gather,
+        )
+
+    def _common(self, strategy: ShardingStrategy, entries: list[Entry]) -> dict[str, Any]:
+        """What a plan and the plans within it have in common."""
+        options, pieces = self.options, self._pieces(entries)
         nested = _are_nested({e.block for e in entries if e.block is not None})  # each needs its outer one beside it
         default_prefetch = 3 if not strategy.regathers or pieces > 1 else 2 if nested else 1
-        common: dict[str, Any] = {
+        return {
             "model": self.model_name,
             "strategy": strategy.value,
             "bucketing": "block" if options.bucketing == "auto" else options.bucketing,
@@ -162,40 +181,6 @@ class ShardedState:
             "reduction": options.reduction,
             "runtime": self.runtime,
         }
-
-        factor, shards = options.comm.gradient_divide_factor, home.group.size()
-
-        def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
-            group = self.runtime.group(axis)
-            travel = transport(group, devices)
-            return Plan(
-                axis=axis,
-                world_size=group.size(),
-                rank=group.rank(),
-                placement=placement,
-                direct=travel.direct,
-                averages=travel.averages and not options.comm.sum_reductions,
-                sums=options.comm.sum_reductions,
-                **common,
-                **others,
-            )
-
-        outer = self.groups.outer if strategy.is_hybrid and home.placement is Placement.SHARD else None
-        replicas = outer is not None and outer.size() > 1
-        second = strategy is ShardingStrategy.ZERO3_SECONDARY and home.placement is Placement.SHARD
-        param_dtype = _dtype(precision.param_dtype if precision else None)
-        return over(
-            Axis.ALL if home.group is self.group else Axis.SHARD,
-            home.placement,
-            host=home.host,
-            divide_by=None if factor is None else factor * shards / self.group.size(),  # replicas take their mean
-            regather=strategy.regathers and home.placement is not Placement.REPLICATE,
-            outer=over(Axis.REPLICATE, Placement.REPLICATE, regather=False) if replicas else None,
-            secondary=over(Axis.SHARD, Placement.SHARD, regather=True, param_dtype=param_dtype) if second else None,
-            param_dtype=param_dtype,
-            reduce_dtype=_dtype(precision.reduce_dtype if precision else None),
-            gather=gather,
-        )
 
     def _pieces(self, entries: list[Entry]) -> int:
         """The number of buckets for each block of the parameters that have one plan."""
@@ -221,14 +206,9 @@ class ShardedState:
             set_traced_device(stand_in, e.device)
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
+        model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
-            copy.deepcopy(self.model, memo),
-            self.groups,
-            self.options,
-            tuple(entries),
-            self.cost,
-            ignored=copy.deepcopy(self.ignored, memo),
-            known=self.known,
+            model, self.groups, self.options, tuple(entries), self.cost, ignored=ignored, known=self.known
         )
         new.claim_shards()
         return new
@@ -303,24 +283,21 @@ class ShardedState:
 
     def _check_hooks(self) -> None:
         """Raises RuntimeError if a module has a hook on its backward, which the compiled backward would not call."""
-        every = torch.nn.modules.module
-        if torch.is_grad_enabled() and (every._global_backward_hooks or every._global_backward_pre_hooks):
+        if not torch.is_grad_enabled():
+            return
+        every, why = torch.nn.modules.module, "which the compiled backward does not call"
+        if every._global_backward_hooks or every._global_backward_pre_hooks:
             raise RuntimeError(
-                f"torch has a hook for the backward of every module, which the compiled backward of {self.model_name} "
-                "does not call: remove it, or register a hook on the result of thunder.jit"
+                f"torch has a hook for the backward of every module, {why}: remove it, or register a hook on the "
+                f"result of thunder.jit({self.model_name})"
             )
-        run_by_torch: set[nn.Module] = set()
-        for name, module in self.model.named_modules() if torch.is_grad_enabled() else ():
-            if EAGER in module.__dict__:
-                run_by_torch.update(module.modules())
+        run_by_torch = {part for m in self.model.modules() if EAGER in m.__dict__ for part in m.modules()}
+        for name, module in self.model.named_modules():
             if module not in run_by_torch and (module._backward_hooks or module._backward_pre_hooks):
-                raise RuntimeError(
-                    f"module {name!r} of {self.model_name} has a hook on its backward, which the compiled backward "
-                    f"does not call: let PyTorch run it, by fsdp(compile_policy=CompilePolicy(eager=[{name!r}]))"
-                    if name
-                    else f"{self.model_name} has a hook on its backward, which the compiled backward does not call: "
-                    "register it on the result of thunder.jit"
-                )
+                what = f"module {name!r} of {self.model_name}" if name else self.model_name
+                remedy = f"let PyTorch run the module, by fsdp(compile_policy=CompilePolicy(eager=[{name!r}]))"
+                remedy = remedy if name else "register it on the result of thunder.jit"
+                raise RuntimeError(f"{what} has a hook on its backward, {why}: {remedy}")
 
     def check_part(self, module: nn.Module) -> None:
         """Raises RuntimeError if a submodule is called by itself while its parameters are shards."""

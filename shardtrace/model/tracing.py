@@ -29,8 +29,8 @@ from shardtrace.model.kernels import enlist_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
+from shardtrace.record.calls import Record
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
-from shardtrace.record.recorder import Record
 from shardtrace.record.recording import Comparison, Recording, is_comparable
 
 import torch
@@ -82,11 +82,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         for state in states:
             stack.enter_context(state.stand_ins())
         name = f"shardtrace_state_{len(facts.guards)}"
-        traced = front.trace(
-            call,
-            module,
-            args,
-            kwargs,
+        setting = front.Setting(
             known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
@@ -95,6 +91,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
         )
+        traced = front.trace(call, module, args, kwargs, setting)
     facts.guards.append(traced.guard)
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
 from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
 from shardtrace.record.recorder import FakeMode
-from shardtrace.record.results import CODE
+from shardtrace.record.results import LEAVES, PLAIN, Path, map_tensors, parts
 
 import torch
 from thunder.core import dtypes
@@ -22,8 +21,6 @@ from thunder.core.codeutils import ContextObject
 from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.proxies import Proxy, TensorProxy
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 
 
 class Arguments:
@@ -36,8 +33,7 @@ class Arguments:
         self._fakes = fakes
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         self._made: dict[str, torch.Tensor] = {}
-        self._known: dict[int, Any] = {}  # copies of objects, by the originals' ids
-        self._copies: list[tuple[Any, Any, list[Any]]] = []  # of each: the original, the copy, and what it held
+        self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
             _guard(value)
@@ -45,6 +41,7 @@ class Arguments:
         self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
         self.args = tuple(self._converted(unwrap(v), v.provenance) for v in args)
         self.kwargs = {k: self._converted(unwrap(v), v.provenance) for k, v in kwargs.items()}
+        self._held = {i: [v for *_, v in parts(made)] for i, (_, made) in self._copies.items()}
 
     def proxy(self, fake: torch.Tensor) -> Any:
         return self.by_fake.get(id(fake), (None, None))[1]
@@ -60,39 +57,20 @@ class Arguments:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the forward has changed an object or a container that it was given."""
-        for original, made, held in self._copies:
-            now = list(_contents(made))
-            if len(now) != len(held) or any(a is not b for a, b in zip(now, held, strict=True)):
+        for i, (original, made) in self._copies.items():
+            if list(map(id, self._held[i])) != [id(v) for *_, v in parts(made)]:
                 raise RuntimeError(
                     f"forward changes its argument, a {type(original).__name__}, which no step would do again: return "
                     "what it is to hold, or call the model inside shardtrace.full_params without Thunder"
                 )
 
     def _converted(self, value: Any, record: ProvenanceRecord) -> Any:
-        if isinstance(value, TensorProxy):
-            return self._fake(value)
-        if isinstance(value, torch.Tensor):
-            return self._fake(wrap(value, provenance=record).value)
-        if not _holds_tensor(value, set()):
-            return value
-        if isinstance(value, tuple):
-            entries = [self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, i)) for i, v in enumerate(value)]
-            return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-        if id(value) in self._known:
-            return self._known[id(value)]
-        made: Any = copy.copy(value)
-        self._known[id(value)] = made  # it may refer to itself
-        if isinstance(value, list):
-            for i, v in enumerate(value):
-                list.__setitem__(made, i, self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, i)))
-        elif isinstance(value, dict):
-            set_item = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-            for k, v in dict.items(value):
-                set_item(made, k, self._converted(v, step(record, PseudoInst.BINARY_SUBSCR, k)))
-        for name, v in _attributes(value):
-            object.__setattr__(made, name, self._converted(v, step(record, PseudoInst.LOAD_ATTR, name)))
-        self._copies.append((value, made, list(_contents(made))))
-        return made
+        def fake(tensor: Any, path: Path) -> torch.Tensor:
+            if isinstance(tensor, TensorProxy):
+                return self._fake(tensor)
+            return self._fake(wrap(tensor, provenance=reduce(step, path, record)).value)
+
+        return map_tensors(value, fake, self._copies)
 
     def _fake(self, value: TensorProxy) -> torch.Tensor:
         if value.name not in self._made:
@@ -129,40 +107,10 @@ def _name_after(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
             name_as_user(unwrap(value), name)
 
 
-def step(owner: ProvenanceRecord, kind: PseudoInst, key: Any) -> ProvenanceRecord:
+def step(owner: ProvenanceRecord, part: tuple[PseudoInst, Any]) -> ProvenanceRecord:
     """Thunder's record of ``owner[key]`` or ``owner.key``."""
+    kind, key = part
     return ProvenanceRecord(kind, inputs=[owner, ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=key)])
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an object itself has, also in slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
-
-
-def _contents(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from dict.values(value)
-    elif isinstance(value, (list, tuple)):
-        yield from value
-    yield from (v for _, v in _attributes(value))
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, *CODE, Proxy, torch.Tensor))
-
-
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, (TensorProxy, torch.Tensor)):
-        return True
-    if _is_leaf(value) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(_holds_tensor(v, seen) for v in _contents(value))
 
 
 # ---- what is no tensor ----
@@ -171,7 +119,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
 def _guard(wrapped: Any) -> None:
     """Lets the prologue compare the structure and the plain values of an argument that is a container or an object."""
     value = wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
-    if _is_leaf(value) or not is_input(wrapped):
+    if isinstance(value, (*LEAVES, torch.Tensor)) or not is_input(wrapped):
         return
     proxy = Proxy(prefix="argument", history=copy.copy(wrapped.provenance))
     constraints().append((partial(_check, signature(value)), proxy))
@@ -186,22 +134,13 @@ def _compare(expected: Hashable, value: Any) -> None:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
 
 
-def signature(value: Any) -> Hashable:
-    """Equal for two arguments that differ only in their tensors."""
-    return _signature(value, set())
-
-
-def _signature(value: Any, inside: set[int]) -> Hashable:
+def signature(value: Any, inside: Set[int] = frozenset()) -> Hashable:
+    """Equal for two arguments that differ only in their tensors. ``inside``: the ids of the objects around."""
     if isinstance(value, (torch.Tensor, TensorProxy)):
         return "tensor"
     if isinstance(value, PLAIN):
         return type(value), repr(value)
-    if isinstance(value, CODE) or id(value) in inside:
+    if isinstance(value, LEAVES) or id(value) in inside:
         return type(value), id(value)
-    inside = {*inside, id(value)}
-    keys = tuple(dict.keys(value)) if isinstance(value, dict) else ()
-    names = tuple(name for name, _ in _attributes(value))
-    contents = tuple(_signature(v, inside) for v in _contents(value))
-    if not contents and not isinstance(value, (dict, list, tuple)):
-        return type(value), id(value)
-    return type(value), keys, names, contents
+    contents = tuple((kind, k, signature(v, inside | {id(value)})) for kind, k, v in parts(value))
+    return type(value), contents if contents or isinstance(value, (dict, list, tuple)) else id(value)

@@ -15,8 +15,8 @@ from passes.analysis.recognise import names
 from passes.compat.jit import compile_data_and_stats, names_of_users
 from passes.outline import enlist
 from passes.plan import ShardedParameter
+from shardtrace.record.calls import Call, Record, Span, storage
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost
-from shardtrace.record.recorder import Call, Record, Span, storage
 from shardtrace.record.replay import Replay
 
 import torch
@@ -134,12 +134,12 @@ class Blocks:
             return None
         data, _ = compile_data_and_stats()
         enlist(data)
-        swap = names_of_users()
+        swap, name = names_of_users(), type(outline.span.module).__name__
         block = Block(
-            unique_name(trace, _identifier(type(outline.span.module).__name__)),
+            unique_name(trace, name if name.isidentifier() else "Block"),
             [b.from_bsym_swap_proxies(swap) for b in lines],
-            [_swapped(inputs[i], swap) for i in used],
-            [_swapped(o, swap) for o in outputs],
+            [swap.get(variableify(inputs[i]), inputs[i]) for i in used],
+            [swap.get(variableify(o), o) for o in outputs],
             trace.names,
             outline.span.name,
         )
@@ -155,14 +155,6 @@ class Blocks:
         for why, names_ in reasons.items():
             parts.append(f"{', '.join(names_[:4])}{', ...' if len(names_) > 4 else ''} by itself: {why}")
         return "; ".join(parts)
-
-
-def _swapped(proxy: TensorProxy, swap: Mapping[Any, TensorProxy]) -> TensorProxy:
-    return swap.get(variableify(proxy), proxy)
-
-
-def _identifier(name: str) -> str:
-    return name if name.isidentifier() else "Block"
 
 
 def _live(lines: Sequence[Any], read: set[str]) -> set[str]:

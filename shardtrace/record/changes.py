@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 from shardtrace.record.effects import Change
+from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
 import torch
@@ -17,13 +18,6 @@ from torch.utils import _pytree as pytree
 
 FIXED = ("submodule", "parameter", "hook")  # kinds that no step can change
 DEPTH = 4  # objects, one in another, that are searched for fake tensors
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """The place of a tensor in the value of a change: its number among the tensors that a step returns for them."""
-
-    number: int
 
 
 def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor]]:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from passes.kernels.torch_call import Meta
+from passes.kernels.torch_call import Meta, storage
 from shardtrace.record.marks import PART_ATTRIBUTE
 
 import torch
@@ -46,21 +46,44 @@ class Facts(NamedTuple):
         return cls(tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves), spec)
 
 
-class EagerModule:
-    """The call of a module as a function of its arguments, and of its own tensors by their names. Each result is a
-    tensor of its own.
+class Eager:
+    """A function that PyTorch runs. ``expected`` are the facts of its result, once they are known. Raises RuntimeError
+    for others."""
 
-    ``expected`` are the facts of its result, once they are known. Raises RuntimeError for others.
-    """
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function, self.__name__ = function, name
+        self.expected: Facts | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._run(*args, **kwargs)
+        if self.expected is not None and Facts.of(result) != self.expected:
+            raise RuntimeError(
+                f"{self.__name__.removeprefix('eager_')}, which PyTorch runs, has returned other shapes or values than "
+                "when it was recorded: they depend on the values of tensors. Let it return tensors whose shapes do not"
+            )
+        return result
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Eager) and (other.function, other.expected) == (self.function, self.expected)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+class EagerModule(Eager):
+    """The call of a module as a function of its arguments, and of its own tensors by their names. Each result is a
+    tensor of its own."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        super().__init__(module, f"eager_{type(module).__name__}")
         self.module, self._original = module, original
-        self.expected: Facts | None = None
-        self.__name__ = f"eager_{type(module).__name__}"
         owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
         self._running = next((state.running for state in owners), nullcontext)
 
-    def __call__(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
+    def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
         with self._running(), _reparametrize_module(self.module, dict(own)):
             result = self._original(self.module, *args, **kwargs)
             for name, buffer in self.module.named_buffers(remove_duplicate=False):
@@ -68,100 +91,13 @@ class EagerModule:
                     with torch.no_grad():
                         given.copy_(buffer)
         inputs = set(map(id, pytree.tree_leaves((args, kwargs, dict(own)))))
-        result = pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
-        _check(result, self.expected, type(self.module).__name__)
-        return result
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EagerModule) and (other.module, other.expected) == (self.module, self.expected)
-
-    def __hash__(self) -> int:
-        return id(self.module)
-
-
-class EagerFunction:
-    """A function of torch that reads the values of tensors. ``expected`` are the facts of its result, once known.
-    Raises RuntimeError for others."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__name__ = function, str(getattr(function, "__name__", "call"))
-        self.expected: Facts | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.function(*args, **kwargs)
-        _check(result, self.expected, self.__name__)
-        return result
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EagerFunction) and (other.function, other.expected) == (self.function, self.expected)
-
-    def __hash__(self) -> int:
-        return hash(self.function)
-
-
-def _check(result: Any, expected: Facts | None, name: str) -> None:
-    if expected is not None and Facts.of(result) != expected:
-        raise RuntimeError(
-            f"{name}, which PyTorch runs, has returned other shapes or values than when it was recorded: they depend "
-            "on the values of tensors. Let it return tensors whose shapes do not"
-        )
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
 
 
 class Trial(NamedTuple):
-    """What a call gave: the result with fakes in the place of tensors, the numbers of the tensors that it wrote into,
-    whether it drew random numbers, and whether results share memory with what it was given."""
+    """What a call gave: the result (with fakes in the place of tensors, in the end), the numbers of the tensors that it
+    wrote into, whether it drew random numbers, and whether results share memory with what it was given."""
 
-    result: Any
-    written: tuple[int, ...]
-    random: bool
-    facts: Facts
-    shares_memory: bool
-
-
-def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor]) -> Trial:
-    """Calls a module on real tensors with random values like the given fakes.
-
-    Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
-    """
-    with _pop_mode_temporarily():
-        trial = _try(lambda values: module(*values), (args, kwargs, dict(own)), [_random_like] * 2)
-    module.expected = trial.facts
-    return trial
-
-
-def try_function(function: EagerFunction, args: Any, kwargs: Any) -> Trial:
-    """Calls a function on real tensors like the given fakes.
-
-    Raises CannotStandAlone if it returns anything else than tensors of its own, or other ones for other values; or what
-    it raises.
-    """
-    makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
-    trial = _try(lambda values: function(*values[0], **values[1]), (args, kwargs), makes)
-    if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
-        raise CannotStandAlone("it returns something else than tensors of its own")
-    function.expected = trial.facts
-    return trial
-
-
-def _try(call: Callable[[Any], Any], arguments: Any, makes: Sequence[Make]) -> Trial:
-    given, spec = pytree.tree_flatten(arguments)
-    for value in given:
-        if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
-            raise CannotStandAlone(f"it is given a {type(value).__name__}")
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices):
-        first, *others = (_call(call, given, spec, make) for make in makes)
-    for value in pytree.tree_leaves(first.result):
-        if not isinstance(value, (torch.Tensor, *PLAIN)):
-            raise CannotStandAlone(f"it returns a {type(value).__name__}")
-    if any(other.facts() != first.facts() for other in others):
-        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
-    made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
-    drawn = any(real.random for real in (first, *others))
-    return Trial(made, first.written, drawn, Facts.of(first.result), first.shares_memory)
-
-
-class _Real(NamedTuple):
     result: Any
     written: tuple[int, ...]
     random: bool
@@ -172,18 +108,57 @@ class _Real(NamedTuple):
         return Facts.of(self.result), metas, self.written
 
 
-def _call(call: Callable[[Any], Any], given: list[Any], spec: Any, make: Make) -> _Real:
+def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor]) -> Trial:
+    """Calls a module on real tensors with random values like the given fakes.
+
+    Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
+    """
+    with _pop_mode_temporarily():
+        return _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
+
+
+def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
+    """Calls a function on real tensors like the given fakes.
+
+    Raises CannotStandAlone if it returns anything else than tensors of its own, or other ones for other values; or what
+    it raises.
+    """
+    makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
+    trial = _try(function, args, kwargs, makes)
+    if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
+        raise CannotStandAlone("it returns something else than tensors of its own")
+    return trial
+
+
+def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Trial:
+    given, spec = pytree.tree_flatten((tuple(args), kwargs))
+    for value in given:
+        if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
+            raise CannotStandAlone(f"it is given a {type(value).__name__}")
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with unset_fake_temporarily(), torch.random.fork_rng(devices):
+        first, *others = (_call(function, given, spec, make) for make in makes)
+    for value in pytree.tree_leaves(first.result):
+        if not isinstance(value, (torch.Tensor, *PLAIN)):
+            raise CannotStandAlone(f"it returns a {type(value).__name__}")
+    if any(other.facts() != first.facts() for other in others):
+        raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
+    function.expected = Facts.of(first.result)
+    made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
+    return first._replace(result=made, random=any(trial.random for trial in (first, *others)))
+
+
+def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
     given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, versions = torch.get_rng_state(), [t._version for t in inputs]
-    result = call(pytree.tree_unflatten(given, spec))
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    result = function(*args, **kwargs)
     drawn = not torch.equal(before, torch.get_rng_state())
     written = tuple(i for i, t in enumerate(inputs) if t._version != versions[i])
-    storages = {t.untyped_storage()._cdata for t in inputs}
-    shares = any(
-        t.untyped_storage()._cdata in storages for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)
-    )
-    return _Real(result, written, drawn, shares)
+    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    shares = not {storage(t) for t in inputs}.isdisjoint(map(storage, made))
+    return Trial(result, written, drawn, shares)
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:

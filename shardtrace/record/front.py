@@ -6,7 +6,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
+from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change
-from shardtrace.record.marks import EAGER, REPEATED, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode, Record, is_library
+from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
+from shardtrace.record.recorder import CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
@@ -42,7 +43,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 Found = Callable[[torch.Tensor, Any], None]
-Setter = Callable[[tuple[torch.Tensor, ...]], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
 
 
@@ -57,8 +57,8 @@ class Known:
 class Inputs:
     """The tensors that a trace takes from a module: its parameters and buffers, by their fakes."""
 
-    def __init__(self, module: Any, fakes: FakeMode, found: Found, known: dict[int, Known]) -> None:
-        self.module, self._fakes, self._found, self._known = module, fakes, found, known
+    def __init__(self, module: Any, fakes: FakeMode, setting: Setting) -> None:
+        self.module, self._fakes, self._found, self._known = module, fakes, setting.found, setting.known
         self._records: dict[str, ProvenanceRecord] = {"": module.provenance}
         self._names: dict[int, tuple[str, str, torch.Tensor]] = {}  # of a fake: its kind, its name, the tensor
         self._added: list[TensorProxy] = []
@@ -67,6 +67,7 @@ class Inputs:
         root: nn.Module = unwrap(module)
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+        self.absent = self._device if is_absent(self._device) else None
         made: dict[int, torch.Tensor] = {}
         kinds = (("_parameters", root.named_parameters), ("_buffers", root.named_buffers))
         for kind, named in kinds:
@@ -83,9 +84,7 @@ class Inputs:
             return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
     def proxy(self, fake: torch.Tensor) -> Any:
-        """The proxy of a parameter or buffer, which becomes an input of the trace; None for another fake."""
-        if not self.has(fake):
-            return None
+        """The proxy of a parameter or buffer, which becomes an input of the trace."""
         kind, name, t = self._names[id(fake)]
         if id(t) not in self._known:
             path, _, last = name.rpartition(".")
@@ -131,7 +130,7 @@ class Inputs:
 
 def _item(owner: ProvenanceRecord, members: str, name: str) -> ProvenanceRecord:
     """Thunder's record of ``owner.members[name]``."""
-    return step(step(owner, PseudoInst.LOAD_ATTR, members), PseudoInst.BINARY_SUBSCR, name)
+    return reduce(step, ((PseudoInst.LOAD_ATTR, members), (PseudoInst.BINARY_SUBSCR, name)), owner)
 
 
 def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
@@ -151,26 +150,14 @@ class Traced(NamedTuple):
     result: Any
     guard: Callable[[], None]
     last_guard: Callable[[], None] | None
-    setter: Setter | None
+    setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
 
 
-def trace(
-    function: Callable[..., Any],
-    module: Any,
-    args: Any,
-    kwargs: Any,
-    *,
-    known: dict[int, Any],
-    found: Found,
-    parameter_of: ParameterOf,
-    state: str,
-    compare: Compare,
-    fall_back: bool = True,
-    obstacle: str = "",
-) -> Traced:
-    """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped values.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The compilation that a call is recorded in.
 
     Args:
         known: the parameters and buffers that an earlier call has met, by their ids.
@@ -181,13 +168,25 @@ def trace(
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
     """
-    front = Front(unwrap(module), fall_back=fall_back)
+
+    known: dict[int, Any]
+    found: Found
+    parameter_of: ParameterOf
+    state: str
+    compare: Compare
+    fall_back: bool = True
+    obstacle: str = ""
+
+
+def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
+    """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped."""
+    front = Front(unwrap(module), setting)
     while True:
         try:
-            done = front.record(function, module, args, kwargs, found, known)
+            done = front.record(function, module, args, kwargs)
             if front.has_rebuilt(done.changes):
                 continue
-            traced = front.write(done, parameter_of, state, obstacle, compare)
+            traced = front.write(done)
             break
         except CannotRecord as error:
             front.fall_back(error.modules, error.__cause__ or error)
@@ -213,8 +212,8 @@ class Recorded(NamedTuple):
 class Front:
     """One call of a sharded module. Modules that cannot be recorded are left to PyTorch, the smallest that can be."""
 
-    def __init__(self, module: nn.Module, *, fall_back: bool) -> None:
-        self._module, self._auto = module, fall_back
+    def __init__(self, module: nn.Module, setting: Setting) -> None:
+        self._module, self._setting = module, setting
         self._modules = dict(module.named_modules())
         self._names = {id(part): name for name, part in self._modules.items()}
         self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
@@ -224,13 +223,10 @@ class Front:
         self.remarks: dict[str, None] = {}
         self._rebuilt = False
 
-    def record(
-        self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any, found: Found, known: dict[int, Any]
-    ) -> Recorded:
+    def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
         fakes, watcher = FakeMode(), CodeWatcher()
         arguments = Arguments(self._module.forward, fakes, args, kwargs)
-        inputs = Inputs(module, fakes, found, known)
-
+        inputs = Inputs(module, fakes, self._setting)
         recording = Recording(
             self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
@@ -241,34 +237,30 @@ class Front:
         changes = counted(changes, lambda: recording(watcher)[1])
         return Recorded(record, inputs, arguments, changes, watcher, recording)
 
-    def write(self, done: Recorded, parameter_of: ParameterOf, state: str, obstacle: str, compare: Compare) -> Traced:
-        record, inputs, arguments = done.record, done.inputs, done.arguments
+    def write(self, done: Recorded) -> Traced:
+        record, inputs, setting = done.record, done.inputs, self._setting
         used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
         check_recurrent(done.changes, used)
         changes, left = numbered(done.changes)
-        lines = get_tracectx().scopes[-1]
-        count = len(lines)
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
-        replay = Replay(lambda t: _first_of(inputs.proxy(t), arguments.proxy(t)), _absent_device(self._module))
+        replay = Replay(lambda t: (inputs if inputs.has(t) else done.arguments).proxy(t), inputs.absent)
         blocks = Blocks(
             record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
             marked={name: what for name, m in self._modules.items() if (what := recomputed(m)) is not None},
-            parameter_of=lambda t: parameter_of(inputs.tensor(t)), obstacle=obstacle,
+            parameter_of=lambda t: setting.parameter_of(inputs.tensor(t)), obstacle=setting.obstacle,
         )  # fmt: skip
+        lines = get_tracectx().scopes[-1]
+        count, returned = len(lines), tensors_in(record.result)
         try:
             with exempt_from_autocast(get_compile_data()):
-                blocks.write([*tensors_in(record.result), *left])
-                _write_back(replay, inputs, arguments)
-                rebuild = None
-                if get_compile_data().fn is self._module and not _returned_by_thunder(record.result):
-                    rebuild = Rebuild(record.result)
-                    result: Any = tuple(map(replay.proxy, rebuild.tensors))
-                    rebuild.release()
-                else:
-                    result = map_tensors(record.result, replay.proxy)
+                blocks.write([*returned, *left])
+                _write_back(replay, inputs, done.arguments)
+                rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
+                outputs = record.result if rebuild is None else tuple(returned)
+                result = map_tensors(outputs, lambda t, path: replay.proxy(t))
                 if changes:
-                    pack_tensors(state, tuple(map(replay.proxy, left)))
+                    pack_tensors(setting.state, tuple(map(replay.proxy, left)))
         except CannotWrite:
             del lines[count:]
             raise
@@ -279,23 +271,32 @@ class Front:
         snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
-            partial(_check_state, snapshot),
-            compare(done.recording, record),
+            snapshot.check,
+            setting.compare(done.recording, record),
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
         )
+
+    def _thunder_returns(self, result: Any) -> bool:
+        """Whether Thunder can return a result as it is: to the function that calls the model, or a plain structure of
+        tensors in which all numbers that are not integers have a gradient, as Thunder's have."""
+        if get_compile_data().fn is not self._module:
+            return True
+        inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
+        return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
 
     def has_rebuilt(self, changes: Iterable[Change]) -> bool:
         """Whether the forward has put another submodule in the place of one, which stays: such as BigBird's attention
         after a look at the length of its input. The forward is then recorded again."""
         found = [c for c in changes if c.kind == "submodule" and isinstance(c.new, nn.Module) and c.new is not c.old]
         own = {*self._module.parameters(), *self._module.buffers()}
-        if not found or self._rebuilt or any(not own.issuperset(_tensors_of(c.new)) for c in found):
+        new = {t for c in found for t in chain(c.new.parameters(), c.new.buffers())}
+        if not found or self._rebuilt or not new <= own:
             return False
         for change in (c for c in changes if c in found or is_plain(c.new)):  # the choice, and that it was made
             change.put(change.new)
-        self.__init__(self._module, fall_back=self._auto)  # type: ignore[misc]
+        self.__init__(self._module, self._setting)  # type: ignore[misc]
         self._rebuilt = True
         return True
 
@@ -316,7 +317,7 @@ class Front:
             if module in self._eager:
                 self._eager.remove(module)
                 self._impossible.add(module)
-            elif module not in self._impossible and self._auto:
+            elif module not in self._impossible and self._setting.fall_back:
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -331,7 +332,7 @@ class Front:
         name = type(self._module).__name__
         what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
-        if not self._auto:
+        if not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
@@ -353,34 +354,9 @@ class Front:
         return error
 
 
-def _returned_by_thunder(result: Any) -> bool:
-    """Whether Thunder returns it as it is. Thunder gives a gradient to all numbers that are not integers."""
-    inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
-    return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
-
-
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:
     """A setter: what forward leaves on modules has a gradient only if it had one when it was recorded."""
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
-
-
-def _check_state(snapshot: Snapshot) -> None:
-    """A guard: raises RuntimeError if the state of Python's objects is another one than when the forward ran."""
-    if difference := snapshot.difference():
-        raise RuntimeError(f"{difference} has changed")  # Thunder then compiles another step
-
-
-def _tensors_of(module: nn.Module) -> set[torch.Tensor]:
-    return {*module.parameters(), *module.buffers()}
-
-
-def _first_of(*values: Any) -> Any:
-    return next((v for v in values if v is not None), None)
-
-
-def _absent_device(module: nn.Module) -> torch.device | None:
-    device = next((traced_device(p) for p in module.parameters()), None)
-    return device if device is not None and is_absent(device) else None
 
 
 def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:

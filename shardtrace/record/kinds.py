@@ -13,25 +13,12 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Meta
-from shardtrace.record.recorder import Call, Record, Span, storage
+from shardtrace.record.calls import Call, Record, Span, storage
+from shardtrace.record.results import PLAIN
 
 import torch
 from torch.utils import _pytree as pytree
 
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 Made = tuple[int, int]  # a result of a call: the number of the call, that of the result
 
 
@@ -167,10 +154,10 @@ class Numbers:
     def value(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if value is None or isinstance(value, PLAIN):
-            return type(value), repr(value) if isinstance(value, float | complex) else value
         if isinstance(value, slice):
             return slice, self.value(value.start), self.value(value.stop), self.value(value.step)
+        if isinstance(value, (*PLAIN, type, Enum, torch.layout, torch.memory_format)):
+            return type(value), repr(value) if isinstance(value, float | complex) else value
         if isinstance(value, list | tuple):
             return type(value), tuple(map(self.value, value))
         if isinstance(value, dict):

@@ -6,42 +6,33 @@ import gc
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
 
+from shardtrace.record.marks import is_library
 from shardtrace.record.state import is_plain
 
 import torch
 from torch import nn
 
-LIBRARIES = ("torch", "thunder", "shardtrace", "passes")
-LIBRARY = "a library"  # a holder that is not the user's
 DEPTH = 4  # holders, one in another, that an error names
 
 
-def check_leaks(fakes: Iterable[ref[torch.Tensor]], allowed: Collection[int] = (), ours: Collection[Any] = ()) -> None:
-    """Raises RuntimeError if a Python object still holds one of the fakes.
-
-    Args:
-        allowed: the ids of fakes that may live on.
-        ours: the containers of the recorder itself, which may hold fakes.
-    """
-    fakes = [fake for fake in fakes if (t := fake()) is not None and id(t) not in allowed]
-    t = None
+def check_leaks(fakes: Iterable[ref[torch.Tensor]]) -> None:
+    """Raises RuntimeError if a Python object still holds one of the fakes."""
+    fakes = [fake for fake in fakes if fake() is not None]
     if not fakes:
         return
     gc.collect()
     for cache in _caches([fake() for fake in fakes], 2):
         cache.cache_clear()  # functools.lru_cache: the next call computes again
     alive = [t for fake in fakes if (t := fake()) is not None]
-    t = None
-    ignored = {id(alive), *map(id, ours)}
     for tensor in alive:
-        if holder := _holder(tensor, ignored, DEPTH):
+        if holder := _holder(tensor, {id(alive)}, DEPTH):
             raise RuntimeError(
                 f"forward leaves a tensor of shape {tuple(tensor.shape)} in {holder}, where no step would set it: "
                 "return it, set it as an attribute of a module, or leave the module to PyTorch with "
@@ -69,14 +60,20 @@ def _holder(value: object, ignored: set[int], depth: int) -> str:
 
 def _name(holder: Any, value: object, ignored: set[int], depth: int) -> str:
     if isinstance(holder, dict):
-        if name := _namespace(holder, value):
-            return name if name != LIBRARY else ""
-        return _inside(f"item {_key(holder, value)} of a dict", holder, ignored, depth)
-    if isinstance(holder, (list, tuple, deque)):
-        index = next(i for i, item in enumerate(holder) if item is value)
-        return _inside(f"item {index} of a {type(holder).__name__}", holder, ignored, depth)
-    if isinstance(holder, (set, frozenset)):
-        return _inside("a set", holder, ignored, depth)
+        if (name := _namespace(holder, value)) is not None:
+            return name
+        what = f"item {_key(holder, value)} of a dict"
+    elif isinstance(holder, (list, tuple, deque)):
+        what = f"item {next(i for i, item in enumerate(holder) if item is value)} of a {type(holder).__name__}"
+    elif isinstance(holder, (set, frozenset)):
+        what = "a set"
+    else:
+        return _name_of_object(holder, value)
+    outer = _holder(holder, ignored, depth - 1) if depth else "a nested container"
+    return f"{what} in {outer}" if outer else ""  # a container counts only if an object of the user holds it
+
+
+def _name_of_object(holder: Any, value: object) -> str:
     if isinstance(holder, CellType):
         return _variable(holder)
     if isinstance(holder, FrameType) or _is_library(holder):
@@ -86,23 +83,21 @@ def _name(holder: Any, value: object, ignored: set[int], depth: int) -> str:
     return _attribute(holder, getattr(holder, "__dict__", {}), value)
 
 
-def _inside(what: str, holder: object, ignored: set[int], depth: int) -> str:
-    """A container counts only if an object of the user holds it."""
-    outer = _holder(holder, ignored, depth - 1) if depth else "a nested container"
-    return f"{what} in {outer}" if outer else ""
-
-
-def _namespace(holder: dict[Any, Any], value: object) -> str:
-    """The attribute or the global variable that an entry of ``holder`` is. Empty for an ordinary dict."""
+def _namespace(holder: dict[Any, Any], value: object) -> str | None:
+    """The attribute or the global variable that an entry of ``holder`` is: empty for a library's, None for an ordinary
+    dict."""
     for owner in gc.get_referrers(holder):
-        if isinstance(owner, type) and any(found is value for found in vars(owner).values()):
-            return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
-        if not isinstance(owner, FunctionType) and getattr(owner, "__dict__", None) is holder:
-            if isinstance(owner, ModuleType):
-                known = owner.__name__.partition(".")[0] in LIBRARIES
-                return LIBRARY if known else f"the global variable {_key(holder, value)} of {owner.__name__}"
-            return LIBRARY if _is_library(owner) else _attribute(owner, holder, value)
-    return ""
+        if isinstance(owner, FunctionType):
+            continue
+        of_class = isinstance(owner, type) and any(found is value for found in vars(owner).values())
+        if not of_class and getattr(owner, "__dict__", None) is not holder:
+            continue
+        if isinstance(owner, ModuleType):
+            return (
+                "" if is_library(owner.__name__) else f"the global variable {_key(holder, value)} of {owner.__name__}"
+            )
+        return "" if _is_library(owner) else _attribute(owner, holder, value)
+    return None
 
 
 def _attribute(owner: object, attributes: Mapping[Any, Any], value: object) -> str:
@@ -131,7 +126,7 @@ def _is_library(owner: Any) -> bool:
     if isinstance(owner, nn.Module):
         return False
     module = owner.__module__ if isinstance(owner, (type, FunctionType)) else type(owner).__module__
-    return str(module).partition(".")[0] in LIBRARIES
+    return is_library(str(module))
 
 
 @contextmanager
@@ -142,18 +137,18 @@ def no_other_random_numbers() -> Iterator[None]:
     Raises:
         RuntimeError: if numbers were drawn.
     """
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    before = numpy.get_state() if numpy is not None else None
+    sources = {"random": (random.getstate, random.setstate)}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        sources["numpy.random"] = numpy.get_state, numpy.set_state
+    before = {name: get() for name, (get, _) in sources.items()}
     drawn = []
     try:
         yield
     finally:
-        if random.getstate() != python:
-            drawn.append("random")
-            random.setstate(python)
-        if numpy is not None and before is not None and not _same_state(before, numpy.get_state()):
-            drawn.append("numpy.random")
-            numpy.set_state(before)
+        for name, (get, put) in sources.items():
+            if not _same_state(before[name], get()):
+                drawn.append(name)
+                put(before[name])
     if drawn:
         raise RuntimeError(
             f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "

@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import get_ident
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from passes.compat.versions import Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.eager import CannotStandAlone, EagerFunction, EagerModule, try_function, try_module
+from shardtrace.record.calls import Call, Place, Record, Span, storage
+from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
+from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -29,73 +30,17 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-LIBRARIES = ("torch", "shardtrace", "passes", "thunder", "contextlib")  # a line of the model is not in these
-set_seed, _Generator = torch.manual_seed, torch.Generator
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
-
-
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
-
-
-class Place(NamedTuple):
-    """Where a call stands: the file, the line, the function, and the qualified name of the module that runs."""
-
-    file: str
-    line: int
-    function: str
-    module: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}" + (f" of {self.module}" if self.module else "")
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of torch.
-
-    ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
-    the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
-    ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[torch.Tensor, ...]
-    written: tuple[torch.Tensor, ...]
-    grad: bool
-    autocast: tuple[Autocast, ...]
-    random: bool
-    place: Place
-    checkpoint: int | None
-    names: tuple[str, ...] = ()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
-        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
-
-
-@dataclass(eq=False)
-class Span:
-    """The call of a module: ``calls[begin:end]`` were made inside."""
-
-    name: str
-    module: nn.Module
-    begin: int
-    end: int
-
-
-@dataclass(eq=False)
-class Record:
-    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends."""
-
-    calls: list[Call] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    result: Any = None
+SEED = (
+    "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
+    "random function a torch.Generator of its own"
+)
+GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
 class CannotRecord(Exception):
@@ -104,9 +49,6 @@ class CannotRecord(Exception):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.modules = tuple(modules)
-
-
-Eager = Set[nn.Module]
 
 
 class FakeMode(Fakes):
@@ -128,10 +70,22 @@ class FakeMode(Fakes):
 
 
 class Recorder(TorchFunctionMode):
-    """Keeps calls while it is the current mode of torch functions."""
+    """Keeps calls while it is the current mode of torch functions.
+
+    Args:
+        modules: the names of modules, by their ids.
+        watcher: sees the functions that run, apart from those of torch.
+        watched: the modules whose calls become spans.
+        eager: the modules whose calls are one call each, which PyTorch runs.
+    """
 
     def __init__(
-        self, modules: Mapping[int, str], watched: Collection[nn.Module], eager: Eager, watcher: CodeWatcher
+        self,
+        modules: Mapping[int, str],
+        watcher: CodeWatcher,
+        *,
+        watched: Collection[nn.Module] = (),
+        eager: Set[nn.Module] = frozenset(),
     ) -> None:
         super().__init__()
         self.record = Record()
@@ -142,7 +96,6 @@ class Recorder(TorchFunctionMode):
         self._inside = 0  # calls of torch that run
         self._drawn = False
         self._checkpoints: list[int] = []
-        self._of_functions: set[int] = set()  # ids of results of autograd functions in lines
         self._count = 0
         self._watcher = watcher
 
@@ -152,40 +105,35 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or functional_transform() is not None:
             return func(*args, **kwargs)
-        return self._make(func, func, args, kwargs)
+        return self._make(func, args, kwargs)
 
-    def _make(self, func: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls ``func`` and keeps the call, as one of ``function``."""
+    def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls ``func`` and keeps the call."""
         if func in HOOKS:
             raise NotImplementedError(
                 f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
                 "autograd.Function, or register it on what the model returns"
             )
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        self.check_known(list(given.values()))
         versions = {i: _version(t) for i, t in given.items()}
         shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
         kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
-        self._drawn, self._inside = False, self._inside + 1
+        function, self._drawn, self._inside = func, False, self._inside + 1
         self._watcher.pause()
         try:
-            try:
-                result = func(*args, **kwargs)
-                changed = [t for i, t in given.items() if _version(t) != versions[i]]
-            except Exception as error:  # whatever torch raises for fake tensors
-                function = EagerFunction(func)
-                result, changed = self._try(function, args, kwargs, error)
-            finally:
-                self._inside -= 1
-            _check_shapes(func, given, shapes)
-            self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
-            if torch.is_grad_enabled():  # its line has what is inside
-                self._of_functions |= {id(t) for t in pytree.tree_leaves(result) if _is_custom(t)}
+            result = func(*args, **kwargs)
+            changed = [t for i, t in given.items() if _version(t) != versions[i]]
+        except Exception as error:  # whatever torch raises for fake tensors
+            function = Eager(func, str(getattr(func, "__name__", "call")))
+            result, changed = self._try(function, args, kwargs, error)
         finally:
+            self._inside -= 1
             self._watcher.resume()
+        _check_shapes(func, given, shapes)
+        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
-    def _try(self, function: EagerFunction, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
+    def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
         """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
         one if it cannot stand alone."""
         try:
@@ -206,29 +154,21 @@ class Recorder(TorchFunctionMode):
         results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
         if not written and not results:
             return
-        frame = _frame_of_user(sys._getframe(2))
-        call = Call(
-            function=function,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            written=written,
-            grad=torch.is_grad_enabled(),
-            autocast=autocast_states(),
-            random=random,
-            place=self._place(frame),
-            checkpoint=self._checkpoints[-1] if self._checkpoints else None,
-            names=assigned(frame),
-        )
-        self.record.calls.append(call)
-
-    def check_known(self, values: Any) -> None:
-        """Raises NotImplementedError for the result of an autograd function that was called by a reference to its
-        ``apply`` from before: its forward was seen, and its backward was not."""
-        for t in pytree.tree_leaves(values):
-            if _is_custom(t) and id(t) not in self._of_functions:
-                name = type(t.grad_fn).__name__.removesuffix("Backward")
-                raise NotImplementedError(f"{name}.apply was taken before the model was recorded: call it itself")
+        frame = sys._getframe(2)
+        while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
+            frame = frame.f_back  # to the innermost one that is not a library's
+        code, module = frame.f_code, self._modules[id(self._stack[-1])] if self._stack else ""
+        place = Place(code.co_filename, frame.f_lineno, code.co_name, module)
+        checkpoint = self._checkpoints[-1] if self._checkpoints else None
+        self._watcher.pause()  # what reads the code of the frame is none of the model's
+        names = assigned(frame)
+        self._watcher.resume()
+        self.record.calls.append(
+            Call(
+                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
+                checkpoint, names,
+            )
+        )  # fmt: skip
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
@@ -251,13 +191,7 @@ class Recorder(TorchFunctionMode):
             return
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
-        self._watcher.pause()
         self._keep(func, args, kwargs, result, changed, draws)
-        self._watcher.resume()
-
-    def _place(self, frame: FrameType) -> Place:
-        module = self._modules[id(self._stack[-1])] if self._stack else ""
-        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
 
     # ---- what runs around calls ----
 
@@ -273,7 +207,6 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
-                self.check_known(result)
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -294,9 +227,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
-        self._watcher.pause()
         self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
-        self._watcher.resume()
         return trial.result
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
@@ -306,25 +237,17 @@ class Recorder(TorchFunctionMode):
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
         with _pop_mode_temporarily():
-            return self._make(function, function, args, kwargs)
+            return self._make(function, args, kwargs)
 
-    def seed(self, number: int) -> torch.Generator:
-        """In the place of ``torch.manual_seed``."""
-        if not self._inside:
-            raise NotImplementedError(
-                "forward sets the seed of torch's random numbers, which no step would do again: seed outside of "
-                "forward, or pass the random function a torch.Generator of its own"
-            )
-        return set_seed(number)
+    def refusing(self, original: Callable[..., Any], why: str) -> Callable[..., Any]:
+        """A function that only torch may call while a forward is recorded."""
 
-    def generator(self, *args: Any, **kwargs: Any) -> torch.Generator:
-        """In the place of ``torch.Generator``."""
-        if not self._inside:
-            raise NotImplementedError(
-                "forward makes a torch.Generator, which no step would make again: make it once, as an attribute of a "
-                "module"
-            )
-        return _Generator(*args, **kwargs)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                raise NotImplementedError(f"forward {why}")
+            return original(*args, **kwargs)
+
+        return refuse
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -337,54 +260,38 @@ class Recorder(TorchFunctionMode):
             self._checkpoints.pop()
 
 
+@dataclass(frozen=True)
 class Whole:
     """A function that computes its gradient itself, equal to another one of the same owner."""
 
-    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner, self.function = owner, function
-        self.__name__ = str(getattr(owner, "__name__", None) or getattr(owner, "name", "scripted"))
+    owner: Any
+    function: Callable[..., Any] = field(compare=False)
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.owner, "__name__", None) or getattr(self.owner, "name", "scripted"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Whole) and other.owner is self.owner
-
-    def __hash__(self) -> int:
-        return id(self.owner)
-
 
 def record(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    mode: FakeMode,
-    modules: Mapping[int, str],
-    watched: Collection[nn.Module] = (),
-    eager: Eager = frozenset(),
-    watcher: CodeWatcher,
-    compiling: bool = True,
+    function: Callable[..., Any], args: Any, kwargs: Any, *, mode: FakeMode, recorder: Recorder, compiling: bool = True
 ) -> Record:
     """Calls ``function`` and returns what it did.
 
     Args:
         args, kwargs: with fake tensors of ``mode`` in the place of tensors.
-        modules: the names of modules, by their ids.
-        watched: the modules whose calls become spans.
-        eager: the modules whose calls are one call each, which PyTorch runs.
-        watcher: sees the functions that run, apart from those of torch.
+        recorder: a new one.
         compiling: whether models are told that they are being compiled. Some then do without the values of tensors.
 
     Raises:
         CannotRecord: from what the function raised. It names the modules that ran.
     """
-    recorder = Recorder(modules, watched, eager, watcher)
     with _in_place_of_torchs(recorder, compiling), mode, recorder:
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
-            recorder.check_known(recorder.record.result)
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:
@@ -393,12 +300,9 @@ def record(
     return found
 
 
-@contextmanager
-def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
-    """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
-    being compiled. Only in this thread: another one may write a checkpoint."""
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
-    checkpoints, thread = torch.utils.checkpoint, get_ident()
+def _in_this_thread() -> Callable[..., Any]:
+    """Takes two functions: the first one in this thread, in others the second one."""
+    thread = get_ident()
 
     def here(new: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -407,8 +311,31 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
 
         return choose
 
-    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
-        """A method whose calls are recorded as one call each."""
+    return here
+
+
+def _generators(refuse: Callable[..., Any]) -> type:
+    """A class like torch.Generator that makes none."""
+    original = torch.Generator
+
+    class Generators(type(original)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
+            made: torch.Generator = refuse(*args, **kwargs)
+            return made
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+    return Generators("Generator", (original,), {})
+
+
+@contextmanager
+def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
+    """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
+    being compiled. Only in this thread: another one may write a checkpoint."""
+    call, checkpoints, here = nn.Module.__call__, torch.utils.checkpoint, _in_this_thread()
+
+    def whole(original: Callable[..., Any]) -> Callable[..., Any]:  # a method whose calls are one call each
         return here(lambda self, *args, **kwargs: recorder.call_whole(original, self, args, kwargs), original)
 
     def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -422,28 +349,14 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         with recorder.checkpoint():
             return function(*args)
 
-    class Reentrant:
-        apply = staticmethod(here(reentrant, checkpoints.CheckpointFunction.apply))
-
-    class Generators(type(torch.Generator)):  # type: ignore[misc]
-        def __call__(cls, *args: Any, **kwargs: Any) -> torch.Generator:
-            return here(recorder.generator, _Generator)(*args, **kwargs)
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, _Generator)
-
-    def seed(*args: Any) -> Any:
-        return recorder.seed(*args)
-
     def is_compiling(*args: Any) -> bool:
         return compiling
 
-    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        return checkpoint(function, *args, **kwargs)
-
+    seed = recorder.refusing(torch.manual_seed, SEED)
+    generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
-        (checkpoints, "_checkpoint_without_reentrant_generator", generator),
+        (checkpoints, "_checkpoint_without_reentrant_generator", checkpoint),
         (torch, "manual_seed", seed),
         (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
@@ -452,11 +365,12 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     ]
     patches = [
         *((owner, name, here(new, getattr(owner, name))) for owner, name, new in functions),
-        (torch.autograd.Function, "apply", classmethod(whole(apply))),
+        # below Function.apply, of which a model may have taken a reference
+        (_SingleLevelFunction, "apply", classmethod(whole(torch._C._FunctionBase.__dict__["apply"]))),
+        (checkpoints.CheckpointFunction, "apply", here(reentrant, checkpoints.CheckpointFunction.apply)),
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
-        (checkpoints, "CheckpointFunction", Reentrant),
-        (torch, "Generator", Generators("Generator", (torch.Generator,), {})),
+        (torch, "Generator", generators),
     ]
     with ExitStack() as stack:
         for owner, name, new in patches:
@@ -464,43 +378,17 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         yield
 
 
-def storage(t: torch.Tensor) -> int:
-    """A key that tensors share if they share memory."""
-    if t.layout != torch.strided:
-        raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
-    return t.untyped_storage()._cdata
-
-
-def _is_custom(value: Any) -> bool:
-    """Whether a value has its gradient from an autograd function."""
-    return isinstance(value, torch.Tensor) and isinstance(value.grad_fn, BackwardCFunction)
-
-
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
     """Raises NotImplementedError if a function has changed the shape of a tensor that it was given."""
-    for i, shape in shapes.items():
-        if (given[i].size(), given[i].stride()) != shape:
-            name = getattr(function, "__name__", str(function))
-            remedy = f"use what {name.strip('_')} returns"
-            raise NotImplementedError(f"{name} changes the shape of its argument in place: {remedy}")
+    if any((given[i].size(), given[i].stride()) != shape for i, shape in shapes.items()):
+        name = getattr(function, "__name__", str(function))
+        raise NotImplementedError(
+            f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
+        )
 
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def _frame_of_user(frame: FrameType) -> FrameType:
-    """The innermost frame around ``frame`` that is not a library's."""
-    found = frame
-    while found.f_back is not None and is_library(found.f_globals.get("__name__", "")):
-        found = found.f_back
-    return found
-
-
-@functools.cache
-def is_library(module: str) -> bool:
-    """Whether a module of Python, by its name, is part of torch, Thunder or shardtrace."""
-    return module.partition(".")[0] in LIBRARIES
 
 
 def autocast_states() -> tuple[Autocast, ...]:

@@ -6,18 +6,19 @@ the time) shows in what it does: the same calls of torch with the same arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 from passes.kernels.torch_call import Meta
+from shardtrace.record.calls import Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
-from shardtrace.record.recorder import DEVICES, Call, CannotRecord, Eager, FakeMode, Place, Record, record
+from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
@@ -41,21 +42,21 @@ class Recording:
     tensors: Mapping[str, torch.Tensor]
     names: Mapping[int, str]
     watched: Collection[nn.Module]
-    eager: Eager
+    eager: Set[nn.Module]
     compiling: bool
 
-    def __call__(self, watcher: CodeWatcher | None = None) -> tuple[Record, list[Change]]:
+    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
-            if watcher is not None:
-                stack.enter_context(watcher)
+            stack.enter_context(watcher)
+            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager)
+            given = (self.module, *self.args)
             done = record(
-                self.function, (self.module, *self.args), self.kwargs, mode=self.fakes, modules=self.names,
-                watched=self.watched, eager=self.eager, watcher=watcher or CodeWatcher(), compiling=self.compiling,
-            )  # fmt: skip
+                self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
+            )
         return done, effects.found
 
 
@@ -106,7 +107,7 @@ class Comparison:
     def _compare(self) -> str:
         try:
             with self._around(), self._modes.on():
-                done, _ = self._recording()
+                done, _ = self._recording(CodeWatcher())
             now = Described.of(done)
             check_no_fakes(done)
         except CannotRecord as error:

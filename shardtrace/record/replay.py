@@ -13,8 +13,8 @@ from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, enlist
+from shardtrace.record.calls import Call
 from shardtrace.record.kinds import Mark
-from shardtrace.record.recorder import Call
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
 from shardtrace.record.values import Values
 
@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree
 Leaf = Callable[[torch.Tensor], Any]
 KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 BUFFERS = {nn.functional.batch_norm}  # Thunder's symbol writes the running statistics itself
-LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
 
 
@@ -52,18 +51,6 @@ class Constant:
 
     def __call__(self) -> torch.Tensor:
         return self.tensor
-
-
-class Like:
-    """A function that makes a tensor like another one, whose values it does not read."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__name__ = function, name_of(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        empty = lambda x: x.empty() if isinstance(x, Meta) else x  # noqa: E731
-        args, kwargs = pytree.tree_map(empty, (args, kwargs), is_leaf=lambda x: isinstance(x, Meta))
-        return self.function(*args, **kwargs)
 
 
 class Replay:
@@ -131,7 +118,7 @@ class Replay:
             raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
         if call.function is torch.autograd.grad:
             raise CannotWrite("it computes gradients")
-        args, kwargs = self._map((call.args, call.kwargs))
+        args, kwargs = pytree.tree_map(self._leaf, (call.args, call.kwargs))
         try:
             new, old = self._by_symbol(call, *self._on_device((args, kwargs)))
         except Exception as why:  # whatever Thunder raises for arguments that it does not take
@@ -150,13 +137,10 @@ class Replay:
             found = next(p for o, p in zip(reversed(old), reversed(new), strict=True) if o is t)
             self.values.write(t, found, tracked=call.grad and t.requires_grad)
 
-    def _map(self, values: Any) -> Any:
-        def leaf(v: Any) -> Any:
-            if isinstance(v, torch.Tensor):
-                return self.proxy(v)
-            return PYTHON_TYPES.get(v, v) if isinstance(v, type) else v
-
-        return pytree.tree_map(leaf, values)
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.proxy(value)
+        return PYTHON_TYPES.get(value, value) if isinstance(value, type) else value
 
     def _on_device(self, values: Any) -> Any:
         """Arguments with the device of the step in the place of the CPU, if fakes are there in its place."""
@@ -204,12 +188,7 @@ class Replay:
             raise
 
     def _by_torch(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        function = call.function
-        if name_of(function) in LIKE and len(tensors) == 1:
-            function, tensors = Like(function), []
-            args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
+        tensors = call.tensors()
         if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
@@ -217,7 +196,7 @@ class Replay:
         made = [t for t in call.results if id(t) not in into]
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
-            function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
+            call.function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
             autocast=call.autocast, random=call.random,
         )  # fmt: skip
         return list(new), old
@@ -246,8 +225,8 @@ class Replay:
         ]
         of_results = [Meta.of(t)._replace(grad=grad and _differentiable(t)) for t in results]
         call = TorchCall(
-            self._unique(function), function, flat, spec, places, inputs=of_inputs, results=of_results,
-            absent=self._absent, **options,
+            name=self._unique(function), function=function, flat=flat, spec=spec, places=places, inputs=of_inputs,
+            results=of_results, absent=self._absent, **options,
         )  # fmt: skip
         enlist(get_compile_data())
         with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on
@@ -352,10 +331,6 @@ def _is_widened(call: Call, results: Sequence[torch.Tensor]) -> bool:
     """Whether autocast may have cast arguments to float32 before the call: then a result in float32 is not enough."""
     lower = {state.dtype for state in call.autocast}
     return bool(results) and results[0].dtype == torch.float32 and any(t.dtype in lower for t in call.tensors())
-
-
-def _without_values(value: Any) -> Any:
-    return Meta.of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_proxy(value: Any) -> bool:

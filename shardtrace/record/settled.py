@@ -6,13 +6,52 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardtrace.record.changes import Numbered
 from shardtrace.record.effects import Change
-from shardtrace.record.stand_in import StandIn
 from shardtrace.record.state import same
 
 import torch
 from torch.utils import _pytree as pytree
+
+
+class StandIn:
+    """A number, and what was added to it since the forward began. Any other use marks the first one, the ``origin``, as
+    read, and gives what the number itself gives."""
+
+    def __init__(self, value: float, added: tuple[float, ...] = (), origin: StandIn | None = None) -> None:
+        self.value, self.added, self.origin, self.read = value, added, self if origin is None else origin, False
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) in (int, float):
+            return StandIn(self.value + other, (*self.added, other), self.origin)
+        return self.number() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other if type(other) in (int, float) else self.number() - other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.number(), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance asks
+        return type(self.value)
+
+    def number(self) -> Any:
+        self.origin.read = True
+        return self.value
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def read(self: StandIn, *args: Any) -> Any:
+        return getattr(self.number(), name)(*(a.number() if type(a) is StandIn else a for a in args))
+
+    return read
+
+
+for _name in {*vars(int), *vars(float)} - {*vars(StandIn), "__new__", "__getattribute__"}:
+    if _name.startswith("__"):
+        setattr(StandIn, _name, _reading(_name))
 
 
 def counted(changes: Sequence[Change], record: Callable[[], Sequence[Change]]) -> list[Change]:
@@ -55,26 +94,6 @@ def _replaces(change: Change, used: Collection[int]) -> bool:
         return False
     pairs = zip(old, new, strict=True)
     return all((isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or same(a, b) for a, b in pairs)
-
-
-def check_settled(first: Iterable[Change], second: Iterable[Change]) -> None:
-    """Compares the changes of two recordings with like inputs, the second with the first's changes in place.
-
-    Raises:
-        RuntimeError: if the forward sets another plain value each time: then no record is valid for two steps.
-    """
-    before = {_key(change): change for change in first}
-    for change in second:
-        if (old := before.get(_key(change))) is None or {old.kind, change.kind} & {"count", "append"}:
-            continue
-        a, b = pytree.tree_leaves(old.new), pytree.tree_leaves(change.new)
-        if not all(map(same, a, b)) and not any(isinstance(v, (Numbered, torch.Tensor)) for v in (*a, *b)):
-            raise RuntimeError(
-                f"forward sets {change.label} to another value in each step ({old.new!r}, then {change.new!r}) and "
-                "also reads it, so that every step would be recorded again: keep it in a buffer and count with "
-                "tensors (register_buffer, add_), set it outside of forward, or leave the module to PyTorch with "
-                "fsdp(compile_policy=CompilePolicy(eager=[...]))"
-            )
 
 
 def check_recurrent(changes: Iterable[Change], used: Collection[int]) -> None:

@@ -63,6 +63,11 @@ class Snapshot:
         self._filled = [owner for owner in counted if owner]
         self._lengths = list(map(len, self._filled))
 
+    def check(self) -> None:
+        """Raises RuntimeError if there is a difference: Thunder then compiles another step."""
+        if difference := self.difference():
+            raise RuntimeError(f"{difference} has changed")
+
     def difference(self) -> str:
         """The first place whose value is not as it was, with both values. Empty if there is none.
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Container, Iterator
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from shardtrace.record.marks import is_library
+
 import torch
 from torch import nn
 
@@ -24,7 +26,6 @@ LARGEST = 64  # entries of a container that is looked into
 DEPTH = 4  # containers and objects, one in another, below a module or a global variable
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module keeps for itself
-LIBRARIES = ("torch", "builtins", "thunder", "shardtrace", "passes")
 Entry = tuple[Any, Any]  # a container and a key, or None for its whole contents
 
 
@@ -74,7 +75,7 @@ def same(a: object, b: object) -> bool:
 
 
 def is_user_class(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in LIBRARIES
+    return cls.__module__ != "builtins" and not is_library(cls.__module__)
 
 
 class State:
@@ -151,7 +152,7 @@ class State:
             self.add(Holder(value, label, dict(entries_of(value)) if small else {}, "item"), depth)
 
     def _add_object(self, value: Any, label: str, depth: int) -> None:
-        if not is_user_class(type(value)) or (isinstance(value, ModuleType) and not is_user_module(value)):
+        if not is_user_class(type(value)) or (isinstance(value, ModuleType) and is_library(value.__name__)):
             return
         everything = dataclasses.is_dataclass(value) or isinstance(value, (SimpleNamespace, UserDict, UserList))
         own = getattr(value, "__dict__", None)
@@ -175,16 +176,14 @@ def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
     return zip(container, container) if isinstance(container, set) else enumerate(container)  # noqa: B905
 
 
-def is_user_module(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] not in LIBRARIES
-
-
 def _is_class_state(value: object) -> bool:
     """Whether reading the attribute from the class gives the value itself, as it does not for a property."""
     return is_plain(value) or isinstance(value, (FunctionType, torch.Tensor)) or not hasattr(type(value), "__get__")
 
 
 def slot_names(value: object) -> Iterator[str]:
+    """The attributes for which an object has slots."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (name for name in names if name not in ("__dict__", "__weakref__"))

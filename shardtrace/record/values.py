@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shardtrace.record.recorder import storage
+from shardtrace.record.calls import storage
 
 import torch
 

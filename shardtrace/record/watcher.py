@@ -13,7 +13,8 @@ from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-LIBRARIES = frozenset({"torch", "torchgen", "thunder", "shardtrace", "passes"})
+from shardtrace.record.marks import is_library
+
 STDLIB = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")  # folders below the standard library's that are not part of it
 
@@ -107,7 +108,7 @@ class CodeWatcher:
 
 def _is_library(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if str(frame.f_globals.get("__name__", "")).partition(".")[0] in LIBRARIES or file.startswith("<frozen "):
+    if is_library(str(frame.f_globals.get("__name__", ""))) or file.startswith("<frozen "):
         return True
     return file.startswith(STDLIB) and not any(folder in file for folder in INSTALLED)
 

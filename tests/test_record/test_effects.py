@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
-from shardtrace.record.settled import check_recurrent, check_settled, counted, only_written
+from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
 
 import pytest
@@ -271,18 +271,6 @@ def next_record(net, changes, tensors):
     return recorded(net)
 
 
-def test_a_counter_that_is_read_is_an_error_in_the_second_recording():
-    def forward(net, x):
-        net.n += 1
-        return x * net.n
-
-    net, changes = counts(forward)
-    first, tensors = numbered(changes)
-    second, _ = numbered(next_record(net, first, tensors))
-    with pytest.raises(RuntimeError, match=r"sets model\.n to another value in each step \(1, then 2\)"):
-        check_settled(first, second)
-
-
 def rope(net, x):
     if len(x) != net.seen:
         net.seen, net.last = len(x), torch.arange(len(x)).cos()
@@ -296,11 +284,7 @@ def test_a_cache_settles():
     assert before.difference() == ""
     second = next_record(net, first, tensors)
     assert second == []
-    check_settled(first, second)
     assert before.difference().startswith("model.last (None -> a Tensor)")
-    longer = numbered(recorded(net, torch.ones(3)))[0]
-    apply(longer, [torch.zeros(3)])
-    check_settled(first, numbered(recorded(net))[0])  # the same input sets the same
 
 
 def test_the_last_loss_is_only_written():
@@ -309,7 +293,6 @@ def test_the_last_loss_is_only_written():
     assert only_written(found, ()) == []  # None before: forward may ask for it
     second = next_record(net, *numbered(found))
     assert [c.label for c in only_written(second, ())] == ["model.last"]
-    check_settled(numbered(found)[0], numbered(second)[0])
     snapshot = Snapshot(net, None, excluded=[c.entry for c in only_written(second, ())])
     net.last = torch.ones(2)
     assert snapshot.difference() == ""

@@ -3,7 +3,7 @@
 import types
 
 from shardtrace.record.kinds import Mark, Uses, find_kinds, is_whole, outermost, outline
-from shardtrace.record.recorder import FakeMode, record
+from shardtrace.record.recorder import FakeMode, Recorder, record
 from shardtrace.record.watcher import CodeWatcher
 
 import pytest
@@ -35,7 +35,7 @@ def recorded(net):
                     p._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
     names = {id(module): name for name, module in net.named_modules()}
     blocks = [m for m in net.modules() if isinstance(m, Block)]
-    return record(net, [x], {}, mode=mode, modules=names, watched=blocks, watcher=CodeWatcher())
+    return record(net, [x], {}, mode=mode, recorder=Recorder(names, CodeWatcher(), watched=blocks))
 
 
 def kinds(*blocks, marks=(), refuse=lambda outline: "", net=Net):

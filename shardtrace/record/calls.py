@@ -1,0 +1,78 @@
+"""The record of a forward: the calls of torch that it made, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from passes.kernels import torch_call
+from passes.kernels.torch_call import Autocast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class Place(NamedTuple):
+    """Where a call stands: the file, the line, the function, and the qualified name of the module that runs."""
+
+    file: str
+    line: int
+    function: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f" of {self.module}" if self.module else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of torch.
+
+    ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
+    the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
+    ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+    grad: bool
+    autocast: tuple[Autocast, ...]
+    random: bool
+    place: Place
+    checkpoint: int | None
+    names: tuple[str, ...] = ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+
+
+@dataclass(eq=False)
+class Span:
+    """The call of a module: ``calls[begin:end]`` were made inside."""
+
+    name: str
+    module: nn.Module
+    begin: int
+    end: int
+
+
+@dataclass(eq=False)
+class Record:
+    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends."""
+
+    calls: list[Call] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    result: Any = None
+
+
+def storage(t: torch.Tensor) -> int:
+    """A key that tensors share if they share memory."""
+    if t.layout != torch.strided:
+        raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
+    return torch_call.storage(t)
