@@ -5,7 +5,7 @@ import copy
 from contextlib import nullcontext
 
 import shardtrace
-from shardtrace import fake
+from shardtrace.inspector import fake
 from shardtrace.inspector.fake import compile_only
 
 import pytest
