@@ -25,7 +25,7 @@ from pathlib import Path
 from textwrap import indent
 
 import passes
-from passes import Enlisted, Plan, ShardedParameter
+from passes import BucketPlan, ShardedParameter, TracedParameters
 from passes.insert_synchronize import insert_synchronize
 from passes.regather import regather
 from passes.schedule import schedule
@@ -72,16 +72,16 @@ show(computation)
 # ## The plan
 #
 # Passes never touch the model. They read a *plan*, which is plain data: the world size, the strategy, the parameters. A
-# `Plan` with `regather=True` is ZeRO-3. `Enlisted` lists the inputs of the trace that are sharded parameters.
+# `BucketPlan` with `regather=True` is ZeRO-3. `TracedParameters` lists the inputs of the trace that are sharded parameters.
 
 # %%
-plan = Plan("Sequential", world_size=2, regather=True)
+plan = BucketPlan("Sequential", world_size=2, regather=True)
 inputs = {proxy.name: proxy for proxy in computation.args}
-enlisted = Enlisted()
+parameters = TracedParameters()
 for index, (name, parameter) in enumerate(model.named_parameters()):
     layer = name.partition(".")[0]
     proxy = inputs["t_" + name.replace(".", "_")]
-    enlisted.add(
+    parameters.add(
         proxy.history,  # the origin of the value: it identifies a proxy, however it is renamed
         ShardedParameter(plan, name, tuple(parameter.shape), layer, block=layer, index=index, dtype=proxy.dtype),
     )
@@ -93,7 +93,7 @@ for index, (name, parameter) in enumerate(model.named_parameters()):
 # the trace and in the prologue's checks.
 
 # %%
-prologue, sharded = (shard_parameters(t, enlisted=enlisted) for t in (prologue, computation))
+prologue, sharded = (shard_parameters(t, parameters=parameters) for t in (prologue, computation))
 
 for before, after in zip(computation.args, sharded.args, strict=True):
     print(f"{after.name:10}  {tuple(before.shape)!s:8}  ->  {tuple(after.shape)}")
@@ -107,7 +107,7 @@ for before, after in zip(computation.args, sharded.args, strict=True):
 # bucket is a set of parameters that travel in one message: here, a layer's weight and bias.
 
 # %%
-synchronized = insert_synchronize(sharded, enlisted=enlisted)
+synchronized = insert_synchronize(sharded, parameters=parameters)
 show(synchronized)
 
 # %%
@@ -266,7 +266,7 @@ for strategy, by_hand in ours.items():
 HEADER = """
 import torch
 import torch.distributed as dist
-from passes import Bucket, Plan, ShardedParameter
+from passes import Bucket, BucketPlan, ShardedParameter
 from passes.comm.direct import finish_all_gather as wait_all_gather
 from passes.comm.direct import finish_reduce_scatter as wait_reduce_scatter
 from passes.comm.direct import issue_all_gather as all_gather
@@ -292,7 +292,7 @@ def check(what, holds):
 
 
 def main(rank):
-    plan = Plan("Sequential", world_size=2, rank=rank, direct=True, runtime=PlainRuntime(dist.group.WORLD))
+    plan = BucketPlan("Sequential", world_size=2, rank=rank, direct=True, runtime=PlainRuntime(dist.group.WORLD))
     b_0 = make_bucket("b_0", plan, weight=(64, 64), bias=(64,))
     b_2 = make_bucket("b_2", plan, weight=(64, 64), bias=(64,))
 

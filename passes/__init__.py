@@ -11,21 +11,21 @@ import_thunder()
 
 from passes.analysis.traffic import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
-from passes.plan import Bucket, CostModel, Device, Enlisted, Link, Plan, ShardedParameter, Wire  # noqa: E402
+from passes.plan import Bucket, BucketPlan, CostModel, Device, Link, ShardedParameter, TracedParameters, Wire  # noqa: E402
 from passes.runner import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 
 __all__ = [
     "Bucket",
+    "BucketPlan",
     "Collective",
     "CostModel",
     "Device",
-    "Enlisted",
     "Link",
     "Pass",
     "PassAfterLowering",
     "PassBeforeAutodiff",
-    "Plan",
     "ShardedParameter",
+    "TracedParameters",
     "VerificationError",
     "Wire",
     "collectives",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from passes.analysis.recognise import is_backward, is_deletion, is_gather, is_unpack, issues_future, waits_for_future
 from passes.comm.kept_gradients import accumulate, accumulated
-from passes.plan import Enlisted, Gradients, Runtime
+from passes.plan import Gradients, Runtime, TracedParameters
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
@@ -23,14 +23,14 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 
-def accumulate_gradients(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     """Keeps gradients for a later step, or adds the kept ones, as each model's step says (no_sync).
 
     Takes: a lowered backward.
     Gives: lines that keep gradients, for which it returns None, or lines that add the kept ones before a reduction.
     No-op when: every model reduces its gradients in each step; in a forward.
     """
-    gradients = {runtime: step.gradients for runtime, step in enlisted.steps.items()}
+    gradients = {runtime: step.gradients for runtime, step in parameters.steps.items()}
     if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)

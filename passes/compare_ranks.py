@@ -17,27 +17,27 @@ from functools import partial
 from passes.analysis.recognise import bucket_of, is_backward, is_deletion, is_issue, is_return, is_unpack
 from passes.analysis.traffic import collectives
 from passes.comm.symbols import check_ranks, note
-from passes.plan import Enlisted, Runtime, Step
+from passes.plan import Runtime, Step, TracedParameters
 
 from thunder.core.codeutils import ContextObject
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 
-def compare_ranks(trace: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     """Compares the collectives of all ranks, when they are compiled and before they are sent.
 
     Takes: a forward or backward with its final collectives.
-    Gives: the lines above for each model whose steps are compared. Adds the collectives to the steps in ``enlisted``.
+    Gives: the lines above for each model whose steps are compared. Adds the collectives to the steps in ``parameters``.
     No-op when: no model has more than one rank.
 
     Raises:
         Exception: on every rank of a model, if its ranks have compiled different collectives.
     """
     for runtime, lines in _sent(trace).items():
-        enlisted.step_of(runtime).collectives.extend(lines)
+        parameters.step_of(runtime).collectives.extend(lines)
         runtime.compare_trace(lines)
-    return insert_checks(trace, {runtime: enlisted.step_of(runtime) for runtime in enlisted.runtimes})
+    return insert_checks(trace, {runtime: parameters.step_of(runtime) for runtime in parameters.runtimes})
 
 
 def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:

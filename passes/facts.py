@@ -14,7 +14,7 @@ from typing import Any
 from passes.drop_unused import Unused
 from passes.insert_guards import Guard
 from passes.keep_secondary import Kept
-from passes.plan import Enlisted
+from passes.plan import TracedParameters
 from passes.rebuild_result import Rebuild
 from passes.save_shards import Swapped
 from passes.set_state import Setter
@@ -28,7 +28,7 @@ Run = Callable[..., TraceCtx]
 class Facts:
     """The facts of one compilation. Tracing fills them; the passes only read them, except for the last two."""
 
-    enlisted: Enlisted = field(default_factory=Enlisted)  # the parameters that it met, and the steps of their models
+    parameters: TracedParameters = field(default_factory=TracedParameters)  # and their models' steps
     models: list[str] = field(default_factory=list)  # the names of the traced models, in order
     guards: list[Guard] = field(default_factory=list)  # raise if the step is not valid any more
     last_guards: list[Guard] = field(default_factory=list)  # likewise, if all other checks have passed

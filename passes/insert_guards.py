@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from passes.comm.symbols import check_parameters, symbol
-from passes.plan import Enlisted
+from passes.plan import TracedParameters
 
 from thunder.core import prims
 from thunder.core.codeutils import ContextObject
@@ -23,16 +23,16 @@ Guard = Callable[[], None]
 
 
 def insert_guards(
-    prologue: TraceCtx, *, enlisted: Enlisted, guards: Sequence[Guard] = (), last_guards: Sequence[Guard] = ()
+    prologue: TraceCtx, *, parameters: TracedParameters, guards: Sequence[Guard] = (), last_guards: Sequence[Guard] = ()
 ) -> TraceCtx:
     """Lets a call run only a step that is valid for it.
 
     Takes: a prologue.
-    Gives: a line for the step of each enlisted model and for each guard, ahead of the checks of tensors, and one for
+    Gives: a line for the step of each sharded model and for each guard, ahead of the checks of tensors, and one for
     each last guard, which runs if all checks have passed.
     No-op when: there is neither a model nor a guard.
     """
-    guards = [*(partial(r.check_step, enlisted.step_of(r)) for r in enlisted.runtimes), *guards]
+    guards = [*(partial(r.check_step, parameters.step_of(r)) for r in parameters.runtimes), *guards]
     if not guards and not last_guards:
         return prologue
     lines = list(prologue.bound_symbols)

@@ -13,7 +13,7 @@ from passes.analysis.calls import block_of, unique_name
 from passes.analysis.recognise import names
 from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
-from passes.plan import Bucket, Enlisted, Member, ShardedParameter
+from passes.plan import Bucket, Member, ShardedParameter, TracedParameters
 from passes.plan.bucketing import Group, Use, group_uses
 
 from thunder.core import prims
@@ -25,7 +25,7 @@ from thunder.core.transform_common import dce
 from thunder.core.transforms import is_constant_for_vjp
 
 
-def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx:
+def insert_synchronize(computation: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     """Gives the computation whole parameters, in buckets.
 
     Takes: a computation with shards as inputs.
@@ -36,13 +36,13 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     has no collective. One that is used only where no gradient flows (``no_grad``, ``detach``) is gathered and not
     reduced.
     """
-    if not any(enlisted.get(p) for p in computation.args):
+    if not any(parameters.get(p) for p in computation.args):
         return computation
-    _refuse_updates(computation, enlisted)
+    _refuse_updates(computation, parameters)
     # Lines without effect do not count as uses. Thunder iterates over named_parameters() in the order of a set, which
     # differs between ranks: if a model only asks for a dtype there, ranks would gather in different orders.
     computation = dce(computation)
-    first_use, canonical, trainable = _find_uses(computation, enlisted)
+    first_use, canonical, trainable = _find_uses(computation, parameters)
     if not first_use:
         return computation
     members = {parameter: Member(parameter, parameter in trainable) for parameter in first_use}
@@ -59,7 +59,7 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
     swap = {
         variableify(p): full[parameter]
         for p in computation.args
-        if (parameter := enlisted.get(p)) is not None and parameter in full
+        if (parameter := parameters.get(p)) is not None and parameter in full
     }
     for i, bsym in enumerate(computation.bound_symbols):
         new.bound_symbols += before.get(i, [])
@@ -73,10 +73,10 @@ def insert_synchronize(computation: TraceCtx, *, enlisted: Enlisted) -> TraceCtx
 
 
 def _find_uses(
-    computation: TraceCtx, enlisted: Enlisted
+    computation: TraceCtx, parameters: TracedParameters
 ) -> tuple[dict[ShardedParameter, int], dict[ShardedParameter, TensorProxy], set[ShardedParameter]]:
     """The line of first use and the first proxy of each parameter, in order of first use; and those with a gradient."""
-    known = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
+    known = {p.name: parameter for p in computation.args if (parameter := parameters.get(p)) is not None}
     inputs = {p.name: p for p in computation.args if p.name in known}
     first_use: dict[ShardedParameter, int] = {}
     canonical: dict[ShardedParameter, TensorProxy] = {}
@@ -101,9 +101,9 @@ def _find_uses(
     return first_use, canonical, trainable
 
 
-def _refuse_updates(computation: TraceCtx, enlisted: Enlisted) -> None:
+def _refuse_updates(computation: TraceCtx, parameters: TracedParameters) -> None:
     """Raises RuntimeError if a line copies into a parameter or a view of one, as in-place operations do."""
-    names = {p.name: parameter for p in computation.args if (parameter := enlisted.get(p)) is not None}
+    names = {p.name: parameter for p in computation.args if (parameter := parameters.get(p)) is not None}
 
     def check(bsym: BoundSymbol) -> None:
         if bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:  # new names for the same values

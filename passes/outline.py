@@ -203,7 +203,7 @@ class BlockExecutor(OperatorExecutor):
 executor = BlockExecutor("shardtrace_blocks", version="0.1")
 
 
-def enlist(data: Any) -> None:
+def add_executor(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
         data.executors_list = (*data.executors_list, executor)

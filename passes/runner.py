@@ -71,7 +71,7 @@ class Pass(Transform):
     def _runtimes(self, trace: TraceCtx) -> Iterable[Runtime]:
         """The runtimes of the models that were traced, or whose buckets a trace synchronizes, gathers or reduces."""
         if self.compilation is not None:
-            return self.compilation.facts.enlisted.runtimes
+            return self.compilation.facts.parameters.runtimes
         lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
         return dict.fromkeys(bucket_of(b).plan.runtime for b in lines)
 

@@ -43,7 +43,7 @@ from passes.analysis.recognise import (
     waits_for_future,
 )
 from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
-from passes.plan import Bucket, Plan, inflight_limits
+from passes.plan import Bucket, BucketPlan, inflight_limits
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
@@ -92,7 +92,7 @@ class _Facts:
     source_of: dict[str, BoundSymbol]  # by value: the line that waits for it
     gathers: dict[str, int]  # futures in order of first use, numbered
     latest: dict[str, float]  # by future: the latest time to issue a gather that arrives in time, in seconds
-    limits: dict[Plan, int]  # bytes in flight
+    limits: dict[BucketPlan, int]  # bytes in flight
 
 
 def _facts(lines: list[BoundSymbol]) -> _Facts:
@@ -214,7 +214,7 @@ class _Walk:
 
     # ---- gathers ----
 
-    def _issue_gathers(self, leaving: Plan | None = None) -> None:
+    def _issue_gathers(self, leaving: BucketPlan | None = None) -> None:
         """Issues gathers until one meets an obstacle. ``leaving`` is the plan of a bucket that is being waited for."""
         while self.gathers:
             obstacle = self._obstacle_to(self.gathers[0], leaving)
@@ -223,7 +223,7 @@ class _Walk:
                 return
             self._issue_gather()
 
-    def _obstacle_to(self, future: str, leaving: Plan | None) -> str:
+    def _obstacle_to(self, future: str, leaving: BucketPlan | None) -> str:
         """Why a gather is not issued now; empty if it is."""
         gather = self.facts.issue_of[future]
         if obstacle := self.window.obstacle(bucket_of(gather), leaving):

@@ -31,13 +31,13 @@ from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wai
 from passes.compat.lines import function_of
 from passes.plan import (
     Bucket,
+    BucketPlan,
     CostModel,
     Device,
     HostMemory,
     Link,
     Member,
     PlainRuntime,
-    Plan,
     ShardedParameter,
     default_cost_model,
 )
@@ -296,7 +296,7 @@ class _Meter:
 def _bucket(group: dist.ProcessGroup, device: torch.device, size: int) -> Bucket:
     """One fp32 parameter of about ``size`` bytes, sharded over ``group``."""
     ranks = group.size()
-    plan = Plan(
+    plan = BucketPlan(
         "calibration", ranks, group.rank(), runtime=PlainRuntime(group), **transport(group, {device.type})._asdict()
     )
     parameter = ShardedParameter(plan, "message", (max(1, size // 4 // ranks) * ranks,), "calibration")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.plan import Bucket, Member, Plan, ShardedParameter
+from passes.plan import Bucket, BucketPlan, Member, ShardedParameter
 
 import torch
 from thunder.core import devices, dtypes, prims
@@ -32,7 +32,7 @@ class Step:
     reduce: int | None = None
 
 
-def build(plan: Plan, rows: list[list[int]], steps: list[Step], *, backward: bool = False) -> TraceCtx:
+def build(plan: BucketPlan, rows: list[list[int]], steps: list[Step], *, backward: bool = False) -> TraceCtx:
     """A trace of ``steps`` whose bucket i has members of ``rows[i]`` rows. It returns all values and reduced gradients.
 
     Collectives stand where autodiff leaves them: a gather is issued and waited for at its first use, and a reduction
@@ -77,7 +77,7 @@ def run(trace: TraceCtx) -> tuple[torch.Tensor, ...]:
     return function(*(torch.randn(a.shape, generator=generator) for a in trace.args))
 
 
-def _bucket(plan: Plan, index: int, rows: list[int]) -> Bucket:
+def _bucket(plan: BucketPlan, index: int, rows: list[int]) -> Bucket:
     members = tuple(
         Member(ShardedParameter(plan, f"{index}.{k}", (r * plan.world_size, WIDTH), str(index)), True)
         for k, r in enumerate(rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 import shardtrace  # noqa: F401  before thunder: makes it importable on the newest torch
 from passes.comm import native
-from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
+from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from shardtrace.model.home import Home, shard
 
 import torch
@@ -30,7 +30,9 @@ def exchange_bucket(
     """Gathers and reduces a bucket, twice at once. ``wire`` is the dtype of its reductions. ``sums``: they divide what
     they have added up."""
     rank, ranks = group.rank(), group.size()
-    plan = Plan("Model", ranks, rank, placement=placement, averages=not sums, sums=sums, runtime=PlainRuntime(group))
+    plan = BucketPlan(
+        "Model", ranks, rank, placement=placement, averages=not sums, sums=sums, runtime=PlainRuntime(group)
+    )
     owners = [min(i, ranks - 1) for i in range(len(shapes))]
     members = tuple(
         Member(ShardedParameter(plan, f"p{i}", s, "", dtype=dtypes.to_dtype(kind), owner=o), True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_gather
 from passes.analysis.seconds import link_seconds, wire_seconds
-from passes.plan import Bucket, Plan
+from passes.plan import Bucket, BucketPlan
 
 from thunder.core.symbol import BoundSymbol
 
@@ -52,10 +52,10 @@ class Clock:
 class Window:
     """The bytes in flight and the buckets gathered ahead of use, for each plan, and their limits."""
 
-    def __init__(self, limits: Mapping[Plan, int]) -> None:
+    def __init__(self, limits: Mapping[BucketPlan, int]) -> None:
         self._limits = limits
-        self._bytes: Counter[Plan] = Counter()
-        self._ahead: Counter[Plan] = Counter()
+        self._bytes: Counter[BucketPlan] = Counter()
+        self._ahead: Counter[BucketPlan] = Counter()
 
     def enter(self, issue: BoundSymbol) -> None:
         self._count(issue, 1)
@@ -71,7 +71,7 @@ class Window:
         """The reason why the bucket has no room."""
         return f"more than {self._limits[bucket.plan]} bytes would be in flight"
 
-    def obstacle(self, bucket: Bucket, leaving: Plan | None) -> str:
+    def obstacle(self, bucket: Bucket, leaving: BucketPlan | None) -> str:
         """The reason why the bucket may not be gathered now; empty if it may. ``leaving`` is the plan of a bucket that
         is being waited for and is no longer ahead of use."""
         plan = bucket.plan

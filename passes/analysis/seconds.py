@@ -72,7 +72,7 @@ def _message(bucket: Bucket) -> dict[str, Any]:
     """The bytes of a bucket's collective, and the ranks among which they travel."""
     plan = bucket.plan
     apart = plan.axis is Axis.REPLICATE
-    return {"nbytes": bucket.trips * bucket.bytes, "ranks": plan.world_size, "apart": apart}
+    return {"nbytes": bucket.crossings * bucket.bytes, "ranks": plan.world_size, "apart": apart}
 
 
 def copy_seconds(cost: CostModel, bucket: Bucket) -> float:

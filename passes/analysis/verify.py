@@ -48,7 +48,7 @@ from passes.analysis.recognise import (
     waits_for_future,
 )
 from passes.analysis.symbols import properties
-from passes.plan import Bucket, Plan, ShardedParameter, inflight_limits
+from passes.plan import Bucket, BucketPlan, ShardedParameter, inflight_limits
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy
@@ -214,9 +214,9 @@ def _verify_live_buckets(lines: list[BoundSymbol], values: dict[str, frozenset[B
                 _fail(lines, i, f"{len(buckets)} buckets are unsharded at once, {rule}: {held}")
 
 
-def _by_plan(at: dict[Bucket, int]) -> dict[Plan, list[int]]:
+def _by_plan(at: dict[Bucket, int]) -> dict[BucketPlan, list[int]]:
     """Sorted line numbers of the buckets of each plan."""
-    found: dict[Plan, list[int]] = {}
+    found: dict[BucketPlan, list[int]] = {}
     for bucket, line in at.items():
         found.setdefault(bucket.plan, []).append(line)
     return {plan: sorted(numbers) for plan, numbers in found.items()}
@@ -240,10 +240,10 @@ def _needs(
 
 def _live_buckets(
     lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
-) -> Iterator[tuple[int, dict[Plan, Counter[Bucket]]]]:
+) -> Iterator[tuple[int, dict[BucketPlan, Counter[Bucket]]]]:
     """At each line that adds to them, the buckets whose memory is held: from issue until no value is left."""
     alive: dict[str, frozenset[Bucket]] = {}  # futures and values
-    live: dict[Plan, Counter[Bucket]] = {}  # how many of them hold each bucket
+    live: dict[BucketPlan, Counter[Bucket]] = {}  # how many of them hold each bucket
 
     def drop(name: str) -> None:
         for bucket in alive.pop(name, ()):

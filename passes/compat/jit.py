@@ -153,7 +153,7 @@ def unjitted(model: Any) -> Any:
 
 
 def jitted_transforms(jitted: ThunderModule) -> list[Transform]:
-    """The transforms passed to ``thunder.jit``, and those enlisted since."""
+    """The transforms passed to ``thunder.jit``, and those added since."""
     return list(jitted._lc_transforms)
 
 

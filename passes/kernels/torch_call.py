@@ -337,7 +337,7 @@ executor.register_implementation(
 )
 
 
-def enlist(data: Any) -> None:
+def add_executor(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
         data.executors_list = (executor, *data.executors_list)

@@ -2,20 +2,20 @@
 
 from passes.plan.bucket import Bucket, inflight_limits
 from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cost_model
-from passes.plan.enlisted import Enlisted
 from passes.plan.host_memory import HostMemory
-from passes.plan.plan import Member, Placement, Plan, Shape, ShardedParameter, shard_shape
+from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, shard_shape
 from passes.plan.runtime import Axis, PlainRuntime, Runtime
 from passes.plan.step import Gradients, Progress, Step
+from passes.plan.traced import TracedParameters
 from passes.plan.wire import Ends, Wire
 
 __all__ = [
     "Axis",
     "Bucket",
+    "BucketPlan",
     "CostModel",
     "Device",
     "Ends",
-    "Enlisted",
     "Gradients",
     "HostMemory",
     "Kernels",
@@ -23,12 +23,12 @@ __all__ = [
     "Member",
     "Placement",
     "PlainRuntime",
-    "Plan",
     "Progress",
     "Runtime",
     "Shape",
     "ShardedParameter",
     "Step",
+    "TracedParameters",
     "Wire",
     "Work",
     "default_cost_model",

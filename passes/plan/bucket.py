@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from passes.plan.layout import Layout, OwnerLayout, ShardLayout
-from passes.plan.plan import Member, Placement, Plan
+from passes.plan.plan import BucketPlan, Member, Placement
 from passes.plan.wire import Ends, Wire
 
 import torch
@@ -29,7 +29,7 @@ class Bucket(ContextObject):
         self,
         label: str,
         name: str,
-        plan: Plan,
+        plan: BucketPlan,
         members: tuple[Member, ...],
         dtype: dtypes.dtype,
         wire: Wire | None = None,
@@ -132,7 +132,7 @@ class Bucket(ContextObject):
         return ShardLayout(members, plan.world_size if plan.placement is Placement.SHARD else 1, self.dtype)
 
     @property
-    def trips(self) -> int:
+    def crossings(self) -> int:
         """How often each byte crosses the link: twice for an all_reduce (a reduce_scatter and an all_gather)."""
         return 2 if self.plan.placement is Placement.REPLICATE else 1
 
@@ -157,12 +157,12 @@ class Bucket(ContextObject):
         return f"Bucket({self.name}: {names})"
 
 
-def inflight_limits(buckets: Iterable[Bucket]) -> dict[Plan, int]:
+def inflight_limits(buckets: Iterable[Bucket]) -> dict[BucketPlan, int]:
     """The bytes that collectives may have in flight at once, for each plan of a trace's buckets.
 
     A single bucket may be larger.
     """
-    largest: dict[Plan, int] = {}
+    largest: dict[BucketPlan, int] = {}
     for bucket in buckets:
         largest[bucket.plan] = max(largest.get(bucket.plan, 0), bucket.bytes)
     return {

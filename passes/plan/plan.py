@@ -44,7 +44,7 @@ def shard_shape(full_shape: Shape, world_size: int) -> Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BucketPlan:
     """The sharding of a model, or of the part of it that has one strategy.
 
     Args:
@@ -84,8 +84,8 @@ class Plan:
     strategy: str = "zero3"
     placement: Placement = Placement.SHARD
     axis: Axis = Axis.ALL
-    outer: Plan | None = None
-    secondary: Plan | None = None
+    outer: BucketPlan | None = None
+    secondary: BucketPlan | None = None
     host: HostMemory | None = None
     param_dtype: dtypes.dtype | None = None
     reduce_dtype: dtypes.dtype | None = None
@@ -156,7 +156,7 @@ class ShardedParameter:
     torch prints it (empty: the one on which the parameter is used).
     """
 
-    plan: Plan
+    plan: BucketPlan
     name: str
     full_shape: Shape
     layer: str

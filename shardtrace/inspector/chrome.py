@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from passes.analysis.liveness import KINDS
-from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.timeline import Span, stacked
 
 COMPUTE = 0  # thread ids: compute, then one per link, and another row of links wherever collectives overlap
 Event = dict[str, Any]
 
 
-def render(record: Record) -> str:
+def render(record: StepData) -> str:
     """JSON with an event for each line of compute and each collective, and a counter of the memory by kind. Times are
     microseconds, memory is bytes."""
     setup = record.setup

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from passes.analysis.liveness import Kind
-from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.summary import peak
 from shardtrace.inspector.units import size
 
@@ -49,7 +49,7 @@ class Column(NamedTuple):
     during: int
 
 
-def draw_memory(record: Record, end: float) -> Lane:
+def draw_memory(record: StepData, end: float) -> Lane:
     """Stacked areas, one for each kind, and a curve of the memory that is needed while a line runs."""
     top = peak(record)
     assert top is not None

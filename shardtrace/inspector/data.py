@@ -13,10 +13,10 @@ from passes.analysis.liveness import KINDS
 from shardtrace.inspector.diff import Mark
 from shardtrace.inspector.highlight import highlight
 from shardtrace.inspector.lines import Function, Line, Source, Table, Template, Type
-from shardtrace.inspector.record import Phase, Record, Stage, modules_by_name
+from shardtrace.inspector.step_data import Phase, Stage, StepData, modules_by_name
 
 
-def page_data(record: Record) -> str:
+def page_data(record: StepData) -> str:
     """The data of a record as JSON."""
     tables = _Tables()
     stages = [_stage(k, record.stages, tables) for k in range(len(record.stages))]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
 from shardtrace.inspector.modules import Name
-from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.timeline import HOST, stacked
 from shardtrace.inspector.units import duration, size
 
@@ -26,7 +26,7 @@ class Bar(NamedTuple):
     line: int
 
 
-def draw_timeline(record: Record) -> str:
+def draw_timeline(record: StepData) -> str:
     """Lanes for compute, each link, gathered buckets and memory; empty if nothing runs."""
     end = record.end
     if not end:
@@ -45,7 +45,7 @@ def draw_timeline(record: Record) -> str:
     )
 
 
-def _links(record: Record) -> list[str]:
+def _links(record: StepData) -> list[str]:
     links = record.phases[-1].timeline.links
     networks = len(links) - links.count(HOST)
     return [
@@ -53,7 +53,7 @@ def _links(record: Record) -> list[str]:
     ]
 
 
-def legend(record: Record) -> str:
+def legend(record: StepData) -> str:
     """The legend of the lanes, then that of the memory."""
     travel = "in flight, from issue to wait" if record.measured_steps else "on the wire"
     lanes = (
@@ -79,7 +79,7 @@ def block_of(module: Name | None) -> str:
     return ".".join(parts[: at + 1])
 
 
-def _compute(record: Record) -> Iterator[Bar]:
+def _compute(record: StepData) -> Iterator[Bar]:
     """Compute by block, and its idle times."""
     for phase in record.phases:
         starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
@@ -100,7 +100,7 @@ def _compute(record: Record) -> Iterator[Bar]:
                 yield Bar(starts[first], stop, label, css="compute", title=title, phase=phase.name, line=first)
 
 
-def _collectives(record: Record, link: int) -> Iterator[Bar]:
+def _collectives(record: StepData, link: int) -> Iterator[Bar]:
     for phase in record.phases:
         for s in phase.timeline.spans:
             if s.link == link:
@@ -111,7 +111,7 @@ def _collectives(record: Record, link: int) -> Iterator[Bar]:
                 yield Bar(s.start, s.stop, s.bucket, css=css, title=title, phase=phase.name, line=s.issue)
 
 
-def _held(record: Record) -> Iterator[Bar]:
+def _held(record: StepData) -> Iterator[Bar]:
     """The time for which each bucket is unsharded: from the issue of its gather until its last value is freed."""
     freed = [_freed(phase) for phase in record.phases]
     for k, phase in enumerate(record.phases):
@@ -161,7 +161,7 @@ def _labels(bars: Iterable[Bar], end: float) -> Iterator[str]:
             yield f'<span class="label" style="{where}"><span>{escape(bar.label)}</span></span>'
 
 
-def _phases(record: Record, end: float) -> Lane:
+def _phases(record: StepData, end: float) -> Lane:
     spans = []
     for p in record.phases:
         start, seconds = p.timeline.starts[0], p.timeline.end - p.timeline.starts[0]
@@ -170,7 +170,7 @@ def _phases(record: Record, end: float) -> Lane:
     return Lane("", "phases", "".join(spans))
 
 
-def _axis(record: Record, end: float) -> Lane:
+def _axis(record: StepData, end: float) -> Lane:
     """About eight round times; the script draws more after zooming in."""
     return Lane(f"{record.times} time", "axis", "".join(_ticks(end)))
 

@@ -12,7 +12,7 @@ from passes.runner import REMARK
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.profiling import Profile
-from shardtrace.inspector.record import Record, Rows, Stage, Traces, build_record
+from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_step_data
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.units import count
 from shardtrace.model.state import state_of, states_in
@@ -71,7 +71,7 @@ class MemoryRow(NamedTuple):
 class Inspection:
     """The result of :func:`inspect`. ``print`` shows the summary, a notebook the whole page."""
 
-    def __init__(self, data: Record) -> None:
+    def __init__(self, data: StepData) -> None:
         self.record = data
 
     @property
@@ -225,7 +225,7 @@ def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None
             notes.append(
                 "A block is timed as a whole; its lines share the time in proportion to their predicted times."
             )
-    shown = build_record(traces, model=name, forms=forms, plan=plan, notes=notes, times=times)
+    shown = build_step_data(traces, model=name, forms=forms, plan=plan, notes=notes, times=times)
     if forward and not shown.setup.strategy:
         no_collectives = (
             "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or on one rank."

@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from shardtrace.inspector.modules import Branch, Name, ancestors
-from shardtrace.inspector.record import Record
+from shardtrace.inspector.step_data import StepData
 from shardtrace.inspector.units import duration, size
 
 
@@ -22,7 +22,7 @@ class Cost(NamedTuple):
     lines: int
 
 
-def module_costs(record: Record) -> dict[Name, Cost]:
+def module_costs(record: StepData) -> dict[Name, Cost]:
     """The costs by module name; "" is the model."""
     sums: dict[str, Counter[Name]] = {field: Counter() for field in Cost._fields}
 
@@ -41,7 +41,7 @@ def module_costs(record: Record) -> dict[Name, Cost]:
     return {name: Cost(*(sums[field][name] for field in Cost._fields)) for name in names}
 
 
-def first_lines(record: Record) -> dict[Name, str]:
+def first_lines(record: StepData) -> dict[Name, str]:
     """The first line of each module, as "phase:line", or "phase:line:part" inside a block's function."""
     found: dict[Name, str] = {}
     for phase in record.phases:
@@ -58,7 +58,7 @@ def label(names: Sequence[Name], root: str) -> str:
     return last if len(names) == 1 else f"{last} … {names[-1].rpartition('.')[2]}"
 
 
-def draw_modules(record: Record) -> str:
+def draw_modules(record: StepData) -> str:
     """Nested details elements, which open and close without a script."""
     costs, at = module_costs(record), first_lines(record)
     total = costs.get("")

@@ -8,7 +8,7 @@ from importlib import resources
 from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.module_tree import draw_modules
-from shardtrace.inspector.record import Record, Stage
+from shardtrace.inspector.step_data import Stage, StepData
 from shardtrace.inspector.summary import peak, totals
 from shardtrace.inspector.tables import draw_tables
 from shardtrace.inspector.units import count, duration, size
@@ -16,7 +16,7 @@ from shardtrace.inspector.units import count, duration, size
 SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 
 
-def render(record: Record) -> str:
+def render(record: StepData) -> str:
     """The whole page."""
     css, script = _resource("page.css"), "".join(map(_resource, SCRIPTS))
     title = escape(f"{record.setup.model} · shardtrace")
@@ -31,7 +31,7 @@ def render(record: Record) -> str:
     )
 
 
-def embed(record: Record) -> str:
+def embed(record: StepData) -> str:
     """The page in a frame, for a notebook. Viewers without frames (GitHub) show only the numbers."""
     frame = "border:1px solid #8884;border-radius:8px;width:100%;height:860px"
     return (
@@ -48,17 +48,17 @@ def _resource(name: str) -> str:
 # ---- the head of the page ----
 
 
-def _heading(record: Record) -> str:
+def _heading(record: StepData) -> str:
     return f"<h1>{escape(record.setup.model)}</h1><p>{escape(record.setup.description)}</p>"
 
 
-def _header(record: Record) -> str:
+def _header(record: StepData) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in record.notes)
     keys = '<button class="quiet" id="keys">keys <kbd>?</kbd></button>'
     return f"<header><div>{_heading(record)}</div>{keys}</header>{notes}"
 
 
-def _cards(record: Record) -> str:
+def _cards(record: StepData) -> str:
     top = peak(record)
     if top is None:
         return ""
@@ -80,7 +80,7 @@ def _cards(record: Record) -> str:
     return f'<dl class="cards">{drawn}</dl>'
 
 
-def _timeline(record: Record) -> str:
+def _timeline(record: StepData) -> str:
     drawn = draw_timeline(record)
     if not drawn:
         return ""
@@ -109,7 +109,7 @@ def _tabs() -> str:
 # ---- passes ----
 
 
-def _passes(record: Record) -> str:
+def _passes(record: StepData) -> str:
     phases = "".join(_stage_list(record, phase) for phase in dict.fromkeys(stage.phase for stage in record.stages))
     toolbar = (
         '<div class="toolbar"><h2 id="stage"></h2>'
@@ -127,7 +127,7 @@ def _passes(record: Record) -> str:
     )
 
 
-def _stage_list(record: Record, phase: str) -> str:
+def _stage_list(record: StepData, phase: str) -> str:
     stages = [(k, stage) for k, stage in enumerate(record.stages) if stage.phase == phase]
     if not stages:
         return ""

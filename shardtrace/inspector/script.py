@@ -15,7 +15,7 @@ from passes.analysis.recognise import is_backward
 from passes.compat.jit import compile_data_and_stats, jitted_module
 from shardtrace.inspector.fake import fake_ranks
 from shardtrace.inspector.inspection import Inspection, inspect_traces
-from shardtrace.inspector.record import Traces
+from shardtrace.inspector.step_data import Traces
 from shardtrace.model.state import states_in
 from shardtrace.model.tracing import watching
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from passes.analysis.liveness import Buffer
 from shardtrace.inspector.lines import Line
-from shardtrace.inspector.record import Phase, Record
+from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.units import size
 
 
@@ -76,7 +76,7 @@ class Totals(NamedTuple):
         return f"{100 * self.exposed / self.seconds:.0f} % of the step" if self.seconds else ""
 
 
-def totals(record: Record) -> Totals:
+def totals(record: StepData) -> Totals:
     """The step in five numbers. Each rank sends, and receives, (N - 1) / N of each unsharded bucket, and twice that for
     an all_reduce."""
     top = peak(record)
@@ -107,7 +107,7 @@ _RULES = {  # the traffic of a strategy: a kind of collective in a phase, and th
 }
 
 
-def traffic(record: Record) -> list[Traffic]:
+def traffic(record: StepData) -> list[Traffic]:
     """The bytes that the collectives of a step move, beside the closed formulas of ZeRO.
 
     P is the bytes of all parameters, G the bytes of the gradients of trained parameters, N the number of ranks that
@@ -130,7 +130,7 @@ def traffic(record: Record) -> list[Traffic]:
     return rows
 
 
-def peak(record: Record) -> Peak | None:
+def peak(record: StepData) -> Peak | None:
     """The line at which the most memory is needed; None if nothing was compiled."""
     if not record.phases:
         return None
@@ -139,7 +139,7 @@ def peak(record: Record) -> Peak | None:
     return Peak(phase.name, row.line, phase.lines[row.line].code, row.during)
 
 
-def largest_saved(record: Record, most: int = 8) -> list[Saved]:
+def largest_saved(record: StepData, most: int = 8) -> list[Saved]:
     """The largest buffers that forward saves for backward, without shards and inputs."""
     if not record.phases:
         return []

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from shardtrace.inspector.record import Record
+from shardtrace.inspector.step_data import StepData
 from shardtrace.inspector.summary import largest_saved, traffic
 from shardtrace.inspector.units import duration, size
 
 
-def draw_tables(record: Record) -> str:
+def draw_tables(record: StepData) -> str:
     """All tables of the page."""
     return "".join((_traffic(record), _buckets(record), _saved(record), _setup(record)))
 
@@ -27,7 +27,7 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: 
     return f"<figure><h3>{title}</h3>{note}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></figure>"
 
 
-def _traffic(record: Record) -> str:
+def _traffic(record: StepData) -> str:
     rows = [row.cells for row in traffic(record)]
     if not rows:
         return ""
@@ -38,7 +38,7 @@ def _traffic(record: Record) -> str:
     return table("Collectives of a step", ("phase", "kind", "#number", "#bytes", "#formula", ""), rows, note)
 
 
-def _buckets(record: Record) -> str:
+def _buckets(record: StepData) -> str:
     held: dict[str, list[int]] = {}
     for p in record.parameters:
         held.setdefault(p.bucket, [0, 0, 0])
@@ -48,7 +48,7 @@ def _buckets(record: Record) -> str:
     return table("Buckets", ("bucket", "#parameters", "#unsharded", "#shards of a rank"), rows) if rows else ""
 
 
-def _saved(record: Record) -> str:
+def _saved(record: StepData) -> str:
     rows = [
         (f"<code>{escape(s.name)}</code>", escape(s.type), size(s.bytes), escape(s.module))
         for s in largest_saved(record)
@@ -56,7 +56,7 @@ def _saved(record: Record) -> str:
     return table("Largest tensors saved for backward", ("name", "type", "#bytes", "module"), rows) if rows else ""
 
 
-def _setup(record: Record) -> str:
+def _setup(record: StepData) -> str:
     link, device = record.setup.cost.link, record.setup.cost.device
     rows = [
         ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} per collective"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from shardtrace.inspector.record import Phase, Record, Stage
+from shardtrace.inspector.step_data import Phase, Stage, StepData
 from shardtrace.inspector.summary import largest_saved, peak, totals, traffic
 from shardtrace.inspector.units import count, duration, size
 
@@ -12,7 +12,7 @@ WIDTH = 72  # characters of the drawing
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-def render(record: Record) -> str:
+def render(record: StepData) -> str:
     """The summary of a step in a few dozen lines."""
     parts = [f"{record.setup.model}: {record.setup.description}", *record.notes]
     top = peak(record)
@@ -54,12 +54,12 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _traffic(record: Record) -> list[str]:
+def _traffic(record: StepData) -> list[str]:
     rows = [(f"{phase} {kind}", *cells) for phase, kind, *cells in (row.cells for row in traffic(record))]
     return columns(rows) if rows else []
 
 
-def _saved(record: Record) -> list[str]:
+def _saved(record: StepData) -> list[str]:
     rows = [(f"{s.name} {s.type}", size(s.bytes), s.module) for s in largest_saved(record)]
     return columns(rows) if rows else []
 
@@ -82,7 +82,7 @@ def _passes(stages: Sequence[Stage]) -> list[str]:
 # ---- the step in characters ----
 
 
-def _drawing(record: Record) -> list[str]:
+def _drawing(record: StepData) -> list[str]:
     end = record.end
     if not end:
         return []
@@ -126,7 +126,7 @@ def _lane(phases: Sequence[Phase], end: float, spans: Callable[[Phase], Spans]) 
     return "".join(_height(part) for part in filled)
 
 
-def _memory(record: Record, end: float) -> str:
+def _memory(record: StepData, end: float) -> str:
     top = [0] * WIDTH
     for phase in record.phases:
         for row, start, stop in zip(phase.memory, phase.timeline.starts, phase.timeline.starts[1:], strict=False):

@@ -120,7 +120,7 @@ class _Links:
     def span(self, issue: BoundSymbol, line: int, start: float, stop: float) -> Span:
         bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
         link = self._numbers.setdefault(_link(issue), len(self._numbers))
-        size, sent = bucket.bytes, bucket.trips * bucket.bytes * (ranks - 1) // ranks
+        size, sent = bucket.bytes, bucket.crossings * bucket.bytes * (ranks - 1) // ranks
         if is_offload(issue):
             size, sent = bucket.numel * bucket.rest_dtype.bytes, 0
         return Span(

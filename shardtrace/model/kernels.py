@@ -10,7 +10,7 @@ from passes.kernels.registration import fuses
 from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 
 
-def enlist_kernels(data: Any) -> None:
+def add_kernels(data: Any) -> None:
     """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation.
 
     Changes nothing if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from passes.compat.jit import set_traced_device, traced_device, unjitted
-from passes.plan import Axis, CostModel, Gradients, Placement, Plan, Shape, ShardedParameter, Wire
+from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, Shape, ShardedParameter, Wire
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.home import Home
@@ -130,7 +130,7 @@ class ShardedState:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
-    def _plan(self, key: PlanKey) -> Plan:
+    def _plan(self, key: PlanKey) -> BucketPlan:
         strategy, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
         home, factor = entries[0].home, self.options.comm.gradient_divide_factor
@@ -138,10 +138,10 @@ class ShardedState:
         devices = {e.device.type for e in entries}
         param_dtype, reduce_dtype = (precision.param_dtype, precision.reduce_dtype) if precision else (None, None)
 
-        def over(axis: Axis, placement: Placement, **others: Any) -> Plan:
+        def over(axis: Axis, placement: Placement, **others: Any) -> BucketPlan:
             group, sums = self.runtime.group(axis), self.options.comm.sum_reductions
             travel = transport(group, devices)
-            return Plan(
+            return BucketPlan(
                 axis=axis, world_size=group.size(), rank=group.rank(), placement=placement, direct=travel.direct,
                 averages=travel.averages and not sums, sums=sums, **common, **others,
             )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The hook into ``thunder.jit``: a sharded module enlists its own passes when Thunder traces its forward.
+"""The hook into ``thunder.jit``: a sharded module adds its own passes when Thunder traces its forward.
 
 The class of a sharded module is swapped for a subclass, and so are the classes of submodules that own shards or are
-checkpointed. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward`` of a sharded module. It enlists
+checkpointed. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward`` of a sharded module. It adds
 the passes, puts full-shape stand-ins in place, and records the call (:mod:`shardtrace.record`). The ``forward`` of a
 submodule checks that the stand-ins are there. Without Thunder, the plain ``forward`` raises an error that says what to
 do.
@@ -25,7 +25,7 @@ from passes.runner import FirstStage, Pass
 from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen
 from shardtrace.model.dump import dump
-from shardtrace.model.kernels import enlist_kernels
+from shardtrace.model.kernels import add_kernels
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
 from shardtrace.record import front
@@ -70,12 +70,12 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
-        facts.enlisted.steps[state.runtime] = state.runtime.step()
+        facts.parameters.steps[state.runtime] = state.runtime.step()
         by_stand_in |= state.by_stand_in
 
     def found(tensor: torch.Tensor, wrapped: Any) -> None:
         if id(tensor) in by_stand_in:
-            facts.enlisted.add(wrapped.value.history, by_stand_in[id(tensor)])
+            facts.parameters.add(wrapped.value.history, by_stand_in[id(tensor)])
 
     proxied = proxied_values()  # grows until tracing ends
     with ExitStack() as stack:
@@ -122,7 +122,7 @@ def _prepare(states: Sequence[ShardedState]) -> None:
             raise
     refresh_modules()
     if any(state.options.compile.kernels for state in states):
-        enlist_kernels(data)
+        add_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
 
@@ -181,7 +181,7 @@ def _why_no_call() -> str:
 
 
 def _compilation(states: Sequence[ShardedState]) -> Compilation:
-    """The current compilation. Its passes are enlisted in the jitted function once, as the first models ask for."""
+    """The current compilation. Its passes join those of the jitted function once, as the first models ask for."""
     transforms = get_compile_data().transforms
     for transform in transforms:
         if isinstance(transform, FirstStage):

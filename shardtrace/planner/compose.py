@@ -27,7 +27,7 @@ from passes.analysis.recognise import (
     is_unpack,
     is_wait,
 )
-from passes.plan import Bucket, Plan, Wire
+from passes.plan import Bucket, BucketPlan, Wire
 from passes.schedule import schedule
 from passes.wait_copies import wait_copies
 
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
     backward: Symbol
 
 
-class Step(NamedTuple):
+class ComposedStep(NamedTuple):
     """The traces of a step."""
 
     forward: TraceCtx
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 class Compiled(NamedTuple):
     """A step before its collectives are placed, and the functions of blocks that it calls."""
 
-    step: Step
+    step: ComposedStep
     calls: Mapping[Call, Pair]
 
 
@@ -81,7 +81,7 @@ def compiled(function: Any) -> Compiled:
     backward = thunder.last_backward_traces(function)
     if not backward:
         raise ValueError("there is nothing to train: no parameter requires a gradient")
-    step = Step(*map(_before_schedule, (thunder.last_traces(function), backward)))
+    step = ComposedStep(*map(_before_schedule, (thunder.last_traces(function), backward)))
     there = {call: b.sym for call, b in _calls(step.forward.bound_symbols)}
     back = {call: b.sym for call, b in _calls(step.backward.bound_symbols, backwards=True)}
     return Compiled(step, {call: Pair(there[call], back[call]) for call in there if call in back})
@@ -101,7 +101,7 @@ def _calls(lines: Iterable[BoundSymbol], *, backwards: bool = False) -> Iterator
         number[module] += 1
 
 
-def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Step:
+def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> ComposedStep:
     """The executed traces of a step in which blocks call the functions of ``pairs``, or else those of the base, and
     buckets travel as ``choice`` says. No bucket of ``base`` is kept."""
     forward, backward = ([b for b in t.bound_symbols if not is_deletion(b)] for t in base.step)
@@ -111,7 +111,9 @@ def compose(base: Compiled, pairs: Mapping[Call, Pair], choice: Choice) -> Step:
     plans = _Plans(choice, {bucket_of(b).plan for b in forward if is_wait(b)})
     there, back = ([plans.line(b) for b in lines] for lines in (there, back))
     saved = _saved(there, back)
-    return Step(_placed(base.step.forward, _returning(there, saved)), _placed(base.step.backward, _given(back, saved)))
+    return ComposedStep(
+        _placed(base.step.forward, _returning(there, saved)), _placed(base.step.backward, _given(back, saved))
+    )
 
 
 def _placed(like: TraceCtx, lines: list[BoundSymbol]) -> TraceCtx:
@@ -162,10 +164,10 @@ class _Plans:
     """The buckets of a step with the plans and wires of a choice: a plan of kept buckets, and one of those gathered
     again. ``first``: the plans of the gathers of forward."""
 
-    def __init__(self, choice: Choice, first: Iterable[Plan]) -> None:
+    def __init__(self, choice: Choice, first: Iterable[BucketPlan]) -> None:
         self.choice = choice
         self._second = {plan.secondary for plan in first} - {None}
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool], BucketPlan] = {}
         self._buckets: dict[tuple[int, Wire | None], Bucket] = {}
 
     def line(self, bsym: BoundSymbol) -> BoundSymbol:
@@ -193,7 +195,7 @@ class _Plans:
             self._buckets[key] = new.carried_by(wire)
         return self._buckets[key]
 
-    def _plan(self, plan: Plan, kept: bool) -> Plan:
+    def _plan(self, plan: BucketPlan, kept: bool) -> BucketPlan:
         key = id(plan), kept
         if key not in self._plans:
             regather = plan.regather and not kept

@@ -10,7 +10,7 @@ from passes.analysis.recognise import bucket_of, is_deletion, is_issue, is_retur
 from passes.plan import CostModel
 from passes.plan.hardware import HOST_MEMORY, Hardware
 from shardtrace.inspector.timeline import predicted
-from shardtrace.planner.compose import Step
+from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.optimizer import OptimizerCost
 
 from thunder.core.proxies import ProxyTag, TensorProxy
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     accumulation: int = 1
 
 
-def estimate(step: Step, setting: Setting, facts: dict[Any, Any] | None = None) -> Estimate:
+def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None = None) -> Estimate:
     """Predicts a step from its executed traces. ``facts``: as in ``step_liveness``."""
     cost, optimizer, count = setting.cost, setting.optimizer, setting.accumulation
     forward, backward = predicted(step, cost)
@@ -86,7 +86,7 @@ def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
     return last.inputs + int((setting.optimizer.state + 4 + temporary) * words)
 
 
-def _reserved(step: Step, tensors: int, hardware: Hardware) -> dict[str, int]:
+def _reserved(step: ComposedStep, tensors: int, hardware: Hardware) -> dict[str, int]:
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
     found = {
         "context": hardware.context,

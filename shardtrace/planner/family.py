@@ -12,7 +12,7 @@ from passes.analysis.flops import work
 from passes.analysis.recognise import bucket_of, is_gather, is_issue
 from passes.plan import Bucket, Wire
 from shardtrace.options.blocks import RECOMPUTED
-from shardtrace.planner.compose import Call, Choice, Compiled, Pair, Step, compose
+from shardtrace.planner.compose import Call, Choice, Compiled, ComposedStep, Pair, compose
 from shardtrace.planner.estimate import Estimate, estimate
 from shardtrace.planner.task import STRATEGIES, Task
 
@@ -112,7 +112,7 @@ class Family:
             self._points[candidate] = Point(candidate, found, name)
         return self._points[candidate]
 
-    def step(self, candidate: Candidate) -> Step:
+    def step(self, candidate: Candidate) -> ComposedStep:
         """The executed traces of a candidate."""
         chosen, allowed = dict(candidate.recomputed), self.task.allowed
         pairs = {call: self.variants[chosen.get(call[0], NOTHING)][call] for call in self.variants[NOTHING]}

@@ -19,7 +19,7 @@ from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.policies import flat
 from shardtrace.options.wires import NO_WIRES, parse_allowed
-from shardtrace.planner.compose import Step
+from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.family import EXACT, Point
 from shardtrace.planner.optimizer import optimizer_cost
@@ -277,7 +277,7 @@ def _largest_batch(task: Task, plan: TrainingPlan) -> int:
 def compiled_estimate(function: Any, setting: Setting) -> Estimate:
     """What the last step of a jitted function costs."""
     forward, backward = thunder.last_traces(function), thunder.last_backward_traces(function)
-    return estimate(Step(forward[-1], backward[-1]), setting)
+    return estimate(ComposedStep(forward[-1], backward[-1]), setting)
 
 
 # ---- inputs ----

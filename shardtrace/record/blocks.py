@@ -13,7 +13,7 @@ from typing import Any
 from passes.analysis.calls import Block, CallOf, unique_name
 from passes.analysis.recognise import names
 from passes.compat.jit import compile_data_and_stats, names_of_users
-from passes.outline import enlist
+from passes.outline import add_executor
 from passes.plan import ShardedParameter
 from shardtrace.record.calls import Call, Record, Span, storage
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost
@@ -133,7 +133,7 @@ class Blocks:
             replay.values.forget(t for call in calls for t in call.results if storage(t) not in outside)
             return None
         data, _ = compile_data_and_stats()
-        enlist(data)
+        add_executor(data)
         swap, name = names_of_users(), type(outline.span.module).__name__
         block = Block(
             unique_name(trace, name if name.isidentifier() else "Block"),

@@ -12,7 +12,7 @@ from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
-from passes.kernels.torch_call import Meta, TorchCall, enlist
+from passes.kernels.torch_call import Meta, TorchCall, add_executor
 from shardtrace.record.calls import Call
 from shardtrace.record.kinds import Mark
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
@@ -228,7 +228,7 @@ class Replay:
             name=self._unique(function), function=function, flat=flat, spec=spec, places=places, inputs=of_inputs,
             results=of_results, absent=self._absent, **options,
         )  # fmt: skip
-        enlist(get_compile_data())
+        add_executor(get_compile_data())
         with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on
             return call.symbol(*proxies)
 

@@ -2,7 +2,7 @@
 
 import shardtrace
 from passes.insert_guards import insert_guards
-from passes.plan import Enlisted
+from passes.plan import TracedParameters
 
 import pytest
 import thunder
@@ -40,7 +40,7 @@ x: "cpu f32[2, 4]" = args[0]""",
 
 def test_without_guards_the_prologue_is_the_same():
     prologue = TraceCtx()
-    assert insert_guards(prologue, enlisted=Enlisted()) is prologue
+    assert insert_guards(prologue, parameters=TracedParameters()) is prologue
 
 
 def test_a_guard_that_raises_compiles_another_step(single_rank):
@@ -61,7 +61,7 @@ def test_each_guard_is_a_line_behind_the_arguments_and_the_last_one_stands_behin
     prologue = thunder.last_prologue_traces(cmodel)[0]
     before = [b.sym.name for b in prologue.bound_symbols]
     every = [lambda i=i: called.append(i) for i in range(guards + 1)]
-    new = insert_guards(prologue, enlisted=Enlisted(), guards=every[:-1], last_guards=every[-1:])
+    new = insert_guards(prologue, parameters=TracedParameters(), guards=every[:-1], last_guards=every[-1:])
     names = [b.sym.name for b in new.bound_symbols]
     assert [n for n in names if n != "check_parameters"] == before
     lines = [b for b in new.bound_symbols if b.sym.name == "check_parameters"]

@@ -21,7 +21,7 @@ from passes.analysis.recognise import (
 )
 from passes.analysis.seconds import collective_seconds, compute_seconds
 from passes.analysis.verify import VerificationError, verify
-from passes.plan import CostModel, Device, Link, PlainRuntime, Plan
+from passes.plan import BucketPlan, CostModel, Device, Link, PlainRuntime
 from passes.schedule import schedule
 
 import dags
@@ -39,7 +39,7 @@ def made_up(draw):
     rows = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=8))
     cost = CostModel(Link(draw(SPEED), draw(st.sampled_from([0.0, 1e-3]))), Device(1e9, 1e9, draw(SPEED), 1e-6))
     limit = draw(st.one_of(st.none(), st.integers(1, 8000)))
-    plan = Plan("M", 2, prefetch=draw(st.integers(0, 3)), max_inflight_bytes=limit, cost=cost)
+    plan = BucketPlan("M", 2, prefetch=draw(st.integers(0, 3)), max_inflight_bytes=limit, cost=cost)
     unreduced = set(range(len(rows)))
     steps = []
     for n in range(draw(st.integers(1, 14))):
@@ -194,14 +194,14 @@ def cost(link, memory):
     ],
 )
 def test_the_cost_model_decides(model, expected):
-    plan = Plan("M", 2, cost=model)
+    plan = BucketPlan("M", 2, cost=model)
     assert collectives(schedule(chain(plan))).startswith(expected)
 
 
 def test_64_blocks_cost_at_most_9_times_what_8_do():
     def calls(blocks):
         """Function calls of scheduling and verifying. Time is proportional to them, but noisier."""
-        plan = Plan("M", 2)
+        plan = BucketPlan("M", 2)
         steps = [
             dags.Step((i * 6 + k,), (i,) if k == 0 else (), i if k == 5 else None)
             for i in range(blocks)
@@ -216,7 +216,7 @@ def test_64_blocks_cost_at_most_9_times_what_8_do():
 
 
 def test_verify_finds_too_many_bytes_in_flight():
-    plan = Plan("M", 2, prefetch=3)
+    plan = BucketPlan("M", 2, prefetch=3)
     trace = schedule(chain(plan))
     strict = replace(plan, max_inflight_bytes=1)
     for bsym in trace.bound_symbols:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from passes.analysis.in_flight import Clock, Pending, Window
 from passes.analysis.recognise import bucket_of, is_issue
-from passes.plan import CostModel, Device, Link, PlainRuntime, Plan
+from passes.plan import BucketPlan, CostModel, Device, Link, PlainRuntime
 
 import dags
 import pytest
 
 COST = CostModel(Link(bandwidth=1e3, latency=0.0), Device(1e9, 1e9, 1e9, 0.0))
-PLAN = Plan("M", 2, cost=COST)  # 2 ranks: half of a bucket's bytes go through the link
+PLAN = BucketPlan("M", 2, cost=COST)  # 2 ranks: half of a bucket's bytes go through the link
 
 
 def issues(plan=PLAN):

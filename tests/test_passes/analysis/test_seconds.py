@@ -108,7 +108,7 @@ def test_the_second_half_of_an_all_reduce_on_a_wire_is_waited_for(fake_ranks):
     (reduce,) = [b for b in backward.bound_symbols if is_issue(b)]
     (wait,) = [b for b in backward.bound_symbols if is_wait(b)]
     bucket, half = bucket_of(reduce), 4096 + 16 * 4  # codes, and a scale for each 256 of them
-    assert (bucket.trips * bucket.bytes, bucket.work.late) == (2 * half, half)
+    assert (bucket.crossings * bucket.bytes, bucket.work.late) == (2 * half, half)
     assert link_seconds(reduce) == pytest.approx(MODEL.collective_seconds(half, 2))
     worked = MODEL.kernel_seconds(bucket.work.finish)
     assert wire_seconds(MODEL, wait) == pytest.approx(worked + MODEL.collective_seconds(half, 2))

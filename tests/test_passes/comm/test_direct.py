@@ -3,7 +3,7 @@
 import shardtrace  # noqa: F401
 from passes.comm import direct
 from passes.comm.messages import PIECE
-from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
+from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from passes.plan.layout import SMALL
 from shardtrace.model.home import Home, shard
 
@@ -29,7 +29,7 @@ def exchange_bucket(dtype):
     """Gathers and reduces by messages a bucket of large members, with and without padding, and of small ones. The last
     two large ones travel in pieces."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    plan = Plan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
+    plan = BucketPlan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
     home = Home(Placement.SHARD, group)
     kind = getattr(torch, dtype)
     shapes = [(300, 512), (5,), (901, 512), (), (1, 2**18)]  # the last one's shard is padding on all ranks but one

@@ -4,7 +4,7 @@ import copy
 from contextlib import nullcontext
 
 import shardtrace
-from passes.plan import Placement, Plan
+from passes.plan import BucketPlan, Placement
 
 import pytest
 import thunder
@@ -63,9 +63,9 @@ def exchange_buckets(dtype):
 )
 def test_divisors_of_sums(ranks, dtype, divisors):
     """In fp16 the powers of two of FSDP2."""
-    assert Plan("Model", ranks, sums=True).divisors(dtype) == divisors
-    assert Plan("Model", ranks).divisors(dtype) == (ranks, 1)
-    assert Plan("Model", ranks, averages=True).divisors(dtype) == (1, 1)
+    assert BucketPlan("Model", ranks, sums=True).divisors(dtype) == divisors
+    assert BucketPlan("Model", ranks).divisors(dtype) == (ranks, 1)
+    assert BucketPlan("Model", ranks, averages=True).divisors(dtype) == (1, 1)
 
 
 class Net(nn.Module):

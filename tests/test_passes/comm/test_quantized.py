@@ -6,7 +6,7 @@ import shardtrace  # noqa: F401
 from passes.comm import symbols
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
-from passes.plan import Bucket, Member, Placement, PlainRuntime, Plan, ShardedParameter
+from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from shardtrace.model.home import Home, shard
 
 import pytest
@@ -22,7 +22,7 @@ SHAPES = [(300, 40), (5,), (90, 64), (), (4, 700)]
 
 def bucket_of(group, placement=Placement.SHARD, dtype=torch.float32, *, direct=True, shapes=SHAPES, **plan):
     rank, ranks = group.rank(), group.size()
-    plan = Plan("M", ranks, rank, placement=placement, direct=direct, runtime=PlainRuntime(group), **plan)
+    plan = BucketPlan("M", ranks, rank, placement=placement, direct=direct, runtime=PlainRuntime(group), **plan)
     kind = dtypes.to_dtype(dtype)
     members = tuple(
         Member(ShardedParameter(plan, f"p{i}", s, "", dtype=kind, owner=i % ranks, index=i), True)

@@ -1,6 +1,6 @@
 from passes.plan.bucketing import MB, Use, choose_pieces, group_uses
 from passes.plan.cost import GLOO, Link
-from passes.plan.plan import Member, Plan, ShardedParameter
+from passes.plan.plan import BucketPlan, Member, ShardedParameter
 
 import pytest
 from thunder.core import dtypes
@@ -10,7 +10,7 @@ EMBED, H0, H1, NORM, HEAD = ("embed", None), ("h.0.mlp", "h.0"), ("h.1.mlp", "h.
 
 def uses(bucketing, *places, rows=256, dtype=dtypes.float32, device="cpu", plan=None):
     """Parameters "weight" and "bias" of each (layer, block), in order of use; weights of ``rows`` KB over 2 ranks."""
-    plan = plan or Plan("Model", world_size=2, bucketing=bucketing)
+    plan = plan or BucketPlan("Model", world_size=2, bucketing=bucketing)
     return [
         Use(Member(ShardedParameter(plan, f"{layer}.{name}", shape, layer, block=block), trainable=True), dtype, device)
         for layer, block in places
@@ -65,13 +65,13 @@ def test_dtypes_devices_and_models_do_not_mix(other):
 
 
 def test_a_block_in_pieces_of_consecutive_parameters():
-    plan = Plan("Model", world_size=2, pieces=2)
+    plan = BucketPlan("Model", world_size=2, pieces=2)
     groups = group_uses(uses("block", H0, ("h.0.attn", "h.0"), H1, ("h.1.attn", "h.1"), EMBED, plan=plan))
     assert [g.label for g in groups] == ["h.0.mlp", "h.0.attn", "h.1.mlp", "h.1.attn", "embed"]
 
 
 def test_pieces_cover_a_block_that_one_parameter_dominates():
-    plan = Plan("Model", world_size=2, pieces=4)
+    plan = BucketPlan("Model", world_size=2, pieces=4)
     (whole,) = group_uses(uses("block", H0, plan=plan)[:1])
     assert whole.label == "h.0"
 

@@ -2,7 +2,7 @@
 
 from passes.plan.bucket import Bucket
 from passes.plan.layout import SMALL, UNITS
-from passes.plan.plan import Member, Placement, Plan, ShardedParameter, shard_shape
+from passes.plan.plan import BucketPlan, Member, Placement, ShardedParameter, shard_shape
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SHAPES = [(5, 3), (), (1, 4), (8,), (2, 1, 3)]
 
 
 def bucket_of(shapes, world_size, trainable=True):
-    plan = Plan("Model", world_size=world_size)
+    plan = BucketPlan("Model", world_size=world_size)
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), trainable) for i, s in enumerate(shapes))
     return Bucket("root", "b_root", plan, members, dtypes.float32)
 
@@ -45,7 +45,7 @@ def test_rows_of_owners_are_what_each_owns(owners):
     """Packed on any rank and cut into rows, the tensors come back: to each owner its own, to all ranks all of them."""
     tensors = tuple(torch.randn(s) for s in SHAPES)
     for rank in range(3):
-        plan = Plan("Model", world_size=3, rank=rank, placement=Placement.OWNER)
+        plan = BucketPlan("Model", world_size=3, rank=rank, placement=Placement.OWNER)
         members = tuple(
             Member(ShardedParameter(plan, f"p{i}", s, "", owner=o), True)
             for i, (s, o) in enumerate(zip(SHAPES, owners, strict=True))
@@ -79,7 +79,7 @@ def test_large_members_keep_no_memory_but_their_own():
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_one_kernel_packs_what_single_copies_pack(world_size, wire):
     """The kernel for GPUs: also with padding, a cast, and gradients that are not contiguous."""
-    plan = Plan("Model", world_size=world_size)
+    plan = BucketPlan("Model", world_size=world_size)
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(SHAPES) if s)
     layout = Bucket("root", "b_root", plan, members, dtypes.to_dtype(getattr(torch, wire))).layout
     tensors = [torch.randn(s[::-1], dtype=torch.bfloat16).permute(*reversed(range(len(s)))) for s in SHAPES if s]

@@ -4,7 +4,7 @@ import copy
 from dataclasses import replace
 
 import shardtrace
-from passes.plan import Link, Member, Plan, ShardedParameter, default_cost_model
+from passes.plan import BucketPlan, Link, Member, ShardedParameter, default_cost_model
 from passes.plan.layout import ShardLayout
 
 import torch
@@ -13,7 +13,7 @@ from thunder.core import dtypes
 
 
 def flat_row(shards):
-    plan = Plan("Model", world_size=2)
+    plan = BucketPlan("Model", world_size=2)
     shapes = [(2 * s.shape[0], *s.shape[1:]) for s in shards]
     members = [Member(ShardedParameter(plan, f"p{i}", shape, ""), True) for i, shape in enumerate(shapes)]
     return ShardLayout(members, 2, dtypes.float32).flat_row(shards)

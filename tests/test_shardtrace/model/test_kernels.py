@@ -1,5 +1,5 @@
 import shardtrace
-from shardtrace.model.kernels import enlist_kernels
+from shardtrace.model.kernels import add_kernels
 from shardtrace.testing import compile_fake
 from shardtrace.testing import fake_ranks as in_fake_ranks
 
@@ -90,5 +90,5 @@ def test_off_if_a_default_executor_fuses(monkeypatch):
     class Data:
         executors_list = (*defaults, *thunder.get_always_executors())
 
-    enlist_kernels(Data)
+    add_kernels(Data)
     assert shardtrace.kernels not in Data.executors_list

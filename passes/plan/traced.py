@@ -11,7 +11,7 @@ from passes.plan.step import Gradients, Step
 
 
 @dataclass
-class Enlisted:
+class TracedParameters:
     """The sharded parameters among a trace's inputs, and the step that is being compiled for each model.
 
     A proxy is identified by its ``history`` (Thunder's record of where the value came from), which survives renaming.

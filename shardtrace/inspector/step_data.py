@@ -12,7 +12,7 @@ from passes.analysis.calls import parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
-from passes.plan import Axis, Bucket, CostModel, Member, Plan, default_cost_model, shard_shape
+from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
 from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Reader, Table
@@ -140,7 +140,7 @@ class Setup(NamedTuple):
     host_bytes: int = 0  # shards at rest in host memory
 
 
-class Record(NamedTuple):
+class StepData(NamedTuple):
     """A compiled step: its setup, its passes, and its executed traces on one clock.
 
     All times are predicted, or, if ``measured_steps`` is not 0, medians over that many steps.
@@ -175,15 +175,15 @@ class Traces(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def build_record(
+def build_step_data(
     traces: Traces,
     *,
     model: str,
     forms: Mapping[Name, str],
-    plan: Plan | None = None,
+    plan: BucketPlan | None = None,
     notes: Sequence[str] = (),
     times: LineTimes | None = None,
-) -> Record:
+) -> StepData:
     """Collects the record of one compilation from its stages; there may be none.
 
     ``forms`` has the class of each module by name. ``plan`` is the fallback if the traces have no collectives.
@@ -208,7 +208,7 @@ def build_record(
     for p in parameters:
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
-    return Record(
+    return StepData(
         setup=_setup(plan, buckets, parameters) if plan is not None else Setup(model, cost),
         stages=stages,
         phases=phases,
@@ -346,7 +346,7 @@ STRATEGIES = {
 }
 
 
-def _setup(plan: Plan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
+def _setup(plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
     names = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
     strategy = " and ".join(STRATEGIES.get(name, name) for name in names)
     group = plan.runtime.group(Axis.ALL)
@@ -373,7 +373,7 @@ def _wires(buckets: Sequence[Bucket]) -> str:
     return ", ".join(f"{verbs[bool(k)]} {text}" for k, text in enumerate(texts) if text)
 
 
-def _bucketing(plan: Plan) -> str:
+def _bucketing(plan: BucketPlan) -> str:
     """How parameters are grouped into buckets, and why."""
     if isinstance(plan.bucketing, int | float):
         return f"{plan.bucketing:g} MB"
