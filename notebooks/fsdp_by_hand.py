@@ -72,7 +72,7 @@ show(computation)
 # ## The plan
 #
 # Passes never touch the model. They read a *plan*, which is plain data: the world size, the strategy, the parameters. A
-# `BucketPlan` with `regather=True` is ZeRO-3. `TracedParameters` lists the inputs of the trace that are sharded parameters.
+# `BucketPlan` with `regather=True` is ZeRO-3. `TracedParameters` lists the inputs that are sharded parameters.
 
 # %%
 plan = BucketPlan("Sequential", world_size=2, regather=True)
