@@ -11,7 +11,6 @@ from typing import Any
 
 from passes.analysis.calls import block_of, unique_name
 from passes.analysis.recognise import names
-from passes.analysis.symbols import properties
 from passes.comm.symbols import synchronize
 from passes.plan import Bucket, Member, ShardedParameter, TracedParameters
 from passes.plan.bucketing import Group, Use, group_uses
@@ -38,7 +37,6 @@ def insert_synchronize(computation: TraceCtx, *, parameters: TracedParameters) -
     """
     if not any(parameters.get(p) for p in computation.args):
         return computation
-    _refuse_updates(computation, parameters)
     # Lines without effect do not count as uses. Thunder iterates over named_parameters() in the order of a set, which
     # differs between ranks: if a model only asks for a dtype there, ranks would gather in different orders.
     computation = dce(computation)
@@ -99,33 +97,6 @@ def _find_uses(
             if inputs[p.name].requires_grad and (is_return or not is_constant_for_vjp(bsym)):
                 trainable.add(parameter)
     return first_use, canonical, trainable
-
-
-def _refuse_updates(computation: TraceCtx, parameters: TracedParameters) -> None:
-    """Raises RuntimeError if a line copies into a parameter or a view of one, as in-place operations do."""
-    names = {p.name: parameter for p in computation.args if (parameter := parameters.get(p)) is not None}
-
-    def check(bsym: BoundSymbol) -> None:
-        if bsym.sym.id == prims.PrimIDs.UPDATE_ALIASES:  # new names for the same values
-            pairs = zip(bsym.args[0], bsym.output, strict=True)
-            names.update({o.name: names[a.name] for a, o in pairs if a.name in names})
-        elif _is_alias(bsym) and (source := bsym.flat_proxy_args[0].name) in names:
-            names.update({o.name: names[source] for o in bsym.flat_proxy_outs})
-        if bsym.sym.id == prims.PrimIDs.COPY_ and bsym.args[1].name in names:
-            raise RuntimeError(
-                f"parameter {names[bsym.args[1].name].name!r} is updated in place in forward, which would change a "
-                "gathered copy and not the shards: make it a buffer, or update it outside of forward"
-            )
-        for part in bsym.subsymbols:
-            check(part)
-
-    for bsym in computation.bound_symbols:
-        check(bsym)
-
-
-def _is_alias(bsym: BoundSymbol) -> bool:
-    """True for views and casts. Thunder loses the gradient of a parameter whose cast is updated in place."""
-    return properties(bsym.sym).is_alias and bool(bsym.flat_proxy_args)
 
 
 def _outputs(bsym: BoundSymbol) -> list[Proxy]:
