@@ -123,3 +123,15 @@ def test_no_package_exports_a_name_of_its_modules():
             modules = {module.removesuffix(".__init__") for module in SOURCES}
             hidden |= {f"{package}.{name}" for name in exported(tree)} & modules
     assert hidden == set()
+
+
+def lines_of(function):
+    """The lines of a function's body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_files_and_functions_fit_on_few_screens():
+    assert [module for module, tree in SOURCES.items() if tree.body and tree.body[-1].end_lineno > 400] == []
+    functions = ((m, f) for m, tree in SOURCES.items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
+    assert [(module, function.name) for module, function in functions if lines_of(function) > 50] == []
