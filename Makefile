@@ -84,7 +84,7 @@ gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run the tests that need 
 	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
 	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
 
-docs: $(VENV)/.docs  ## build the site, with the API reference and a search: build/site/index.html
+docs: $(VENV)/.docs  ## build the site, with the API reference and a search: python -m http.server -d build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 notebooks: $(VENV)/.dev  ## execute the notebooks and store their outputs; NOTEBOOKS=name for some
