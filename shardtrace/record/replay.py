@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from torch.utils import _pytree as pytree
 Leaf = Callable[[torch.Tensor], Any]
 KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 BUFFERS = {nn.functional.batch_norm}  # Thunder's symbol writes the running statistics itself
+LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
 
 
@@ -51,6 +53,18 @@ class Constant:
 
     def __call__(self) -> torch.Tensor:
         return self.tensor
+
+
+def without_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a tensor like another one, called without the other's values."""
+
+    @functools.wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        empty = lambda x: x.empty() if isinstance(x, Meta) else x  # noqa: E731
+        args, kwargs = pytree.tree_map(empty, (args, kwargs), is_leaf=lambda x: isinstance(x, Meta))
+        return function(*args, **kwargs)
+
+    return made
 
 
 class Replay:
@@ -188,7 +202,10 @@ class Replay:
             raise
 
     def _by_torch(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
-        tensors = call.tensors()
+        function, tensors = call.function, call.tensors()
+        if name_of(function) in LIKE and len(tensors) == 1:
+            function, tensors = without_values(function), []
+            args, kwargs = pytree.tree_map_only(torch.Tensor, Meta.of, (call.args, call.kwargs))
         if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
@@ -196,7 +213,7 @@ class Replay:
         made = [t for t in call.results if id(t) not in into]
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(
-            call.function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
+            function, args, kwargs, old, inputs=tensors, written=written, grad=call.grad,
             autocast=call.autocast, random=call.random,
         )  # fmt: skip
         return list(new), old
