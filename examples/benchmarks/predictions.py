@@ -29,7 +29,7 @@ from passes.plan.hardware import hardware
 from shardtrace.calibrate import calibrate
 from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import grouped
-from shardtrace.planner.compose import Step
+from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.optimizer import optimizer_cost
 
@@ -174,7 +174,7 @@ def run(job: Job, world: World, cost: Mapping[str, Any], planned: str, wires: bo
         _, step = metered(steps[name], world.device)
         unused = sum(x.nbytes for batch in steps[name].batches[1:] for x in batch)
         peaks[name] = built.kept + step.peak - unused
-        predicted[name] = estimate(Step(*compiled_traces(steps[name].model)), setting)
+        predicted[name] = estimate(ComposedStep(*compiled_traces(steps[name].model)), setting)
     timed = interleaved(
         steps, rounds=job.rounds, steps_per_round=job.steps_per_round, barrier=dist.barrier, device=world.device
     )
