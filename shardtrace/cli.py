@@ -125,7 +125,11 @@ def _parser() -> argparse.ArgumentParser:
 def _passes() -> str:
     """A line for each pass: when it runs, its name, whether it can be disabled, what it does."""
     stages = (("before autodiff", BEFORE_AUTODIFF), ("after lowering", AFTER_LOWERING))
-    rows = [(stage, e.name, "" if e.needed else "optional", e.does) for stage, entries in stages for e in entries]
+    rows = [
+        (stage, e.name, "" if e.needed else "optional", e.does.replace("``", ""))
+        for stage, entries in stages
+        for e in entries
+    ]
     return "\n".join(f"{stage:<16} {name:<23} {optional:<9} {does}" for stage, name, optional, does in rows)
 
 
