@@ -47,7 +47,7 @@ def test_zero2_needs_no_regather(fake_ranks):
     assert "regather" not in ours(thunder.last_traces(cmodel))
 
 
-def test_enlisted_once_with_the_users_passes_before_schedule_and_other_transforms_after(fake_ranks):
+def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_after(fake_ranks):
     fake_ranks(2)
 
     class Other(Transform):
