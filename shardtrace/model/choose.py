@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from passes.plan import HostMemory, Placement, Wire
@@ -50,12 +50,11 @@ class Target(NamedTuple):
     host: HostMemory | None
 
 
-def choose(module: nn.Module, options: Options, ignored: Iterable[nn.Parameter]) -> Chosen:
+def choose(module: nn.Module, options: Options, ignored: Collection[nn.Parameter]) -> Chosen:
     """Finds all parameters that are neither ignored nor sharded by an earlier call for a submodule, and what the
     options choose for them. Raises ValueError for a choice that chooses nothing, TypeError for one of another kind."""
-    ignored = tuple(ignored)
-    if wrong := next((p for p in ignored if not isinstance(p, torch.Tensor)), None):
-        raise TypeError(f"ignored_params must be parameters, not {wrong!r}: pass those of model.named_parameters()")
+    if wrong := [p for p in ignored if not isinstance(p, torch.Tensor)]:
+        raise TypeError(f"ignored_params must be parameters, not {wrong[0]!r}: pass those of model.named_parameters()")
     blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
     exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
     found = places(module, exclude, blocks)

@@ -73,6 +73,7 @@ def test_fields_and_arguments():
         ({"check_recording": 3}, r"pass checks=Checks\(recording=3\)$"),
         ({"weights": {"weight": torch.ones(2, 2)}}, r"pass init_policy=InitPolicy\(weights=...\)$"),
         ({"ignored_params": [3]}, "^ignored_params must be parameters, not 3"),
+        ({"ignored_params": [None]}, "^ignored_params must be parameters, not None"),
         ({"compile_policy": {"prefetch": 2}}, "^compile_policy must be a shardtrace.CompilePolicy, not dict$"),
     ],
 )
