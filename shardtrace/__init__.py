@@ -1,13 +1,13 @@
 """shardtrace: FSDP as a compiler, for lightning-thunder.
 
-    import shardtrace, thunder
+    import shardtrace, torch
 
-    model = shardtrace.fsdp(model)                       # in place: each rank holds 1/N of every parameter
-    cmodel = thunder.jit(model)
-    optimizer = torch.optim.AdamW(cmodel.parameters())
-    cmodel(x, y).backward(); optimizer.step()
+    model = shardtrace.fsdp(model)                     # in place: each rank holds 1/N of every parameter
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x, y).backward(); optimizer.step()           # the first call compiles the model
 
-Import it before ``thunder``: it makes Thunder importable on torch 2.13 (:mod:`passes.compat`).
+``thunder.jit(model)`` around it does the same. Import this package before ``thunder``: it makes Thunder importable on
+torch 2.13 (:mod:`passes.compat`).
 """
 
 import passes  # noqa: F401  first, because it makes Thunder importable
@@ -46,6 +46,7 @@ from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
 from shardtrace.training.generation import Generator
 from shardtrace.training.join import join
+from shardtrace.training.methods import register_forward_method
 from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
@@ -108,6 +109,7 @@ __all__ = [
     "no_sync",
     "plan",
     "profile",
+    "register_forward_method",
     "save_checkpoint",
     "sharded_state_dict",
     "split_parameters",

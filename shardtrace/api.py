@@ -14,12 +14,12 @@ from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
 from shardtrace.model.choose import Target, choose, choose_gathers, find_target
+from shardtrace.model.classes import attach
 from shardtrace.model.distribute import shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
 from shardtrace.model.refusal import compare_models, refuse
 from shardtrace.model.state import ShardedState
-from shardtrace.model.tracing import attach
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
@@ -29,8 +29,8 @@ from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.failure import watch, watches
 from shardtrace.ranks.mesh import Mesh
 from shardtrace.ranks.rendezvous import leave_in_peace
-from shardtrace.training.accumulation import no_sync
 from shardtrace.training.clipping import share_norms
+from shardtrace.training.methods import METHODS
 from shardtrace.training.optimizers import refuse_wrong_optimizers
 from shardtrace.training.scaling import share_overflows
 from shardtrace.training.wrappers import refuse_wrappers
@@ -65,8 +65,8 @@ def fsdp(
 
     By default each rank then holds ``ceil(rows / N)`` rows of dim 0 of each parameter, padded with zeros. The
     ``nn.Parameter`` objects and the names in ``state_dict()`` stay the same, so that an optimizer may be built before
-    or after. ``thunder.jit(model)`` runs the model with full parameters, which lines of the trace gather and free. The
-    gradient of a shard is the mean over ranks.
+    or after. The model compiles itself when it is called, or is compiled by a ``thunder.jit`` around it. Lines of the
+    trace gather full parameters and free them. The gradient of a shard is the mean over ranks.
 
     Tied weights stay one parameter and are gathered once. Frozen parameters are sharded; no gradient is reduced for
     them. A 0-dim parameter becomes a shard of shape ``(1,)`` whose value is on rank 0. Parameters without elements stay
@@ -109,7 +109,8 @@ def fsdp(
             :class:`InitPolicy`, :class:`CommPolicy`, :class:`CompilePolicy` and :class:`Checks`.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
             for "zero3", False for "zero2"), ``mp`` (mp_policy), ``auto_wrap_policy``, ``TransformerBlock``
-            (bucketing_strategy), ``auto_wrap`` (False: one bucket), ``bucket_cap_mb`` (a size).
+            (bucketing_strategy), ``auto_wrap`` (False: one bucket), ``bucket_cap_mb`` (a size). ``compile`` is
+            ``CompilePolicy.jit``: arguments of ``thunder.jit``, or False to leave compiling to one around the model.
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
@@ -155,7 +156,7 @@ def fsdp(
     if entries and target.device.type == "cpu":
         keep_freed_memory()
     add_hooks(module)
-    attach(module, state, chosen, no_sync=no_sync)
+    attach(module, state, chosen, METHODS)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -114,6 +114,7 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
+        self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
         self.runtime = ModelRuntime(self.model_name, groups, self._check_in_place, options.checks)
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
@@ -225,13 +226,21 @@ class ShardedState:
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
 
-    def check_callable(self, name: str) -> None:
-        """Raises RuntimeError if the model is called without Thunder, unless its parameters are whole."""
-        if not (self.unsharded or self.tracing):
+    @property
+    def holds_shards(self) -> bool:
+        """Whether the modules have shards now, so that a call of one is to run a compiled step."""
+        return not (self.unsharded or self.tracing or self._running)
+
+    def jit_options(self, name: str) -> Mapping[str, Any]:
+        """The arguments of ``thunder.jit`` for the call of ``name``. Raises RuntimeError if it may not compile
+        itself."""
+        jit = self.options.compile.jit
+        if jit is False:
             raise RuntimeError(
-                f"{name} is sharded and was called without Thunder: wrap it in thunder.jit, "
+                f"{name} is sharded with compile=False and was called without Thunder: wrap it in thunder.jit, "
                 "or call it inside shardtrace.full_params(model)"
             )
+        return {} if jit is True else jit
 
     def check_traceable(self) -> None:
         """Raises RuntimeError if the model cannot be traced as it is now."""
@@ -298,15 +307,6 @@ class ShardedState:
                 remedy = f"let PyTorch run the module, by fsdp(compile_policy=CompilePolicy(eager=[{name!r}]))"
                 remedy = remedy if name else "register it on the result of thunder.jit"
                 raise RuntimeError(f"{what} has a hook on its backward, {why}: {remedy}")
-
-    def check_part(self, module: nn.Module) -> None:
-        """Raises RuntimeError if a submodule is called by itself while its parameters are shards."""
-        if not (self.unsharded or self.tracing or self._running):
-            raise RuntimeError(
-                f"a {type(module).__name__} inside the sharded {self.model_name} was called by itself, and holds only "
-                f"this rank's shards: call the {self.model_name} through thunder.jit, or apply fsdp() to that module, "
-                "or call it inside shardtrace.full_params"
-            )
 
     @contextmanager
     def casting(self) -> Iterator[MixedPrecisionPolicy | None]:
@@ -375,6 +375,12 @@ def state_of(module: nn.Module) -> ShardedState | None:
 def part_of(module: nn.Module) -> ShardedState | None:
     """The state of the sharded module around ``module``, if ``module`` is a part of one."""
     return module.__dict__.get(PART_ATTRIBUTE)
+
+
+def own_state(module: nn.Module) -> ShardedState:
+    """The state of a sharded module, or of the one that ``module`` is a part of."""
+    state: ShardedState = module.__dict__.get(ATTRIBUTE) or module.__dict__[PART_ATTRIBUTE]
+    return state
 
 
 def states_in(module: nn.Module) -> list[ShardedState]:

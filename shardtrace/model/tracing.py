@@ -1,20 +1,16 @@
 """The hook into ``thunder.jit``: a sharded module adds its own passes when Thunder traces its forward.
 
-The class of a sharded module is swapped for a subclass, and so are the classes of submodules that own shards or are
-checkpointed. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward`` of a sharded module. It adds
-the passes, puts full-shape stand-ins in place, and records the call (:mod:`shardtrace.record`). The ``forward`` of a
-submodule checks that the stand-ins are there. Without Thunder, the plain ``forward`` raises an error that says what to
-do.
+Thunder's interpreter finds a lookaside for functions of a sharded module. It adds the passes, puts full-shape stand-ins
+in place, and records the call (:mod:`shardtrace.record`).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import proxied_values, refresh_modules
@@ -22,15 +18,11 @@ from passes.facts import Compilation
 from passes.pipeline import pipeline
 from passes.plan import Gradients, ShardedParameter
 from passes.runner import FirstStage, Pass
-from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
-from shardtrace.model.choose import Chosen
 from shardtrace.model.dump import dump
 from shardtrace.model.kernels import add_kernels
-from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ATTRIBUTE, ShardedState, link_of
+from shardtrace.model.state import ShardedState, link_of, own_state, states_in
 from shardtrace.record import front
 from shardtrace.record.calls import Record
-from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 from shardtrace.record.recording import Comparison, Recording, is_comparable
 
 import torch
@@ -44,6 +36,8 @@ from thunder.transforms.extraction_only_prologue_transform import ExtractionOnly
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
 watching: ContextVar[tuple[Transform, ...]] = ContextVar("watching", default=())
@@ -56,9 +50,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
     try:
         with deeper_recursion(), without_log_of_fakes():
             root: nn.Module = unwrap(module)
-            states = {m.__dict__[ATTRIBUTE]: None for m in root.modules() if ATTRIBUTE in m.__dict__}
-            state: ShardedState = root.__dict__[ATTRIBUTE]
-            return _trace_models(call, module, args, kwargs, [state, *(s for s in states if s is not state)])
+            return _trace_models(call, module, args, kwargs, [*dict.fromkeys([own_state(root), *states_in(root)])])
     except BaseException as error:  # Thunder would wrap it in an error that prints the model
         return raised(error)
 
@@ -231,87 +223,6 @@ def _name_of(parameter: nn.Parameter, value: Any) -> str:
     return next((name for name, p in named if p is parameter), value.value.name)
 
 
-@functools.cache
-def sharded_class(cls: Any, *, root: bool, no_sync: Callable[..., Any] | None = None) -> type[nn.Module]:
-    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
-
-    Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
-    Instances can be deep-copied, but not pickled.
-    """
-    name = f"FSDP{cls.__name__}" if root else cls.__name__
-
-    def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # a new module is not sharded, such as model[:2], which has parts of this one
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        raise TypeError(
-            f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
-            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
-        )
-
-    namespace = {
-        "forward": _forward_of_root(cls.forward, name) if root else _forward_of_part(cls.forward),
-        "__new__": __new__,
-        "__deepcopy__": _deepcopy,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": cls.__module__,
-        "__qualname__": name,
-        "__doc__": cls.__doc__,
-    }
-    if no_sync is not None:
-        namespace["no_sync"] = _as_method(no_sync)
-    if root:
-        namespace["__call__"] = _with_lookaside(cls)
-        # transformers then keeps the ranks in step while it generates
-        namespace["_is_fsdp_managed_module"] = property(lambda self: not self.__dict__[ATTRIBUTE].unsharded)
-        namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
-    if hasattr(cls, "save_pretrained"):
-        namespace["save_pretrained"] = whole_only(cls.save_pretrained)
-    return type(cls.__name__, (cls,), namespace)
-
-
-def _forward_of_part(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: ShardedState = self.__dict__[PART_ATTRIBUTE]
-        state.check_part(self)
-        if not state.unsharded:
-            args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
-        return original(self, *args, **kwargs)
-
-    return forward
-
-
-def _forward_of_root(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: ShardedState = self.__dict__[ATTRIBUTE]
-        state.check_callable(name)
-        with state.casting() as precision:
-            return with_casts(original, precision)(self, *args, **kwargs)
-
-    register_general_jit_lookaside(forward)(functools.partial(_trace, forward))
-    return forward
-
-
-def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    new = object.__new__(type(self))
-    memo[id(self)] = new
-    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-    return new
-
-
-def _with_lookaside(cls: Any) -> Callable[..., Any]:
-    """The ``__call__`` of a class, in whose place Thunder records the call."""
-
-    @functools.wraps(cls.__call__)
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return cls.__call__(self, *args, **kwargs)
-
-    register_general_jit_lookaside(__call__)(functools.partial(_trace, __call__))
-    return __call__
-
-
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Thunder record ``function`` as a whole, as it does a call of the model. The first argument of ``function``
     is a sharded model."""
@@ -324,41 +235,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(self: nn.Module, **kwargs: Any) -> Any:
-        return function(self, **kwargs)
-
-    return method
-
-
-def attach(
-    model: nn.Module,
-    state: ShardedState,
-    chosen: Chosen,
-    *,
-    no_sync: Callable[..., Any],
-) -> None:
-    """Makes ``model`` an instance of its sharded class, and makes submodules parts of it: those that own shards, are
-    checkpointed or repeated, have a ``save_pretrained``, or cast their inputs."""
-    model.__dict__[ATTRIBUTE] = state
-    model.__class__ = sharded_class(type(model), root=True, no_sync=no_sync)  # type: ignore[arg-type]
-    for module, what in chosen.checkpointed.values():
-        module.__dict__[CHECKPOINTED[what]] = True
-    for module in chosen.by_torch:
-        module.__dict__[EAGER] = True
-    cast_layers = {e.layer for e in state.entries if e.precision is not None}
-    inputs = inputs_of_blocks(model, chosen.blocks, cast_layers, state.options.precision)
-    for module, dtype in inputs.items():
-        module.__dict__[INPUTS] = dtype
-    names = {module: name for name, module in chosen.repeated.items()}
-    parts = {module for entry in state.entries for _, module, _ in entry.owners}
-    parts |= {*names, *inputs, *(module for module, _ in chosen.checkpointed.values())}
-    parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
-    for module in parts - {model}:
-        # a forward on the instance overrides the class's; submodules with their own sharding are no parts
-        if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
-            module.__dict__[PART_ATTRIBUTE] = state
-            if module in names:
-                module.__dict__[REPEATED] = names[module]
-            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]
+def recorded_in_place(function: F) -> F:
+    """``function``, which Thunder records as a whole. Its first argument is a sharded module or a part of one."""
+    register_general_jit_lookaside(function)(functools.partial(_trace, function))
+    return function

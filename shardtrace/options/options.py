@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 # What only this rank has, and choices of modules and parameters: functions among them print their addresses. Ranks
 # compare what was chosen instead.
-NOT_COMPARED = ("device", "weights", "param_init_fn", "gather_dtype", "reduce_wire", "repeated_blocks", "eager")
+NOT_COMPARED = ("device", "weights", "param_init_fn", "gather_dtype", "reduce_wire", "repeated_blocks", "eager", "jit")
 
 
 @dataclass(frozen=True, kw_only=True)

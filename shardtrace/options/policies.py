@@ -106,6 +106,9 @@ class CompilePolicy:
     """How a step is compiled, and when its collectives are issued.
 
     Args:
+        jit: whether a sharded module that is called compiles itself, and how: the arguments of ``thunder.jit``, such as
+            ``{"executors": ["torchcompile"]}``. False leaves it to a ``thunder.jit`` around the model.
+            ``fsdp(model, compile=...)`` is the same.
         repeated_blocks: "once" compiles blocks that make the same calls of torch once, and calls the function for each
             of them. "inline" compiles every block. A class (or several) names the blocks if they are not those of
             "block" buckets.
@@ -130,6 +133,7 @@ class CompilePolicy:
         ValueError, TypeError: the error names the field and the values that it accepts.
     """
 
+    jit: bool | Mapping[str, Any] = True
     repeated_blocks: Repeated = "once"
     eager: Eager = "auto"
     kernels: bool = True
@@ -139,6 +143,7 @@ class CompilePolicy:
     disable_passes: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        _check("jit", self.jit, bool | Mapping, "True, False, or arguments of thunder.jit")
         _check("kernels", self.kernels, bool, "True or False")
         if self.prefetch is not None:
             parse_count("prefetch", self.prefetch, "a number of buckets, 0 or more")

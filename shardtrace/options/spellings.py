@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardtrace.options.policies import HOMES, POLICIES
@@ -53,6 +54,9 @@ def canonical(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> dict
     for name, policy in POLICIES.items():
         if not isinstance(found[name], policy):
             raise TypeError(f"{name} must be a shardtrace.{policy.__name__}, not {type(found[name]).__name__}")
+    if "compile" in spelling:
+        spelling = dict(spelling)
+        found["compile_policy"] = replace(found["compile_policy"], jit=spelling.pop("compile"))
     said = {name: name for name, default in DEFAULTS.items() if found[name] != default}
     for name, value in spelling.items():
         if name in FIELDS:

@@ -200,8 +200,7 @@ def test_a_slice_of_a_sharded_model_is_not_sharded(fake_ranks):
     fake_ranks(2)
     model = shardtrace.fsdp(mlp())
     assert type(model[:2]) is nn.Sequential
-    with pytest.raises(RuntimeError, match="a Linear inside the sharded Sequential was called by itself"):
-        thunder.jit(model[:2])(X)
+    assert model[:2](X).shape == (2, 8)  # its parts compile themselves
     with shardtrace.full_params(model):
         assert model[:2](X).shape == (2, 8)
 

@@ -1,0 +1,128 @@
+"""The class of a sharded module: it compiles itself when it is called, and Thunder records it as a whole.
+
+The class of a sharded module is swapped for a subclass, and so are the classes of the submodules that have parameters.
+Both call their own compiled step (:mod:`shardtrace.model.compiled`), unless their forward is being recorded or their
+parameters are whole. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
+from shardtrace.model.choose import Chosen
+from shardtrace.model.compiled import run
+from shardtrace.model.pretrained import whole_only
+from shardtrace.model.state import ATTRIBUTE, ShardedState, own_state
+from shardtrace.model.tracing import recorded_in_place
+from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+
+from torch import nn
+
+# By these, thunder.last_traces, compile_stats and their relatives read a jitted module.
+OF_JITTED = ("_lc_cd", "_lc_cs", "_lc_transforms")
+# The method of a sharded class by its name: made of the method of the class, or of None if it has none.
+Methods = Mapping[str, Callable[[Any], Any]]
+
+
+def attach(model: nn.Module, state: ShardedState, chosen: Chosen, methods: Methods) -> None:
+    """Makes ``model`` an instance of its sharded class, and its submodules parts of it: those with parameters, and
+    those that are checkpointed or repeated, have a ``save_pretrained``, or cast their inputs."""
+    model.__dict__[ATTRIBUTE] = state
+    model.__class__ = sharded_class(type(model), root=True, methods=tuple(methods.items()))  # type: ignore[arg-type]
+    for module, what in chosen.checkpointed.values():
+        module.__dict__[CHECKPOINTED[what]] = True
+    for module in chosen.by_torch:
+        module.__dict__[EAGER] = True
+    cast_layers = {e.layer for e in state.entries if e.precision is not None}
+    inputs = inputs_of_blocks(model, chosen.blocks, cast_layers, state.options.precision)
+    for module, dtype in inputs.items():
+        module.__dict__[INPUTS] = dtype
+    names = {module: name for name, module in chosen.repeated.items()}
+    parts = {module for module in model.modules() if any(True for _ in module.parameters())}
+    parts |= {*names, *inputs, *(module for module, _ in chosen.checkpointed.values())}
+    parts |= {module for module in model.modules() if hasattr(module, "save_pretrained")}
+    for module in parts - {model}:
+        # a forward on the instance overrides the class's; submodules with their own sharding are no parts
+        if "forward" not in module.__dict__ and not module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
+            module.__dict__[PART_ATTRIBUTE] = state
+            if module in names:
+                module.__dict__[REPEATED] = names[module]
+            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]
+
+
+@functools.cache
+def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[Any], Any]], ...] = ()) -> type:
+    """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
+
+    Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
+    Instances can be deep-copied, but not pickled.
+    """
+    name = f"FSDP{cls.__name__}" if root else cls.__name__
+
+    def __new__(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # a new module is not sharded, such as model[:2], which has parts of this one
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise TypeError(
+            f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
+            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
+        )
+
+    namespace = {
+        "__call__": _call(cls),
+        "forward": _forward(cls.forward),
+        "__new__": __new__,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": cls.__module__,
+        "__qualname__": name,
+        "__doc__": cls.__doc__,
+        **{name: property(functools.partial(_of_jitted, name)) for name in OF_JITTED},
+    }
+    if root:
+        # transformers then keeps the ranks in step while it generates
+        namespace["_is_fsdp_managed_module"] = property(lambda self: not own_state(self).unsharded)
+        namespace["__repr__"] = lambda self: f"FSDP{cls.__repr__(self)}"
+    if hasattr(cls, "save_pretrained"):
+        namespace["save_pretrained"] = whole_only(cls.save_pretrained)
+    made = {name: make(getattr(cls, name, None)) for name, make in methods}
+    return type(cls.__name__, (cls,), namespace | {name: method for name, method in made.items() if method is not None})
+
+
+def _call(cls: Any) -> Callable[..., Any]:
+    @functools.wraps(cls.__call__)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own_state(self).holds_shards:
+            return run(self, args, kwargs)
+        return cls.__call__(self, *args, **kwargs)
+
+    return recorded_in_place(__call__)
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (state := own_state(self)).holds_shards:
+            return run(self, args, kwargs)
+        if not state.unsharded:
+            args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
+        with state.casting() as precision:
+            return with_casts(original, precision)(self, *args, **kwargs)
+
+    return recorded_in_place(forward)
+
+
+def _of_jitted(name: str, module: nn.Module) -> Any:
+    """What Thunder keeps on the jitted module. Before the first call there is none."""
+    return getattr(own_state(module).compiled.get(module), name)
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    new = object.__new__(type(self))
+    memo[id(self)] = new
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return new
