@@ -43,7 +43,7 @@ from shardtrace.report import block_traces, collectives, memory
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.buffers import sync_buffers
 from shardtrace.training.clipping import clip_grad_norm_
-from shardtrace.training.full import full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.full import full_gradients, full_params, full_state_dict, load_full_state_dict
 from shardtrace.training.generation import Generator
 from shardtrace.training.join import join
 from shardtrace.training.methods import register_forward_method
@@ -91,6 +91,7 @@ __all__ = [
     "ddp",
     "export_safetensors",
     "fsdp",
+    "full_gradients",
     "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",

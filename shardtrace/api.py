@@ -155,8 +155,8 @@ def fsdp(
     state.claim_shards()
     if entries and target.device.type == "cpu":
         keep_freed_memory()
-    add_hooks(module)
     attach(module, state, chosen, METHODS)
+    add_hooks(module)
     if stored:
         read_weights(stored, model_state(module))
     return _jit_again(model) if isinstance(model, ThunderModule) else model

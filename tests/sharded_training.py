@@ -85,19 +85,6 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients of the unsharded parameters, by name. They take the place of the shards to be gathered like them."""
-    names = {name for name, p in model.named_parameters() if p.grad is not None}
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for _, p in model.named_parameters():
-            p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-        found = shardtrace.full_state_dict(model)
-        for name, p in model.named_parameters():
-            p.copy_(values[name])
-    return {name: found[name] for name in names}
-
-
 def train_zoo(
     strategy: Any,
     bucketing: Any = "block",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -36,11 +36,14 @@ def compile_data_and_stats() -> tuple[Any, Any]:
     return data, stats
 
 
-def refresh_modules() -> None:
-    """Makes the current compilation read the current submodules of jitted modules, not those of earlier traces."""
+def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+    """Makes the current compilation read the current submodules and parameters of jitted modules, not those of earlier
+    traces. ``replaced`` has the new parameters by the old ones."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
+        for name, parameter in jitted._overrides_parameters.items():
+            jitted._overrides_parameters[name] = replaced.get(parameter, parameter)
 
 
 def proxied_values() -> set[Any]:

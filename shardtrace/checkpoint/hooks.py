@@ -12,8 +12,9 @@ from typing import Any
 
 from passes.compat.jit import unjitted
 from shardtrace.checkpoint.state import Slot
+from shardtrace.model.entry import Entry
 from shardtrace.model.home import shard
-from shardtrace.model.state import Entry, state_of, states_in
+from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.training.full import full_state_dict
 
 import torch
@@ -24,18 +25,25 @@ from torch.distributed.tensor import DTensor
 
 
 def add_hooks(model: nn.Module) -> None:
-    """Adds the hooks to a sharded module. Copies of it have them, too."""
-    model.register_state_dict_post_hook(_distribute)
-    model.register_load_state_dict_pre_hook(_take_rows)
+    """Adds the hooks to a sharded module and to its parts. Copies of it have them, too."""
+    for module in model.modules():
+        if module is model or part_of(module) is state_of(model):
+            module.register_state_dict_post_hook(_distribute)
+            module.register_load_state_dict_pre_hook(_take_rows)
     _ask_the_model()
 
 
 def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
-    """The key in a state dict, and the entry, of each parameter of which the ranks hold different parts."""
-    state = state_of(module)  # None for a copy of a model as it was before
-    for entry in () if state is None or state.unsharded else state.entries:
-        for name, _, attribute in entry.owners if entry.home.is_spread else ():
-            yield prefix + (f"{name}.{attribute}" if name else attribute), entry
+    """The key in a state dict, and the entry, of each parameter of which the ranks hold different parts.
+
+    None for a part of a model whose whole state dict is made: the model's own hook sees all of it."""
+    state = state_of(module) or (None if prefix else part_of(module))  # None for a copy of a model as it was before
+    if state is None or state.unsharded:
+        return
+    for name, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        for attribute, p in owner._parameters.items():
+            if (link := link_of(p)) is not None and link.state is state and link.entry.home.is_spread:
+                yield f"{name}.{attribute}" if name else attribute, link.entry
 
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -19,7 +19,7 @@ from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
 from shardtrace.ranks.failure import tell_others_of_failure
-from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, mesh_of_nodes, resolve_groups
 from shardtrace.record.absent import is_absent
 
 import torch
@@ -72,6 +72,8 @@ def choose(module: nn.Module, options: Options, ignored: Collection[nn.Parameter
 def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
     """Chooses the device and the groups. Raises ValueError if the options have nothing to do there."""
     device = choose_device(options.init.device, mesh, chosen.device, on_host=options.offload is not None)
+    if options.nodes_of is not None:
+        mesh = mesh_of_nodes(options.nodes_of, mesh, device, timeout=options.checks.timeout)
     hybrid = any(strategy.needs_mesh for _, strategy in options.rules)
     groups = resolve_groups(mesh, device, hybrid=hybrid, timeout=options.checks.timeout)
     tell_others_of_failure(groups.everyone)

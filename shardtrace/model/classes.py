@@ -78,6 +78,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
         "__new__": __new__,
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": __reduce_ex__,
+        "_load_from_state_dict": _loading(cls._load_from_state_dict),
         "__module__": cls.__module__,
         "__qualname__": name,
         "__doc__": cls.__doc__,
@@ -96,7 +97,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
 def _call(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.__call__)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if own_state(self).holds_shards:
+        if own_state(self).is_to_run():
             return run(self, args, kwargs)
         return cls.__call__(self, *args, **kwargs)
 
@@ -106,7 +107,7 @@ def _call(cls: Any) -> Callable[..., Any]:
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (state := own_state(self)).holds_shards:
+        if (state := own_state(self)).is_to_run():
             return run(self, args, kwargs)
         if not state.unsharded:
             args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
@@ -114,6 +115,17 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return with_casts(original, precision)(self, *args, **kwargs)
 
     return recorded_in_place(forward)
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies values into the shards, also with ``assign=True``, which would put others in their place."""
+
+    @functools.wraps(original)
+    def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        copying = {**metadata, "assign_to_params_buffers": False}
+        original(self, state_dict, prefix, metadata if own_state(self).unsharded else copying, *args)
+
+    return _load_from_state_dict
 
 
 def _of_jitted(name: str, module: nn.Module) -> Any:

@@ -24,7 +24,7 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not own_state(self).holds_shards:
+        if not own_state(self).is_to_run():
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
         return _jitted(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}")(*args, **kwargs)

@@ -8,13 +8,13 @@ from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
 from shardtrace.model.casts import keeps_dtype
 from shardtrace.model.choose import Chosen, Target
+from shardtrace.model.entry import Entry
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import broadcast, has_meta, materialized, set_data
 from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
 from shardtrace.model.refusal import SEED_HINT
 from shardtrace.model.sample import sample
-from shardtrace.model.state import Entry
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
-from passes.compat.jit import set_traced_device, traced_device, unjitted
-from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, Shape, ShardedParameter, Wire
+from passes.compat.jit import set_traced_device, unjitted
+from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, ShardedParameter
 from passes.plan.bucketing import choose_pieces
+from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
-from shardtrace.model.home import Home
-from shardtrace.model.places import Owner
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -30,61 +29,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
-PlanKey = tuple[ShardingStrategy, MixedPrecisionPolicy | None, Wire | None]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Entry:
-    """One sharded parameter: the same ``nn.Parameter`` object as before sharding, now holding this rank's shard.
-
-    ``owners`` are all pairs (module, attribute) that hold it: more than one if it is tied. ``stand_in`` is a meta
-    tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter. ``rest_device``
-    is the device of the shard: that of its use, the host's, or meta if the model never runs.
-    """
-
-    name: str
-    full_shape: Shape
-    layer: str
-    block: str | None
-    shard: nn.Parameter
-    shard_shape: Shape
-    rest_device: torch.device
-    dtype: torch.dtype
-    strategy: ShardingStrategy
-    home: Home
-    stand_in: nn.Parameter
-    owners: tuple[Owner, ...]
-    precision: MixedPrecisionPolicy | None
-    gather: Wire | None = None
-
-    @property
-    def plan_key(self) -> PlanKey:
-        """Equal for parameters that have one plan."""
-        return self.strategy, self.precision, self.gather
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the parameter is used."""
-        return traced_device(self.stand_in)
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if the parameter was replaced, re-typed, moved or resized since it was sharded."""
-        for _, module, attribute in self.owners:
-            if module._parameters.get(attribute) is not self.shard:
-                raise RuntimeError(
-                    f"parameter {self.name!r} was replaced after fsdp(): change its values in place "
-                    "(for example in shardtrace.full_params), or replace it before fsdp()"
-                )
-        for what, now, then in (
-            ("dtype", self.shard.dtype, self.dtype),
-            ("device", self.shard.device, self.rest_device),
-            ("shape of the shard", tuple(self.shard.shape), self.shard_shape),
-        ):
-            if now != then:
-                raise RuntimeError(
-                    f"the {what} of parameter {self.name!r} was {then} when fsdp() sharded it and is {now} now: "
-                    "convert or move the model before fsdp()"
-                )
 
 
 class ShardedState:
@@ -106,16 +50,23 @@ class ShardedState:
         self.known.add(self)
         self.model, self.model_name = model, type(model).__name__
         self.groups, self.group = groups, groups.everyone
-        self.options, self.entries, self.cost = options, entries, cost
+        self.options, self.cost = options, cost
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
+        self.whole: AbstractContextManager[None] | None = None  # that full_params, if it ends at the next training step
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
+        self.replaced: dict[nn.Parameter, nn.Parameter] = {}  # by the script, since fsdp()
         self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
-        self.runtime = ModelRuntime(self.model_name, groups, self._check_in_place, options.checks)
+        self._take(entries)
+
+    def _take(self, entries: tuple[Entry, ...]) -> None:
+        """Plans the steps for ``entries``."""
+        self.entries = entries
+        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, self.options.checks)
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -130,6 +81,17 @@ class ShardedState:
         for e in self.entries:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
         lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
+
+    def adopt(self) -> None:
+        """Takes over parameters that were replaced or converted. Raises RuntimeError for one that does not fit."""
+        entries = tuple(entry.adopted() for entry in self.entries)
+        changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
+        if changed:
+            self.replaced |= {old.shard: new.shard for old, new in changed if new.shard is not old.shard}
+            self.runtime.generation += 1  # no compiled step fits any more
+            self._take(entries)
+            self.__dict__.pop("places", None)
+            self.claim_shards()
 
     def _plan(self, key: PlanKey) -> BucketPlan:
         strategy, precision, gather = key
@@ -228,8 +190,15 @@ class ShardedState:
 
     @property
     def holds_shards(self) -> bool:
-        """Whether the modules have shards now, so that a call of one is to run a compiled step."""
+        """Whether the modules have shards now."""
         return not (self.unsharded or self.tracing or self._running)
+
+    def is_to_run(self) -> bool:
+        """Whether a call that begins now is to run a compiled step. With gradients, it ends ``unshard``."""
+        if self.whole is not None and torch.is_grad_enabled():
+            self.whole.__exit__(None, None, None)
+            self.whole = None
+        return self.holds_shards
 
     def jit_options(self, name: str) -> Mapping[str, Any]:
         """The arguments of ``thunder.jit`` for the call of ``name``. Raises RuntimeError if it may not compile
@@ -274,8 +243,7 @@ class ShardedState:
         if any(children != known for children, known in self._children):
             self.runtime.generation += 1
         self._children = [(module._modules, dict(module._modules)) for module in modules.values()]
-        for entry in self.entries:
-            entry.check_unchanged()
+        self.adopt()
 
     def _check_not_frozen(self) -> None:
         """Raises RuntimeError if a parameter was frozen after no_sync had added up gradients for it, which this step

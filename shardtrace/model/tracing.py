@@ -112,7 +112,7 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    refresh_modules()
+    refresh_modules({old: new for state in states for old, new in state.replaced.items()})
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)

@@ -11,7 +11,7 @@ from passes.plan import Wire
 from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
 from shardtrace.options.precision import parse_precision
-from shardtrace.options.spellings import canonical
+from shardtrace.options.spellings import canonical, ranks_after_forward
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
 from shardtrace.options.wires import WireRules, parse_gather_dtype, parse_reduce_wire
 
@@ -38,6 +38,7 @@ class Options:
     comm: CommPolicy
     compile: CompilePolicy
     checks: Checks
+    nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
@@ -72,6 +73,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         comm=comm,
         compile=given["compile_policy"],
         checks=checks,
+        nodes_of=ranks_after_forward(spelling),
     )
 
 

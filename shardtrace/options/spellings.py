@@ -17,10 +17,12 @@ def _same(value: Any) -> Any:
 
 def _resharded(value: Any) -> str:
     """The strategy for FSDP2's ``reshard_after_forward``."""
+    if ranks_after_forward({"reshard_after_forward": value}) is not None:
+        return "zero3_secondary"
     if not isinstance(value, bool):
         raise ValueError(
-            f"reshard_after_forward={value!r}: pass True (zero3) or False (zero2). Parameters are not kept over "
-            'fewer ranks after forward; sharding_strategy="hybrid_zero3" shards over fewer ranks all the time'
+            f"reshard_after_forward={value!r}: pass True (zero3), False (zero2), or the number of ranks over which "
+            "parameters are sharded between forward and backward"
         )
     return "zero3" if value else "zero2"
 
@@ -40,7 +42,19 @@ SPELLINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # our argument, and 
     "bucket_size_in_mb": ("bucketing_strategy", _same),
     "bucket_cap_mb": ("bucketing_strategy", _same),
 }
+REFUSED = {  # of FSDP2
+    "shard_placement_fn": "parameters are sharded along dim 0, or are whole on one rank: pass sharding_strategy "
+    '{"pattern": "owner", "*": "zero3"} for those that must stay whole',
+    "fully_shard": "pass one model: fsdp() finds its blocks",
+    "dp_mesh_dims": "pass the mesh of the ranks that share the model, as in mesh=mesh['data']",
+}
 FIELDS = {name: name for name in HOMES} | {"check_steps": "steps", "check_recording": "recording"}
+
+
+def ranks_after_forward(spelling: Mapping[str, Any]) -> int | None:
+    """The number of ranks in FSDP2's ``reshard_after_forward=N``; None if it is no number."""
+    value = spelling.get("reshard_after_forward")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else None
 
 
 def canonical(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +75,8 @@ def canonical(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> dict
     for name, value in spelling.items():
         if name in FIELDS:
             raise TypeError(_where(name, value))
+        if name in REFUSED:
+            raise TypeError(f"fsdp() has no {name}: {REFUSED[name]}")
         if name not in SPELLINGS:
             raise TypeError(f"fsdp() got an unexpected keyword argument {name!r}")
         ours, convert = SPELLINGS[name]

@@ -9,7 +9,7 @@ from shardtrace.ranks.rendezvous import init_process_group
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Mesh = DeviceMesh | dist.ProcessGroup
 
@@ -81,6 +81,19 @@ def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def mesh_of_nodes(ranks: int, mesh: Mesh | None, device: torch.device, *, timeout: float) -> DeviceMesh:
+    """A mesh (nodes, ranks of a node) of all ranks. Raises ValueError if there is a mesh, or if nodes would differ."""
+    if mesh is not None:
+        raise ValueError(
+            f'reshard_after_forward={ranks} makes a mesh of all ranks: pass sharding_strategy="zero3_secondary" with '
+            "a 2-D mesh (nodes, ranks of a node) instead"
+        )
+    size = resolve_group(None, device, timeout).size()
+    if size % ranks:
+        raise ValueError(f"reshard_after_forward={ranks} does not divide the {size} ranks: pass a divisor, or True")
+    return init_device_mesh(device.type, (size // ranks, ranks), mesh_dim_names=("replicate", "shard"))
 
 
 def is_2d(mesh: Mesh | None) -> TypeGuard[DeviceMesh]:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from passes.plan import Shape
+from shardtrace.model.entry import Entry
 from shardtrace.model.home import shard, unshard
 from shardtrace.model.materialize import broadcast, replace_data
-from shardtrace.model.state import Entry, ShardedState, sharded_states
+from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.ranks.consensus import RankMismatchError, compare
 from shardtrace.ranks.failure import communicating
 from shardtrace.training.buffers import warn_of_differing_buffers
@@ -26,6 +27,8 @@ def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], di
     module, states = sharded_states(model)
     if any(state.unsharded for state in states):
         raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
+    for state in states:
+        state.adopt()
     return module, states, {id(e.shard): e for state in states for e in state.entries}
 
 
@@ -54,6 +57,34 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
             value = whole[id(value)]
         if keep:
             result[key] = value
+    return result
+
+
+def full_gradients(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, torch.Tensor]:
+    """The whole gradients, by the names of their parameters: of the parameters' full shapes, averaged over ranks as
+    those of the shards are. FSDP2's ``p.grad.full_tensor()`` for all parameters that have a gradient.
+
+    A collective: every rank of the model's group must call it. Gradients are gathered one at a time.
+
+    Args:
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
+        rank0_only, cpu: as for :func:`full_state_dict`.
+    """
+    module, states, entries = sharded_entries(model)
+    group, parameters = states[0].group, dict(module.named_parameters())
+    device = next((entry.device for entry in entries.values()), None)
+    have = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.uint8, device=device)
+    with communicating("which parameters have gradients", group):
+        dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
+    keep = not rank0_only or group.rank() == 0
+    result: dict[str, torch.Tensor] = {}
+    for (name, p), has in zip(parameters.items(), have.tolist(), strict=True):
+        if not has:
+            continue
+        mine, entry = torch.zeros_like(p) if p.grad is None else p.grad.detach(), entries.get(id(p))
+        full = unshard(mine, entry.full_shape, entry.home) if entry else mine.clone()
+        if keep:
+            result[name] = full.cpu() if cpu else full.to(p.device)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Methods that a sharded model has in place of its class's, or besides them."""
+"""Methods that a sharded model has besides its class's, or in place of them: FSDP2's, DDP's and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,28 @@ from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_params
 
 from torch import nn
+
+# What FSDP2's modules have and a compiled step has otherwise: what to do instead.
+ELSEWHERE = {
+    "set_reshard_after_forward": "choose a sharding_strategy, of parts of the model by patterns of names",
+    "set_reshard_after_backward": 'backward frees what it has used; "zero2" gathers once for each step',
+    "set_modules_to_forward_prefetch": "the schedule prefetches: CompilePolicy(prefetch=...)",
+    "set_modules_to_backward_prefetch": "the schedule prefetches: CompilePolicy(prefetch=...)",
+    "set_unshard_in_backward": "backward gathers only what it uses",
+    "set_gradient_divide_factor": "pass CommPolicy(gradient_divide_factor=...)",
+    "set_reduce_scatter_divide_factor": "pass CommPolicy(gradient_divide_factor=...)",
+    "set_force_sum_reduction_for_comms": "pass CommPolicy(sum_reductions=True)",
+    "set_all_reduce_hook": "write a pass that adds a line to the reduction, or register a hook on the parameter",
+    "set_custom_all_gather": "write a wire",
+    "set_custom_reduce_scatter": "write a wire",
+    "set_allocate_memory_from_process_group_for_comm": "leave it out",
+    "set_reduce_scatter_max_input_buffers": "pass CompilePolicy(max_inflight_bytes=...)",
+    "set_reduce_scatter_unused_params": "leave it out: an unused parameter has no gradient",
+    "set_separate_reduce_scatter_group": "leave it out",
+    "set_symm_mem_for_comm": "leave it out",
+    "set_post_optim_event": "leave it out: the schedule orders the streams",
+    "set_is_last_backward": "leave it out: gradients are whole when backward returns",
+}
 
 
 def _no_sync(_: Any) -> Callable[..., AbstractContextManager[None]]:
@@ -57,4 +79,62 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         setattr(module, name, MethodType(compiling(method.__func__), module))
 
 
-METHODS: Methods = {"no_sync": _no_sync, "generate": _generate}
+def unshard(self: nn.Module, async_op: bool = False) -> None:
+    """Makes the parameters whole until ``reshard()``: :func:`shardtrace.full_params` without a ``with``, as in FSDP2.
+
+    Calls without gradients are then run by PyTorch. One with gradients reshards the model first, because a compiled
+    step gathers by itself. What is written into parameters is lost.
+
+    Args:
+        async_op: has no effect: the parameters are there when this returns.
+    """
+    if not own_state(self).unsharded:
+        context = full_params(self, writeback=False)
+        context.__enter__()
+        own_state(self).whole = context
+
+
+def reshard(self: nn.Module) -> None:
+    """Makes the parameters shards again after ``unshard()``; nothing if they are."""
+    state = own_state(self)
+    if state.whole is not None:
+        state.whole.__exit__(None, None, None)
+        state.whole = None
+
+
+def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
+    def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool) -> None:
+        """FSDP2's switch. False: steps are as in ``shardtrace.no_sync`` until it is set to True again."""
+        own_state(self).runtime.keeps_gradients = not requires_gradient_sync
+
+    return set_requires_gradient_sync
+
+
+def _require_backward_grad_sync(_: Any) -> property:
+    """The attribute of DistributedDataParallel by which scripts accumulate gradients."""
+
+    def get(self: nn.Module) -> bool:
+        return not own_state(self).runtime.keeps_gradients
+
+    def put(self: nn.Module, value: bool) -> None:
+        own_state(self).runtime.keeps_gradients = not value
+
+    return property(get, put)
+
+
+def _refused(name: str, instead: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} of FSDP2 does nothing in a compiled step: {instead}")
+
+    return original or refuse
+
+
+METHODS: Methods = {
+    "no_sync": _no_sync,
+    "generate": _generate,
+    "unshard": lambda original: original or unshard,
+    "reshard": lambda original: original or reshard,
+    "set_requires_gradient_sync": _set_requires_gradient_sync,
+    "require_backward_grad_sync": _require_backward_grad_sync,
+    **{name: functools.partial(_refused, name, instead) for name, instead in ELSEWHERE.items()},
+}

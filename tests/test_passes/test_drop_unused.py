@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from golden import compile_fake, stage
 from ranks import on_ranks
-from sharded_training import full_gradients
 from torch import nn
 
 
@@ -54,7 +53,7 @@ def test_ranks_that_use_different_outputs():
         eager(x)[key].sum().backward()
     thunder.jit(model)(x)["first" if dist.get_rank() else "second"].sum().backward()
     expected = {name: p.grad / 2 for name, p in eager.named_parameters()}
-    torch.testing.assert_close(full_gradients(model), expected)
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected)
 
 
 @on_ranks(2)
@@ -68,7 +67,7 @@ def test_sums_of_no_sync_are_kept():
     with model.no_sync():
         cmodel(x)["first"].sum().backward()
     cmodel(x)["second"].sum().backward()
-    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in eager.named_parameters()})
+    torch.testing.assert_close(shardtrace.full_gradients(model), {name: p.grad for name, p in eager.named_parameters()})
 
 
 def test_lines(fake_ranks):

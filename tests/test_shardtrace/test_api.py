@@ -317,12 +317,12 @@ def test_gradients_lazy_parameters_and_patched_forwards(ranks):
     )
 
 
-def replace(model):
-    model.first.weight = nn.Parameter(torch.zeros(3, 4))
+def remove(model):
+    del model.first.weight
 
 
-def retype(model):
-    model.first.half()
+def move(model):
+    model.first.weight = nn.Parameter(torch.zeros(3, 4, device="meta"))
 
 
 def resize(model):
@@ -333,11 +333,8 @@ def resize(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replace, r"parameter 'first.weight' was replaced after fsdp\(\)"),
-        (
-            retype,
-            r"the dtype of parameter 'first.weight' was torch.float32 when fsdp\(\) sharded it and is torch.float16 now",
-        ),
+        (remove, r"parameter 'first.weight' was replaced after fsdp\(\) by a DTensor, by nothing"),
+        (move, r"the device of parameter 'first.weight' was cpu when fsdp\(\) sharded it and is meta now"),
         (resize, r"the shape of the shard of parameter 'first.weight' was \(3, 4\)"),
     ],
 )

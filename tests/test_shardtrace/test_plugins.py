@@ -9,7 +9,6 @@ import thunder
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from sharded_training import full_gradients
 from thunder.recipes import BaseRecipe
 from torch import nn
 
@@ -81,7 +80,7 @@ def test_gradients_of_a_recipe_that_prunes_checks():
         with shardtrace.no_sync(cmodel) if number == 0 else nullcontext():
             (cmodel(rows[dist.get_rank() :][:1]).square().mean() / 2).backward()
     expected = {name: p.grad for name, p in single.named_parameters()}
-    torch.testing.assert_close(full_gradients(model), expected)
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected)
 
 
 def test_buffers_that_get_memory(fake_ranks):

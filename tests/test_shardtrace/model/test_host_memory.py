@@ -14,7 +14,6 @@ from ranks import on_ranks
 from sharded_training import (
     ROWS,
     expected_gradients,
-    full_gradients,
     make_optimizer,
     mean_over_ranks,
     micro_batches,
@@ -106,7 +105,7 @@ def test_the_step_around_it(tmp_path):
             (cmodel(*my_rows(batch)) / 3).backward()
     (cmodel(*my_rows(last)) / 3).backward()
     _, expected = expected_gradients(0, 3)
-    found = full_gradients(model)
+    found = shardtrace.full_gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ import thunder
 import torch
 from models import Switch, Zoo
 from ranks import on_ranks
-from sharded_training import expected_gradients, full_gradients, mean_over_ranks, micro_batches, my_rows, sharded_zoo
+from sharded_training import expected_gradients, mean_over_ranks, micro_batches, my_rows, sharded_zoo
 from torch import nn
 
 PARTS = {"embed*": "ddp", "blocks.0.*": "owner", "*": "zero3"}
@@ -49,7 +49,7 @@ def accumulate(strategy, mesh=None, reduce_each=False):
             total += mean_over_ranks(loss)
         expected_loss, expected = expected_gradients(step, 4)
         torch.testing.assert_close(total, expected_loss, rtol=1e-6, atol=1e-6)
-        found = full_gradients(model)
+        found = shardtrace.full_gradients(model)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from models import Zoo, tokens
 from ranks import on_ranks
-from sharded_training import ROWS, full_gradients, my_rows, sharded_zoo
+from sharded_training import ROWS, my_rows, sharded_zoo
 from torch import nn
 
 
@@ -40,13 +40,13 @@ def clip(strategy, mesh=None):
             target = cmodel if norm_type == 1 else (p for p in cmodel.parameters())
             found = shardtrace.clip_grad_norm_(target, 0.1, norm_type)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        gradients = full_gradients(model)
+        gradients = shardtrace.full_gradients(model)
         for name, p in single.named_parameters():
             if p.grad is not None:
                 torch.testing.assert_close(gradients[name], p.grad, rtol=1e-5, atol=1e-7)
-    before = full_gradients(model)
+    before = shardtrace.full_gradients(model)
     shardtrace.clip_grad_norm_(model, 1e6)
-    torch.testing.assert_close(full_gradients(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(shardtrace.full_gradients(model), before, rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from late import late_groups
 from models import Zoo, tokens
 from ranks import on_ranks
-from sharded_training import ROWS, full_gradients, my_rows, sharded_zoo
+from sharded_training import ROWS, my_rows, sharded_zoo
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
@@ -92,7 +92,7 @@ def test_every_token_counts_the_same():
     loss = torch.nn.functional.cross_entropy(cmodel(x), labels)
     (loss * mine * dist.get_world_size() / everyones).backward()
     expected = {name: p.grad for name, p in single.named_parameters()}
-    torch.testing.assert_close(full_gradients(model), expected)
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected)
 
     def divided_by_tokens(strategy, mesh=None):
         model = torch.nn.Linear(3, 5)
@@ -102,7 +102,7 @@ def test_every_token_counts_the_same():
         )
         total = torch.nn.functional.cross_entropy(thunder.jit(model)(x), labels, reduction="sum")
         (total / everyones).backward()
-        torch.testing.assert_close(full_gradients(model), expected)
+        torch.testing.assert_close(shardtrace.full_gradients(model), expected)
 
     for strategy in ("zero3", "owner", "ddp"):
         divided_by_tokens(strategy)
@@ -147,7 +147,7 @@ def test_autocast():
     torch.testing.assert_close(found, expected[2 * dist.get_rank() :][:2], rtol=2e-2, atol=1e-2)
     expected.float().square().mean().backward()
     found.float().square().mean().backward()
-    gradients = full_gradients(model)
+    gradients = shardtrace.full_gradients(model)
     for name, p in single.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=2e-2, atol=1e-3)
 

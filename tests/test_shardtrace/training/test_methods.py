@@ -1,0 +1,156 @@
+"""What scripts for FSDP2 and DDP call on a model: whole gradients, unshard, conversions, loading, switches."""
+
+import copy
+
+import shardtrace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 3))
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero3", "owner", "ddp"])
+def test_whole_gradients(strategy):
+    eager = net()
+    model = shardtrace.fsdp(copy.deepcopy(eager), sharding_strategy=strategy)
+    for m in (eager, model):
+        m[3].requires_grad_(False)
+        m(X).square().mean().backward()
+    expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected)
+    assert len(expected) == 4
+    assert shardtrace.full_gradients(model, rank0_only=True).keys() == (
+        expected.keys() if dist.get_rank() == 0 else set()
+    )
+
+
+@on_ranks(2)
+def test_unshard_and_reshard():
+    eager = net()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    model.unshard()
+    assert model[0].weight.shape == (5, 4)
+    model.unshard()  # nothing
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), eager(X))
+    model.reshard()
+    model.reshard()
+    assert model[0].weight.shape == (3, 4)
+    model.unshard()
+    model(X).square().mean().backward()  # as in FSDP2: gradients are reduced
+    eager(X).square().mean().backward()
+    assert model[0].weight.shape == (3, 4)
+    torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+
+
+@on_ranks(2)
+def test_conversion_after_sharding():
+    """Of all parameters, of some, and back; gradients are of the new dtype."""
+    eager = net()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    model(X).sum().backward()
+    for convert in (lambda m: m.double(), lambda m: m.float()):
+        x = X.double() if convert(model)[0].weight.dtype == torch.float64 else X
+        convert(eager)
+        model.zero_grad()
+        eager.zero_grad()
+        for m in (eager, model):
+            m(x).square().mean().backward()
+        assert model[0].weight.grad.dtype == x.dtype
+        torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+
+
+@on_ranks(2)
+def test_parameters_that_are_replaced():
+    """By whole values, and by those of a shard."""
+    eager = net()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    model(X)
+    new = torch.arange(20.0).view(5, 4) / 20
+    for m in (eager, model):
+        m[0].weight = nn.Parameter(new.clone())
+        m[2].bias = nn.Parameter(torch.ones(m[2].bias.shape))
+    if dist.get_rank() == 1:
+        model[2].bias.data[1:] = 0  # padding
+    for m in (eager, model):
+        m(X).square().mean().backward()
+    assert model[0].weight.shape == (3, 4)
+    torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+    torch.testing.assert_close(shardtrace.full_state_dict(model)["0.weight"], new)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_of_dtensors_and_whole_tensors(assign):
+    eager, mesh = net(), init_device_mesh("cpu", (2,))
+    wanted = {name: torch.randn_like(p) for name, p in eager.named_parameters()}
+    for made in (wanted, {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in wanted.items()}):
+        model = shardtrace.fsdp(copy.deepcopy(eager))
+        parameters = list(model.parameters())
+        model.load_state_dict(made, assign=assign)
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), wanted)
+    part = {name.removeprefix("0."): t + 1 for name, t in wanted.items() if name.startswith("0.")}
+    model[0].load_state_dict(part, assign=assign)
+    torch.testing.assert_close({n: t.full_tensor() for n, t in model[0].state_dict().items()}, part)
+    nn.ModuleDict({"inner": model}).load_state_dict({f"inner.{n}": t for n, t in wanted.items()}, assign=assign)
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_switches_that_accumulate(way):
+    eager = net()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    for last in (False, True):
+        if way == "DDP":
+            model.require_backward_grad_sync = last
+        else:
+            model.set_requires_gradient_sync(last)
+        for m in (eager, model):
+            m(X * (2 - last)).square().mean().backward()
+        assert (model[0].weight.grad is None) is not last
+    assert model.require_backward_grad_sync
+    torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+
+
+# ---- one process ----
+
+
+def test_what_a_compiled_step_does_not_have(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+    with pytest.raises(
+        NotImplementedError, match=r"set_modules_to_forward_prefetch of FSDP2 .*CompilePolicy\(prefetch"
+    ):
+        model.set_modules_to_forward_prefetch([model[0]])
+    for name in [n for n in dir(torch.distributed.fsdp.FSDPModule) if not n.startswith(("_", "reset_iter"))]:
+        assert hasattr(model, name), name
+
+
+def test_a_number_of_ranks_after_forward(fake_ranks):
+    fake_ranks(8)
+    model = shardtrace.fsdp(net(), reshard_after_forward=2)
+    model(X).sum().backward()
+    (plan,) = model._shardtrace.plans.values()
+    assert (plan.world_size, plan.secondary.world_size) == (8, 2)
+
+
+@pytest.mark.parametrize("name", ["shard_placement_fn", "dp_mesh_dims"])
+def test_arguments_of_fsdp2_that_are_refused(fake_ranks, name):
+    fake_ranks(2)
+    with pytest.raises(TypeError, match=rf"fsdp\(\) has no {name}: "):
+        shardtrace.fsdp(net(), **{name: None})
