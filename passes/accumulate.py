@@ -4,7 +4,8 @@
     grads = accumulated(grads, bucket)      precedes their reduction: adds the kept ones and clears them
 
 Works on a lowered backward. The tracing of forward decides which of the two a model needs, if any
-(:class:`passes.plan.Gradients`). Thunder keeps a compiled step for each.
+(:class:`passes.plan.Step`). Thunder keeps a compiled step for each. Under a hybrid strategy, gradients may be kept
+between the reduction that leaves shards and the one over replicas.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from passes.analysis.recognise import is_backward, is_deletion, is_gather, is_unpack, issues_future, waits_for_future
+from passes.analysis.recognise import (
+    is_backward,
+    is_deletion,
+    is_gather,
+    is_offload,
+    is_unpack,
+    issues_future,
+    waits_for_future,
+)
 from passes.comm.kept_gradients import accumulate, accumulated
-from passes.plan import Gradients, Runtime, TracedParameters
+from passes.plan import Bucket, Gradients, Level, Runtime, Step, TracedParameters
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
@@ -30,12 +39,12 @@ def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters) -> Tr
     Gives: lines that keep gradients, for which it returns None, or lines that add the kept ones before a reduction.
     No-op when: every model reduces its gradients in each step; in a forward.
     """
-    gradients = {runtime: step.gradients for runtime, step in parameters.steps.items()}
-    if not is_backward(trace) or not set(gradients.values()) & {Gradients.KEPT, Gradients.ADDED}:
+    steps = parameters.steps
+    if not is_backward(trace) or not {s.gradients for s in steps.values()} & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)
     lines = [b for b in trace.bound_symbols if not is_deletion(b)]
-    changes = _changes(new, lines, gradients)
+    changes = _changes(new, lines, steps)
     for i, bsym in enumerate(lines):
         new.bound_symbols += changes.inserted.get(i, [])
         if issues_future(bsym):
@@ -57,7 +66,7 @@ class Changes(NamedTuple):
     kept: set[str]  # futures and gradients that this step no longer has
 
 
-def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], gradients: Mapping[Runtime, Gradients | None]) -> Changes:
+def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], steps: Mapping[Runtime, Step]) -> Changes:
     inserted, replaced, kept = changes = Changes({}, {}, set())
     made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
     first = sum(is_unpack(b) for b in lines)  # a gradient may be an input of backward
@@ -72,11 +81,15 @@ def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], gradients: Mapping[R
         if not issues_future(bsym):
             continue
         grads, bucket = bsym.args
-        mode = gradients.get(bucket.plan.runtime)
         at = max(first, 1 + max(made[g.name] for g in grads))
-        if grads[0].name in reduced:
-            kept.update([bsym.output.name] if grads[0].name in kept else [])
-        elif mode is Gradients.KEPT:
+        if grads[0].name in kept:
+            kept.add(bsym.output.name)
+            continue
+        if is_offload(bsym):
+            continue
+        again = grads[0].name in reduced
+        mode = _treatment(steps.get(bucket.plan.runtime), bucket, Level.REPLICAS if again else Level.WHOLE)
+        if mode is Gradients.KEPT:
             kept.add(bsym.output.name)
             inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))
         elif mode is Gradients.ADDED:
@@ -85,3 +98,22 @@ def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], gradients: Mapping[R
             inserted.setdefault(at, []).append(accumulated.bind(grads, bucket, output=sums))
             replaced[bsym.output.name] = bsym.from_bsym(args=(sums, bucket))
     return changes
+
+
+def _treatment(step: Step | None, bucket: Bucket, level: Level) -> Gradients | None:
+    """What a step does with the gradients of a bucket. Raises RuntimeError if it is to keep only some of them."""
+    if step is None or step.gradients is Gradients.REDUCED:
+        return None
+    if step.gradients is Gradients.ADDED or step.keep is None:
+        return Gradients.ADDED if level in step.adds else None
+    if step.keep.level is not level:
+        return None
+    chosen = step.keep.parameters
+    names = {m.parameter.name: chosen is None or m.parameter.index in chosen for m in bucket.members}
+    if len(set(names.values())) > 1:
+        inside, outside = (next(name for name, kept in names.items() if kept is wanted) for wanted in (True, False))
+        raise RuntimeError(
+            f"no_sync keeps the gradient of {inside!r} and not that of {outside!r}, which travel in one bucket: call "
+            'it for the whole block or model, or call fsdp(bucketing_strategy="layer")'
+        )
+    return Gradients.KEPT if all(names.values()) else None

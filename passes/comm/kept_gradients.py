@@ -6,9 +6,11 @@ grads = accumulated(grads, bucket)      precedes a reduction: adds the kept ones
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from passes.comm.properties import Property
 from passes.comm.symbols import symbol
-from passes.plan import Bucket, ShardedParameter
+from passes.plan import Axis, Bucket, Level, ShardedParameter
 from passes.plan.layout import summed_to
 
 import torch
@@ -17,18 +19,24 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 
 
+class Kept(NamedTuple):
+    parameter: ShardedParameter
+    total: torch.Tensor
+
+
 class KeptGradients:
-    """The unreduced gradients of a model, whole, by parameter. They live from step to step."""
+    """The gradients of a model that are not reduced yet, or not over replicas. They live from step to step."""
 
     def __init__(self) -> None:
-        self.by_parameter: dict[ShardedParameter, torch.Tensor] = {}
-        self.used = False  # a step has ever kept gradients
+        self.by_place: dict[tuple[Axis, int], Kept] = {}  # the group to reduce over, and the parameter's index
+        self.used: set[Level] = set()  # on which levels a step has ever kept gradients
         self.reducing = False  # gradients have been taken since the last step that keeps them began
 
-    def expect(self) -> None:
+    def expect(self, level: Level) -> None:
         """A step begins whose gradients are to be kept: the next one that reduces adds them, whichever backward runs
         first."""
-        self.used, self.reducing = True, False
+        self.used.add(level)
+        self.reducing = False
 
     def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
         """Raises RuntimeError if the sums to which these gradients belong have been reduced."""
@@ -41,31 +49,33 @@ class KeptGradients:
         sums, addends = [], []
         for grad, m in zip(grads, bucket.members, strict=True):
             grad = summed_to(grad, m.parameter.full_shape)
-            if (known := self.by_parameter.get(m.parameter)) is None:
+            place = bucket.plan.axis, m.parameter.index
+            if (known := self.by_place.get(place)) is None:
                 dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
                 # a copy: two parameters may share a gradient, and backward's caller may own it
-                self.by_parameter[m.parameter] = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                self.by_place[place] = Kept(m.parameter, total)
             else:
-                sums.append(known)
+                sums.append(known.total)
                 addends.append(grad)
         if sums:
             torch._foreach_add_(sums, addends)
 
     def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
         self.reducing = True
-        known = [self.by_parameter.pop(m.parameter, None) for m in bucket.members]
+        known = [self.by_place.pop((bucket.plan.axis, m.parameter.index), None) for m in bucket.members]
         dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
         return tuple(
-            grad.to(dtype) if total is None else total.add_(summed_to(grad, m.parameter.full_shape))
-            for grad, total, m in zip(grads, known, bucket.members, strict=True)
+            grad.to(dtype) if kept is None else kept.total.add_(summed_to(grad, m.parameter.full_shape))
+            for grad, kept, m in zip(grads, known, bucket.members, strict=True)
         )
 
     def left_behind(self) -> list[str]:
         """The names of parameters that the last reduction missed."""
-        return [p.name for p in self.by_parameter] if self.reducing else []
+        return [kept.parameter.name for kept in self.by_place.values()] if self.reducing else []
 
     def clear(self) -> None:
-        self.by_parameter.clear()
+        self.by_place.clear()
 
 
 def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:

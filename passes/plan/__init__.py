@@ -5,7 +5,7 @@ from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cos
 from passes.plan.host_memory import HostMemory
 from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, shard_shape
 from passes.plan.runtime import Axis, PlainRuntime, Runtime
-from passes.plan.step import Gradients, Progress, Step
+from passes.plan.step import Gradients, Keep, Level, Progress, Step
 from passes.plan.traced import TracedParameters
 from passes.plan.wire import Ends, Wire
 
@@ -18,7 +18,9 @@ __all__ = [
     "Ends",
     "Gradients",
     "HostMemory",
+    "Keep",
     "Kernels",
+    "Level",
     "Link",
     "Member",
     "Placement",

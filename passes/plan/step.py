@@ -18,12 +18,30 @@ class Gradients(Enum):
     ADDED = "added"
 
 
+class Level(Enum):
+    """Of the gradients that are kept: those of whole parameters, which nothing has reduced; or those of shards, which
+    are still to be reduced over the replicas of a hybrid strategy."""
+
+    WHOLE = "whole"
+    REPLICAS = "replicas"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The gradients that a step keeps: of the parameters with these indices (None: all), on this level."""
+
+    level: Level = Level.WHOLE
+    parameters: frozenset[int] | None = None
+
+
 @dataclass(eq=False)
 class Step:
     """One compiled step of a model.
 
     Args:
         gradients: its treatment of gradients; None: it computes none.
+        keep: what it keeps, if it keeps gradients. The others are reduced.
+        adds: the levels on which it adds kept gradients.
         collectives: the collectives that it sends, as texts, in order; complete once it is compiled.
         generation: how often the model's modules had changed before it was compiled.
     """
@@ -31,6 +49,8 @@ class Step:
     gradients: Gradients | None
     collectives: list[str] = field(default_factory=list)
     generation: int = 0
+    keep: Keep | None = None
+    adds: frozenset[Level] = frozenset()
 
     @cached_property
     def sends(self) -> str:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from passes.comm.kept_gradients import KeptGradients
-from passes.plan import ShardedParameter
+from passes.comm.kept_gradients import Kept, KeptGradients
+from passes.plan import Axis, Level, ShardedParameter
+from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.state import ModelState
 
 import torch
@@ -43,12 +44,20 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def sums_of(model: ModelState) -> dict[str, torch.Tensor]:
-    """This rank's sums by the names of their parameters; usually none."""
-    return {
-        name: sums.by_parameter[parameter]
-        for name, sums, parameter in _parameters(model)
-        if parameter in sums.by_parameter
-    }
+    """This rank's sums by the names of their parameters; usually none.
+
+    Raises CheckpointError for sums of shards, which are still to be reduced over replicas.
+    """
+    found = {}
+    for name, sums, parameter in _parameters(model):
+        if (Axis.REPLICATE, parameter.index) in sums.by_place:
+            raise CheckpointError(
+                f"the gradient of parameter {name!r} is not reduced over replicas yet: save after the step that does, "
+                "outside of no_sync"
+            )
+        if (kept := sums.by_place.get((parameter.plan.axis, parameter.index))) is not None:
+            found[name] = kept.total
+    return found
 
 
 def set_sums(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
@@ -58,8 +67,8 @@ def set_sums(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
         state.runtime.errors.clear()
     for name, sums, parameter in _parameters(model):
         if name in values:
-            sums.by_parameter[parameter] = values[name].to(model.device)
-            sums.used, sums.reducing = True, False
+            sums.expect(Level.WHOLE)
+            sums.by_place[parameter.plan.axis, parameter.index] = Kept(parameter, values[name].to(model.device))
 
 
 def _parameters(model: ModelState) -> Iterator[tuple[str, KeptGradients, ShardedParameter]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.comm.kept_gradients import KeptGradients
-from passes.plan import Axis, Gradients, Progress, Step
+from passes.plan import Axis, Gradients, Keep, Progress, Step
 from shardtrace.options.policies import Checks
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
@@ -43,7 +43,7 @@ class ModelRuntime:
         self._by_axis = {Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer}
         self.kept = KeptGradients()
         self.errors: dict[tuple[Axis, int], torch.Tensor] = {}  # what rounded reductions have lost
-        self.keeps_gradients = False  # inside no_sync
+        self.keep: Keep | None = None  # inside no_sync
         self.generation = 0  # incremented when the model's modules have changed
         self.progress = None if is_alone(groups.everyone) else Progress()
         self.compares = checks.steps is not False and self.progress is not None
@@ -61,26 +61,35 @@ class ModelRuntime:
         """How a step that begins now treats gradients. None if it computes none."""
         if not torch.is_grad_enabled():
             return None
-        if self.keeps_gradients or get_skip_data_parallel_grad_sync():  # set by Thunder's own no_sync
+        if self._keep() is not None:
             return Gradients.KEPT
         return Gradients.ADDED if self.kept.used else Gradients.REDUCED
 
     def step(self) -> Step:
         """The step to compile now."""
-        return Step(self.gradients(), generation=self.generation)
+        adds = frozenset(self.kept.used)
+        return Step(self.gradients(), generation=self.generation, keep=self._keep(), adds=adds)
+
+    def _keep(self) -> Keep | None:
+        if self.keep is None and get_skip_data_parallel_grad_sync():  # set by Thunder's own no_sync
+            return Keep()
+        return self.keep
 
     def check_step(self, step: Step) -> None:
         """Raises RuntimeError unless the compiled step fits the model now. Its messages are short, because Thunder then
         traces again: tracing reports the fault, or another step is compiled."""
-        if step.gradients is not self.gradients():
+        now = self.gradients()
+        if step.gradients is not now or (now is Gradients.KEPT and step.keep != self._keep()):
             raise RuntimeError("compiled for another use of gradients")
+        if now is Gradients.ADDED and not self.kept.used <= step.adds:
+            raise RuntimeError("compiled for fewer kept gradients")
         if step.generation != self.generation:
             raise RuntimeError("compiled for other modules")
         if self.kept.left_behind():
             raise RuntimeError("gradients were left behind")
         self._check_unchanged()
-        if step.gradients is Gradients.KEPT:
-            self.kept.expect()
+        if step.keep is not None and step.gradients is Gradients.KEPT:
+            self.kept.expect(step.keep.level)
         if self.progress is not None and not self.compares:
             self.progress.drain()  # otherwise once the ranks have been compared
 

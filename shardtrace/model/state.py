@@ -248,7 +248,7 @@ class ShardedState:
     def _check_not_frozen(self) -> None:
         """Raises RuntimeError if a parameter was frozen after no_sync had added up gradients for it, which this step
         would then not reduce. The sums are kept."""
-        kept = self.runtime.kept.by_parameter
+        kept = [kept.parameter for kept in self.runtime.kept.by_place.values()]
         if not kept or self.runtime.gradients() is not Gradients.ADDED:
             return
         for parameter in kept:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
-from shardtrace.model.state import sharded_states
+from passes.compat.jit import unjitted
+from passes.plan import Keep, Level
+from shardtrace.model.state import ShardedState, link_of, part_of, state_of, states_in
 
 from torch import nn
 
 
 @contextmanager
-def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
+def no_sync(model: nn.Module, *, reduce_each: bool | Literal["shard"] = False) -> Iterator[None]:
     """Add up gradients on each rank without reducing them. The first step outside the context reduces the sums.
 
     Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. All forwards may come
@@ -30,28 +33,47 @@ def no_sync(model: nn.Module, *, reduce_each: bool = False) -> Iterator[None]:
     leaves the sums alone; an exception that leaves the context drops them.
 
     Args:
-        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
-        reduce_each: reduce in each step nevertheless, and add up this rank's shards in ``.grad``. This takes no memory
-            beyond the shards' gradients, and one reduction per step. The context then changes nothing.
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``; or a
+            submodule of a sharded one, whose gradients are then kept and those of others reduced.
+        reduce_each: True: reduce in each step nevertheless, and add up this rank's shards in ``.grad``. This takes no
+            memory beyond the shards' gradients, and one reduction per step. The context then changes nothing.
+            "shard": with a hybrid strategy, reduce_scatter in each step, add up shards, and all_reduce them over the
+            replicas only in the step outside. Other strategies reduce in each step.
 
     Raises:
         ValueError: if the model is not sharded.
         RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside; in a
             backward of a step inside that comes after the one that reduces.
     """
-    _, states = sharded_states(model)
-    if reduce_each:
+    if reduce_each is True:
         yield
         return
-    before = [state.runtime.keeps_gradients for state in states]
-    for state in states:
-        state.runtime.keeps_gradients = True
+    keep = keep_of(model, Level.REPLICAS if reduce_each == "shard" else Level.WHOLE)
+    before = {state: state.runtime.keep for state in keep}
+    for state, now in keep.items():
+        state.runtime.keep = now
     try:
         yield
     except BaseException:
-        for state in states:
+        for state in keep:
             state.runtime.kept.clear()
         raise
     finally:
-        for state, kept in zip(states, before, strict=True):
-            state.runtime.keeps_gradients = kept
+        for state, kept in before.items():
+            state.runtime.keep = kept
+
+
+def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
+    """What the states of a model are to keep; those of its parameters, if it is a part of a sharded one."""
+    module = unjitted(model)
+    keep = {state: Keep(level) for state in states_in(module)}
+    outer = part_of(module) if state_of(module) is None else None
+    if outer is not None:
+        links = (link_of(p) for p in module.parameters())
+        mine = {id(link.entry) for link in links if link is not None and link.state is outer}
+        indices = frozenset(i for i, entry in enumerate(outer.entries) if id(entry) in mine)
+        if outer.runtime.keep is None:
+            keep[outer] = Keep(level, indices)
+    elif not keep:
+        raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
+    return keep

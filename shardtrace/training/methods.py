@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
+from passes.plan import Keep, Level
 from shardtrace.model.classes import Methods
 from shardtrace.model.compiled import compiling
 from shardtrace.model.state import own_state, part_of, state_of
@@ -105,19 +106,27 @@ def reshard(self: nn.Module) -> None:
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
     def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool) -> None:
         """FSDP2's switch. False: steps are as in ``shardtrace.no_sync`` until it is set to True again."""
-        own_state(self).runtime.keeps_gradients = not requires_gradient_sync
+        own_state(self).runtime.keep = None if requires_gradient_sync else Keep()
 
     return set_requires_gradient_sync
+
+
+def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
+    def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool) -> None:
+        """FSDP2's switch. False: steps are as in ``no_sync(model, reduce_each="shard")`` until it is set to True."""
+        own_state(self).runtime.keep = None if requires_all_reduce else Keep(Level.REPLICAS)
+
+    return set_requires_all_reduce
 
 
 def _require_backward_grad_sync(_: Any) -> property:
     """The attribute of DistributedDataParallel by which scripts accumulate gradients."""
 
     def get(self: nn.Module) -> bool:
-        return not own_state(self).runtime.keeps_gradients
+        return own_state(self).runtime.keep is None
 
     def put(self: nn.Module, value: bool) -> None:
-        own_state(self).runtime.keeps_gradients = not value
+        own_state(self).runtime.keep = None if value else Keep()
 
     return property(get, put)
 
@@ -135,6 +144,7 @@ METHODS: Methods = {
     "unshard": lambda original: original or unshard,
     "reshard": lambda original: original or reshard,
     "set_requires_gradient_sync": _set_requires_gradient_sync,
+    "set_requires_all_reduce": _set_requires_all_reduce,
     "require_backward_grad_sync": _require_backward_grad_sync,
     **{name: functools.partial(_refused, name, instead) for name, instead in ELSEWHERE.items()},
 }

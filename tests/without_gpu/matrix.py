@@ -19,6 +19,7 @@ from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat.jit import attention_of_gpus
+from passes.plan import Keep, Level
 from shardtrace.inspector.fake import compile_only, fake_ranks
 from shardtrace.record.absent import claim
 from shardtrace.testing import text
@@ -121,7 +122,8 @@ def compile_step(
             model, init_policy=shardtrace.InitPolicy(device=DEVICE, param_init_fn=lambda module: None), **options
         )
         runtime = model._shardtrace.runtime
-        runtime.keeps_gradients, runtime.kept.used = gradients == "kept", gradients == "added"
+        runtime.keep = Keep() if gradients == "kept" else None
+        runtime.kept.used |= {Level.WHOLE} if gradients == "added" else set()
         jitted = thunder.jit(model, **(jit_options or {}))
         with attention_of_gpus():
             compile_only(jitted, ((claim(TOKENS, DEVICE),), {}))

@@ -3,6 +3,7 @@
 import shardtrace
 from passes.analysis.happens_before import COMPUTE, NONE, Wait, Work, actions, races, unordered
 from passes.analysis.recognise import ends_copies, is_backward
+from passes.plan import Keep, Level
 from shardtrace.inspector.fake import compile_only
 
 import pytest
@@ -28,7 +29,8 @@ def compiled(world_size=2, *, kept=None, **options):
         options["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shardtrace.fsdp(net(), init_policy=shardtrace.InitPolicy(device="cuda:0"), **options)
     runtime = model._shardtrace.runtime
-    runtime.keeps_gradients, runtime.kept.used = kept == "inside", kept == "after"
+    runtime.keep = Keep() if kept == "inside" else None
+    runtime.kept.used |= {Level.WHOLE} if kept == "after" else set()
     cmodel = thunder.jit(model)
     compile_only(cmodel, ((on_absent_cuda(3, 4),), {}))
     return [thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]]

@@ -26,6 +26,48 @@ def test_hybrid():
     accumulate("hybrid_zero2", mesh=(2, 2))
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["hybrid_zero3", {"embed*": "ddp", "*": "hybrid_zero2"}])
+def test_reduced_over_replicas_in_the_last_step(strategy):
+    """Microbatches leave sums of shards, and send nothing to other replicas."""
+    model = sharded_zoo(strategy, mesh=(2, 2))
+    for step in range(2):
+        model.zero_grad()
+        for i, batch in enumerate(batches := micro_batches(step, 3)):
+            last = i == 2
+            with nullcontext() if last else model.no_sync(reduce_each="shard"):
+                (model(*my_rows(batch)) / len(batches)).backward()
+            kinds = [c.kind for c in shardtrace.collectives(model) if c.parameters[0].startswith("blocks")]
+            assert "reduce_scatter" in kinds
+            assert ("all_reduce" in kinds) is last
+            assert (model.blocks[1].down.grad is None) is not last
+        expected = expected_gradients(step, 3)[1]
+        torch.testing.assert_close(shardtrace.full_gradients(model), expected, rtol=1e-6, atol=1e-6)
+        assert not model._shardtrace.runtime.kept.by_place
+
+
+@on_ranks(2)
+def test_a_part_that_keeps_its_gradients():
+    model = sharded_zoo("zero3", bucketing_strategy="layer")
+    batches = micro_batches(0, 2)
+    with shardtrace.no_sync(model.blocks[0]):
+        (model(*my_rows(batches[0])) / 2).backward()
+    assert all(p.grad is None for p in model.blocks[0].parameters())
+    assert model.blocks[1].down.grad is not None
+    (model(*my_rows(batches[1])) / 2).backward()
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected_gradients(0, 2)[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_bucket_that_is_kept_in_part(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucketing_strategy="model")
+    with (
+        pytest.raises(RuntimeError, match=r"keeps the gradient of '0.weight' and not that of '1.weight'"),
+        shardtrace.no_sync(model[0]),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+
+
 @on_ranks(2)
 def test_reduced_in_each_step():
     accumulate("zero3", reduce_each=True)
@@ -53,7 +95,7 @@ def accumulate(strategy, mesh=None, reduce_each=False):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        assert not model._shardtrace.runtime.kept.by_parameter
+        assert not model._shardtrace.runtime.kept.by_place
     assert thunder.cache_misses(cmodel) == (1 if reduce_each else 2)
 
 
@@ -69,8 +111,8 @@ def test_sums_are_in_fp32():
             with model.no_sync() if i < 8 else nullcontext():
                 cmodel(torch.full((1, 4), 1.0 if i == 0 else 2.0**-9)).sum().backward()
             if i == 0:
-                (total,) = model._shardtrace.runtime.kept.by_parameter.values()
-                assert total.dtype == (dtype or torch.bfloat16)
+                (total,) = model._shardtrace.runtime.kept.by_place.values()
+                assert total.total.dtype == (dtype or torch.bfloat16)
         kept[dtype] = model.weight.grad[0, 0].item()
     assert kept == {torch.float32: 1 + 8 * 2.0**-9, None: 1.0}
 
