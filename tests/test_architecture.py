@@ -28,7 +28,7 @@ FLOORS = [
     ["shardtrace.api"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
-    ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.plugins", "shardtrace.report"],
+    ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.parallel", "shardtrace.plugins", "shardtrace.report"],
     ["shardtrace.cli", "shardtrace.testing"],
     ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],

@@ -15,6 +15,7 @@ from shardtrace.checkpoint.state import Slot
 from shardtrace.model.entry import Entry
 from shardtrace.model.home import shard
 from shardtrace.model.state import link_of, part_of, state_of, states_in
+from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
 import torch
@@ -83,7 +84,8 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 @functools.cache  # once for each process
 def _ask_the_model() -> None:
-    """Lets a jitted module ask a sharded model. Thunder's own methods list parameters and call no hooks."""
+    """Lets a jitted module ask a sharded model. Thunder's own methods list parameters and call no hooks; its no_sync is
+    for its own sharding."""
 
     def of_model(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -106,6 +108,11 @@ def _ask_the_model() -> None:
         destination.update(found)
         return destination
 
+    def sync(self: ThunderModule) -> Any:
+        return no_sync(self) if states_in(unjitted(self)) else without_sync(self)
+
+    without_sync = ThunderModule.no_sync
+    ThunderModule.no_sync = functools.wraps(without_sync)(sync)
     original = ThunderModule.original_state_dict
     ThunderModule.original_state_dict = functools.wraps(original)(whole)
     ThunderModule.state_dict = of_model(ThunderModule.state_dict)

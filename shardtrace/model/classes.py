@@ -72,12 +72,16 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
             "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
         )
 
+    def __prepare_scriptable__(self: nn.Module) -> Any:
+        raise TypeError(f"torch.jit.script cannot compile {name}: call it inside shardtrace.full_params, on a copy")
+
     namespace = {
         "__call__": _call(cls),
         "forward": _forward(cls.forward),
         "__new__": __new__,
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": __reduce_ex__,
+        "__prepare_scriptable__": __prepare_scriptable__,
         "_load_from_state_dict": _loading(cls._load_from_state_dict),
         "__module__": cls.__module__,
         "__qualname__": name,

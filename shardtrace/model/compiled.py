@@ -1,4 +1,4 @@
-"""A sharded module that is called without ``thunder.jit`` compiles itself."""
+"""A sharded module that is called compiles itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from passes.compat.versions import functional_transform
 from shardtrace.model.state import own_state
 from shardtrace.model.tracing import recorded
 
 import thunder
+import torch
 from torch import nn
 
 
+@torch.compiler.disable  # torch.compile(model) leaves a sharded model to Thunder
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the sharded ``module``, or a part of one, as a jitted module. Its first call jits it."""
     return _jitted(module, module, module, type(module).__name__)(*args, **kwargs)
@@ -34,7 +37,19 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _jitted(module: nn.Module, key: Hashable, function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The result of ``thunder.jit`` for ``function``, which is kept under ``key``."""
+    if (around := _transform_around()) is not None:
+        raise RuntimeError(
+            f"{around} cannot see into the compiled step of the sharded {name}: call it inside "
+            "shardtrace.full_params(model), where the model is a plain one"
+        )
     state = own_state(module)
     if key not in state.compiled:
         state.compiled[key] = thunder.jit(function, **state.jit_options(name))
     return state.compiled[key]
+
+
+def _transform_around() -> str | None:
+    """What is about to trace or transform the call of a model, if anything does."""
+    if functional_transform() is not None:
+        return "a transform of torch.func"
+    return "torch.jit.trace" if torch.jit.is_tracing() else None

@@ -62,10 +62,12 @@ class Entry:
         """
         held = [module._parameters.get(attribute) for _, module, attribute in self.owners]
         new = held[0]
-        if new is None or isinstance(new, DTensor) or any(p is not new for p in held):
+        if not isinstance(new, nn.Parameter) or isinstance(new, DTensor) or any(p is not new for p in held):
+            by = "in one of its places only" if any(p is not new for p in held) else f"by a {type(new).__name__}"
             raise RuntimeError(
-                f"parameter {self.name!r} was replaced after fsdp() by a DTensor, by nothing, or in one of its places "
-                "only: change its values in place (for example in shardtrace.full_params), or replace it before fsdp()"
+                f"parameter {self.name!r} was replaced after fsdp() {by}: change its values in place. What puts other "
+                "tensors there (functional_call, prune, parametrizations) works inside shardtrace.full_params, or "
+                "before fsdp()"
             )
         if tuple(new.shape) == self.full_shape != self.shard_shape and new is not self.shard:
             replace_data(new, shard(new, self.home))

@@ -32,6 +32,7 @@ def refuse_wrong_optimizers() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _refuse_whole_state(optimizer)
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
     if name is None:
         return
@@ -43,6 +44,24 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             home = link.entry.home
             if home.is_spread and home.placement not in RIGHT_WITH[name]:
                 raise RuntimeError(_refusal(type(optimizer).__name__, name, link.entry.name, link.state.model_name))
+
+
+def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises RuntimeError if the optimizer has the state of a whole parameter, from steps before ``fsdp``. Looks at the
+    first parameter of each group."""
+    for group in optimizer.param_groups:
+        parameter = next(iter(group["params"]), None)
+        link = link_of(parameter)
+        if parameter is None or link is None or link.state.unsharded:
+            continue
+        whole = link.entry.full_shape
+        values = optimizer.state.get(parameter, {}).values()
+        if whole != tuple(parameter.shape) and any(isinstance(v, torch.Tensor) and v.shape == whole for v in values):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has the state of the whole parameter {link.entry.name!r} of "
+                f"{link.state.model_name}, from before fsdp(): build it anew, and load that state by "
+                "shardtrace.load_full_optimizer_state_dict"
+            )
 
 
 @functools.cache

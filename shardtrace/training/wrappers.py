@@ -19,8 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 ONCE = (
-    "is sharded, and its gradients are reduced already: call thunder.jit on the model itself, or leave out "
-    "shardtrace.fsdp (Accelerator.prepare(model) puts DistributedDataParallel around it: prepare only the data loader)"
+    "is sharded, and its gradients are reduced already: call the model itself, without a wrapper, or leave out "
+    "shardtrace.fsdp"
 )
 STATE = (
     "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "

@@ -333,7 +333,7 @@ def resize(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (remove, r"parameter 'first.weight' was replaced after fsdp\(\) by a DTensor, by nothing"),
+        (remove, r"parameter 'first.weight' was replaced after fsdp\(\) by a NoneType"),
         (move, r"the device of parameter 'first.weight' was cpu when fsdp\(\) sharded it and is meta now"),
         (resize, r"the shape of the shard of parameter 'first.weight' was \(3, 4\)"),
     ],

@@ -5,12 +5,14 @@ import copy
 import shardtrace
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import prune
 
 
 def net():
@@ -154,3 +156,74 @@ def test_arguments_of_fsdp2_that_are_refused(fake_ranks, name):
     fake_ranks(2)
     with pytest.raises(TypeError, match=rf"fsdp\(\) has no {name}: "):
         shardtrace.fsdp(net(), **{name: None})
+
+
+def _vmap(model):
+    torch.vmap(model)(torch.ones(3, 2, 4))
+
+
+def _jvp(model):
+    torch.func.jvp(model, (X,), (X,))
+
+
+def _trace(model):
+    torch.jit.trace(model, X)
+
+
+def _script(model):
+    torch.jit.script(model)
+
+
+def _functional_call(model):
+    torch.func.functional_call(model, {name: p.clone() for name, p in model.named_parameters()}, (X,))
+
+
+def _prune(model):
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    model(X)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (_vmap, "a transform of torch.func cannot see into .*full_params"),
+        (_jvp, "a transform of torch.func cannot see into .*full_params"),
+        (_trace, "torch.jit.trace cannot see into .*full_params"),
+        (_script, "torch.jit.script cannot compile FSDPSequential: .*full_params"),
+        (_functional_call, "'0.weight' was replaced .* by a Tensor: .*functional_call, prune.*full_params"),
+        (_prune, "'0.weight' was replaced .* by a NoneType: .*functional_call, prune.*full_params"),
+    ],
+)
+def test_tools_that_need_whole_parameters(fake_ranks, use, message):
+    """They say so; inside full_params they work."""
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        use(model)
+
+
+def test_torch_compile_leaves_a_sharded_model_alone(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+    torch.compile(model)(X).sum().backward()
+    assert {c.kind for c in shardtrace.collectives(model)} == {"all_gather", "reduce_scatter"}
+
+
+def test_an_optimizer_with_state_of_whole_parameters(fake_ranks):
+    fake_ranks(2)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    shardtrace.fsdp(model)(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"AdamW has the state of the whole parameter '0.weight' .*load_full_opt"):
+        optimizer.step()
+
+
+def test_no_sync_of_the_jitted_model(fake_ranks):
+    fake_ranks(2)
+    cmodel = thunder.jit(shardtrace.fsdp(net()))
+    with cmodel.no_sync():
+        cmodel(X).sum().backward()
+    assert all(p.grad is None for p in cmodel.parameters())
