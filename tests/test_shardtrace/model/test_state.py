@@ -31,9 +31,9 @@ def test_conversion_after_a_step():
     cmodel = thunder.jit(model)
     cmodel(torch.ones(2, 4)).sum().backward()
     model.to(torch.bfloat16)
-    message = r"the dtype of parameter 'weight' was torch.float32 when fsdp\(\) sharded it and is torch.bfloat16 now"
-    with pytest.raises(RuntimeError, match=message):
-        cmodel(torch.ones(2, 4, dtype=torch.bfloat16))
+    model.zero_grad()
+    cmodel(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad.dtype == torch.bfloat16
 
 
 @on_ranks(2)
@@ -44,7 +44,8 @@ def test_a_parameter_changed_on_one_rank_is_an_error_on_all(on):
     if dist.get_rank() == on:
         model.half()
     with pytest.raises(
-        RuntimeError, match=r"the dtype of parameter 'weight' was torch.float32 when fsdp\(\) sharded it"
+        RuntimeError,
+        match=r"the ranks differ in the collectives of Linear; .* root \(f(16|32), .* root \(f(32|16), ",
     ):
         cmodel(torch.ones(2, 4))
 
