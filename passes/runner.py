@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
-from passes.analysis.verify import VerificationError, verify
+from passes.analysis.verify import VerificationError, verify_lines
 from passes.comm.symbols import synchronize
 from passes.facts import Compilation
 from passes.plan import Runtime
@@ -152,6 +152,6 @@ class PassAfterLowering(Pass):
 
     def _verify(self, trace: TraceCtx) -> None:
         try:
-            verify(trace, scheduled=False)
+            verify_lines(trace)
         except VerificationError as error:
             raise VerificationError(f"after pass {self.name}: {error}") from None
