@@ -134,11 +134,12 @@ class PassAfterLowering(Pass):
     """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
 
     The result is verified, except for what holds only once all passes have run. ``name`` defaults to the function's.
+    ``announces``: as for :class:`passes.pipeline.Entry`.
     """
 
-    def __init__(self, run: Run, name: str = "") -> None:
+    def __init__(self, run: Run, name: str = "", *, announces: bool = True) -> None:
         super().__init__(name or run.__name__)
-        self.run = run
+        self.run, self.announces = run, announces
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         with self.running(computation_trace):

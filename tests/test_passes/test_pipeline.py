@@ -135,7 +135,7 @@ def test_a_call_without_the_model_has_no_facts_of_the_last_one(fake_ranks):
     step = thunder.jit(lambda x, shard: sharded(x) if shard else plain(x))
     step(torch.ones(1, 2), True)
     step(torch.ones(1, 2), False)
-    assert "check_parameters" not in text(thunder.last_prologue_traces(step)[-1])
+    assert "check_value" not in text(thunder.last_prologue_traces(step)[-1])
 
 
 def swapped_tanh(computation):
