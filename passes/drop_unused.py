@@ -1,6 +1,5 @@
 """Pass: no gradient for a parameter that only unused outputs depend on, instead of zeros.
 
-    note_unused((t0, t1), unused)           in the epilogue, before it returns the outputs
     t31 = unless_unused(t29, uses_0)        the last lines of a backward: None if no output that it depends on was used
 
 Zeros would move an optimizer's momentum and decay the parameter. A line is added only for a gradient that depends on
@@ -9,34 +8,23 @@ some of several outputs. It keeps a gradient that is not zero, because another r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import is_backward, is_deletion, is_unpack, issues_future, waits_for_future
 from passes.comm.kept_gradients import accumulated
 from passes.comm.properties import Property
 from passes.comm.symbols import symbol
-from passes.compat.jit import nodes_of_thunder
+from passes.plan.step import Unused
 
 import torch
 from thunder.core.codeutils import ContextObject
-from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.pytree import tree_flatten, tree_map
+from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 NOTHING = frozenset[int]()
-
-
-class Unused:
-    """The numbers of the outputs of a step that its backward, which is running, does not come from."""
-
-    def __init__(self) -> None:
-        self.outputs = NOTHING
-
-    def note(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        self.outputs = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
 
 
 class Uses(NamedTuple):
@@ -44,22 +32,6 @@ class Uses(NamedTuple):
 
     outputs: frozenset[int]
     unused: Unused
-
-
-def note_unused(epilogue: TraceCtx, *, models: Collection[str], unused: Unused) -> TraceCtx:
-    """Notes which outputs a backward does not come from.
-
-    Takes: an epilogue that returns tensors.
-    Gives: a line that watches their backward, and fills ``unused`` when it runs.
-    No-op when: no model was traced, or fewer than two tensors are returned.
-    """
-    *lines, last = epilogue.bound_symbols
-    outputs = tuple(x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy))
-    if len(outputs) < 2 or not models:
-        return epilogue
-    new = from_trace(epilogue)
-    new.bound_symbols = [*lines, noting.bind(outputs, ContextObject("unused", unused), output=None), last]
-    return new
 
 
 def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
@@ -114,17 +86,11 @@ def _name(value: Any) -> str:
     return value.name if isinstance(value, Proxy) else ""
 
 
-def _watch(outputs: tuple[torch.Tensor, ...], unused: ContextObject) -> None:
-    for node in nodes_of_thunder(outputs):
-        node.register_prehook(unused.obj.note)
-
-
 def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor | None:
     outputs, unused = uses.obj
     return None if outputs <= unused.outputs and not gradient.any() else gradient
 
 
-noting = symbol("note_unused", lambda outputs, unused: None, _watch, tags=[OpTags.DONT_DCE])
 unless_unused = symbol(
     "unless_unused", lambda gradient, uses: TensorProxy(like=gradient), _unless_unused, properties=Property.VIEW
 )

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.drop_unused import Unused
 from passes.insert_guards import Guard
 from passes.keep_secondary import Kept
 from passes.plan import TracedParameters
+from passes.plan.step import Unused
 from passes.rebuild_result import Rebuild
 from passes.save_shards import Swapped
 from passes.set_state import Setter

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from passes.comm.symbols import check_parameters, symbol
+from passes.comm.symbols import symbol
 from passes.plan import TracedParameters
 
 from thunder.core import prims
@@ -41,7 +41,7 @@ def insert_guards(
 
     # it reads the call's arguments only because Thunder's PrunePrologueChecks takes a line that reads nothing for wrong
     def line(name: str, guard: Guard) -> BoundSymbol:
-        return check_parameters.bind(ContextObject(name, guard), args, output=None)
+        return check_value.bind(ContextObject(name, lambda args: guard()), args, output=None)
 
     lines[-1:-1] = [line(f"last_guard_{i}", guard) for i, guard in enumerate(last_guards)]
     lines[first + 1 : first + 1] = [line(f"guard_{i}", guard) for i, guard in enumerate(guards)]
@@ -54,5 +54,5 @@ def _run_check(check: ContextObject, value: Any) -> None:
     check.obj(value)
 
 
-# A line of the prologue that tracing adds: raises if an argument is not what the step was compiled for.
+# A line of the prologue: raises if the compiled step is not right for a value, or not right any more.
 check_value = symbol("check_value", lambda check, value: None, _run_check, tags=[OpTags.DONT_DCE])

@@ -61,10 +61,10 @@ def insert_synchronize(computation: TraceCtx, *, parameters: TracedParameters) -
     }
     for i, bsym in enumerate(computation.bound_symbols):
         new.bound_symbols += before.get(i, [])
-        if bsym.sym is prims.unpack_trivial:
-            new.bound_symbols.append(bsym.from_bsym())
-        elif bsym.sym is prims.python_return:
+        if bsym.sym is prims.python_return:
             new.bound_symbols += _return(new, bsym, swap)
+        elif bsym.sym is prims.unpack_trivial or swap.keys().isdisjoint(bsym.flat_variableified_proxy_args):
+            new.bound_symbols.append(bsym)
         else:
             new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap))
     return new

@@ -18,7 +18,7 @@ from passes.analysis.calls import with_blocks
 from passes.analysis.verify import verify_schedule
 from passes.checkpoint_activations import checkpoint_activations
 from passes.compare_ranks import compare_ranks
-from passes.drop_unused import drop_unused, note_unused
+from passes.drop_unused import drop_unused
 from passes.facts import Compilation
 from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
@@ -27,15 +27,14 @@ from passes.keep_secondary import keep_secondary
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.rebuild_result import rebuild_result
-from passes.refuse_double_backward import refuse_double_backward
 from passes.regather import regather
 from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
 from passes.save_shards import save_shards
 from passes.schedule import schedule
 from passes.set_state import set_state
 from passes.shard_parameters import shard_parameters
-from passes.share_fusions import share_fusions
 from passes.wait_copies import wait_copies
+from passes.watch_backward import watch_backward
 
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
@@ -49,6 +48,7 @@ class Entry(NamedTuple):
     why: str
     needed: str = ""
     over: Literal["prologue", "computation", "epilogue"] = "computation"  # of a pass before autodiff
+    announces: bool = True  # its errors, which are this rank's own; else every rank raises them
 
     @property
     def does(self) -> str:
@@ -72,9 +72,8 @@ BEFORE_AUTODIFF = (
     Entry("merge_checks", merge_checks, "after all passes that look for Thunder's own checks", over="prologue"),
     Entry("set_state", set_state, "before other passes add lines that read what the epilogue returns",
           "what forward sets on modules would be lost", over="epilogue"),
-    Entry("refuse_double_backward", refuse_double_backward, "while the epilogue returns tensors",
+    Entry("watch_backward", watch_backward, "while the epilogue returns tensors",
           "gradient penalties would be dropped silently", over="epilogue"),
-    Entry("note_unused", note_unused, "while the epilogue returns tensors", "drop_unused reads it", over="epilogue"),
     Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
           "Thunder cannot return what the model returns", over="epilogue"),
     Entry("insert_synchronize", insert_synchronize, "before autodiff: the grad rule of a bucket buckets backward, too",
@@ -93,7 +92,6 @@ AFTER_LOWERING = (
           "ZeRO-3 would save what fusions have gathered"),
     Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
           "backward would gather from all nodes"),
-    Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),
     Entry("your passes", yours, "their changes are scheduled", "leave them out of thunder.jit(transforms=...)"),
@@ -103,7 +101,7 @@ AFTER_LOWERING = (
     Entry("drop_unused", drop_unused, "after the waits for gradients and for copies to the host, which it reads",
           "optimizers would move parameters that were not used"),
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
-    Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives"),
+    Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
     Entry("show_blocks", with_blocks, "last, for a trace that no other pass has changed", "a trace would not print"),
 )
 # fmt: on
@@ -140,7 +138,7 @@ def pipeline(
         return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over)
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
-        return PassAfterLowering(compilation.bound(entry.run), entry.name)
+        return PassAfterLowering(compilation.bound(entry.run), entry.name, announces=entry.announces)
 
     early, before = _cut(BEFORE_AUTODIFF, left_out)
     late, after = _cut(AFTER_LOWERING, left_out)
@@ -148,7 +146,6 @@ def pipeline(
     last: list[Pass] = [*map(before_autodiff, before), *map(after_lowering, after)]
     for one in (*first, *rest, *last):
         one.compilation = compilation
-        one.announces = one.name != compare_ranks.__name__  # every rank raises its errors
     for one in (*first, *rest, *users, *last):
         one.observe = observe
     first[0].remarks = True
@@ -171,8 +168,7 @@ def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
         kept = [run for run in own if getattr(run, "__name__", "") not in left_out]
         return [*kept, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
-    shared = [] if "share_fusions" in left_out else [share_fusions]
-    return Inner(before, [*shared, *(t.run for t in users if isinstance(t, PassAfterLowering))])
+    return Inner(before, [t.run for t in users if isinstance(t, PassAfterLowering)])
 
 
 def check_disabled(disable: Collection[str]) -> None:

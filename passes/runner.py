@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
-from passes.analysis.verify import VerificationError, verify
+from passes.analysis.verify import VerificationError, verify_lines
 from passes.comm.symbols import synchronize
 from passes.facts import Compilation
 from passes.plan import Runtime
@@ -134,11 +134,12 @@ class PassAfterLowering(Pass):
     """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
 
     The result is verified, except for what holds only once all passes have run. ``name`` defaults to the function's.
+    ``announces``: as for :class:`passes.pipeline.Entry`.
     """
 
-    def __init__(self, run: Run, name: str = "") -> None:
+    def __init__(self, run: Run, name: str = "", *, announces: bool = True) -> None:
         super().__init__(name or run.__name__)
-        self.run = run
+        self.run, self.announces = run, announces
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         with self.running(computation_trace):
@@ -152,6 +153,6 @@ class PassAfterLowering(Pass):
 
     def _verify(self, trace: TraceCtx) -> None:
         try:
-            verify(trace, scheduled=False)
+            verify_lines(trace)
         except VerificationError as error:
             raise VerificationError(f"after pass {self.name}: {error}") from None

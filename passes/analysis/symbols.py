@@ -52,7 +52,8 @@ def identity(sym: Symbol) -> Hashable:
 @functools.cache
 def differentiated(sym: Symbol) -> Hashable:
     """The id of the torch function that an operator calls again to compute its gradients; None for other symbols."""
-    return next((function for function, gradient in backward_impls.items() if gradient == sym), None)
+    named = ((id, gradient) for id, gradient in backward_impls.items() if getattr(gradient, "name", "") == sym.name)
+    return next((id for id, gradient in named if gradient == sym), None)
 
 
 def is_foreign(sym: Symbol) -> bool:

@@ -60,37 +60,41 @@ class VerificationError(AssertionError):
     """A compiled trace breaks an invariant: a bug in a pass, never in the model. The message shows the lines."""
 
 
-def verify_schedule(trace: TraceCtx) -> TraceCtx:
-    """Proves the limits of memory and the order of all reads and writes, and all other invariants again.
-
-    Takes: a forward or backward that is scheduled.
-    Gives: the same trace. Raises :class:`VerificationError`.
-    No-op when: always.
-    """
-    verify(trace, scheduled=True)
-    return trace
+def verify(trace: TraceCtx) -> None:
+    """Raises :class:`VerificationError` unless all invariants hold in a scheduled trace."""
+    _verify_secondary(trace)
+    verify_lines(trace)
+    verify_schedule(trace)
 
 
-def verify(trace: TraceCtx, *, scheduled: bool = True) -> None:
-    """Raises :class:`VerificationError` unless all invariants hold. Linear in the number of lines.
-
-    Autodiff and fusions leave collectives in any order. The limits of memory (invariant 3) are therefore proven only
-    once the trace is ``scheduled``.
-    """
+def verify_lines(trace: TraceCtx) -> None:
+    """Raises :class:`VerificationError` unless the invariants 1, 2, 4, 5 and 6 hold, which no pass may break. Autodiff
+    and fusions leave collectives in any order: the others hold once a trace is scheduled."""
     lines = trace.bound_symbols
     if not any(is_collective(b) for b in lines):
         return
     _verify_values(lines)
     _verify_futures(lines)
-    _verify_traffic(trace, scheduled=scheduled)
-    values = unsharded_values(trace)
-    if scheduled:
-        _verify_live_buckets(lines, values)
+    _verify_traffic(trace)
+    _verify_offloads(lines)
+    _verify_saved(trace)
+
+
+def verify_schedule(trace: TraceCtx) -> TraceCtx:
+    """Proves the limits of memory and the order of all reads and writes.
+
+    Takes: a forward or backward that is scheduled. The other invariants were proven after each pass before this one.
+    Gives: the same trace. Raises :class:`VerificationError`.
+    No-op when: always.
+    """
+    lines = trace.bound_symbols
+    if any(is_collective(b) for b in lines):
+        _verify_secondary(trace)
+        _verify_live_buckets(lines, unsharded_values(trace))
         _verify_inflight(lines)
         for race in races(trace):
             _fail(lines, race.line, race.message)
-    _verify_offloads(lines)
-    _verify_saved(trace, values)
+    return trace
 
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
@@ -140,7 +144,7 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
         _fail(lines, issued[future], f"future {future} is never waited for")
 
 
-def _verify_traffic(trace: TraceCtx, *, scheduled: bool) -> None:
+def _verify_traffic(trace: TraceCtx) -> None:
     lines, seen = trace.bound_symbols, set[tuple[str, ShardedParameter]]()
     for i, bsym in enumerate(lines):
         if not is_issue(bsym):
@@ -148,8 +152,6 @@ def _verify_traffic(trace: TraceCtx, *, scheduled: bool) -> None:
         bucket, gathers = bucket_of(bsym), is_gather(bsym)
         if gathers and is_backward(trace) and not bucket.plan.regather:
             _fail(lines, i, f"bucket {bucket.label} is gathered again in backward, where it is to be kept")
-        if scheduled and gathers and is_backward(trace) and bucket.plan.secondary is not None:
-            _fail(lines, i, f"bucket {bucket.label} is gathered from all ranks in backward, in spite of second shards")
         if bucket.wire is not None and bucket.wire.reduces == gathers:
             verbs = ("gathered", "reduce") if gathers else ("reduced", "gather")
             what = f"is {verbs[0]}, but its wire can only {verbs[1]}: keep the plan's bucket"
@@ -170,6 +172,13 @@ def _verify_traffic(trace: TraceCtx, *, scheduled: bool) -> None:
                 verb = "gathered" if gathers else "reduced"
                 _fail(lines, i, f"parameter {m.parameter.name} is {verb} twice")
             seen.add((bsym.sym.id, m.parameter))
+
+
+def _verify_secondary(trace: TraceCtx) -> None:
+    lines = trace.bound_symbols
+    for i, bsym in enumerate(lines if is_backward(trace) else ()):
+        if is_issue(bsym) and is_gather(bsym) and (bucket := bucket_of(bsym)).plan.secondary is not None:
+            _fail(lines, i, f"bucket {bucket.label} is gathered from all ranks in backward, in spite of second shards")
 
 
 def _verify_inflight(lines: list[BoundSymbol]) -> None:
@@ -268,19 +277,20 @@ def _live_buckets(
             yield i, live
 
 
-def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None:
+def _verify_saved(trace: TraceCtx) -> None:
     lines = trace.bound_symbols
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
         return
     result, (saved, _) = lines[-1].args
+    values = unsharded_values(trace)
     _verify_lists(lines, values)
-    outputs, aliases = names(result["output"]), parameter_aliases(trace)
+    outputs = names(result["output"])
     for p in saved:
         kept = [b for b in values.get(p.name, ()) if b.plan.regather]
         if not kept or p.name in outputs:
             continue
         members = ", ".join(m.parameter.name for m in kept[0].members)
-        if p.name in aliases:
+        if p.name in parameter_aliases(trace):
             what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
             _fail(lines, len(lines) - 1, f"{what}, is saved for backward: use ZeRO-2 until this is mended")
         warnings.warn(
@@ -290,8 +300,8 @@ def _verify_saved(trace: TraceCtx, values: dict[str, frozenset[Bucket]]) -> None
         )
     kept_names = names(saved)
     for i, bsym in enumerate(lines):
-        again = kept_names & names(bsym.flat_proxy_outs)
-        if again and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
+        tagged = BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags
+        if tagged and (again := kept_names & names(bsym.flat_proxy_outs)):
             _fail(lines, i, f"{min(again)} is saved for backward, where it is to be computed again")
 
 
@@ -311,9 +321,9 @@ def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
         aliases, kept = set(unsharded), names(inside[-1].args[0][-1])
         for line in inside:
             outs = names(line.flat_proxy_outs)
-            if kept & outs and BoundSymbolTag.RECOMPUTE_IN_BACKWARD in line.tags:
+            if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in line.tags and kept & outs:
                 _fail(lines, i, f"{part.name} saves {min(kept & outs)}, which its backward is to compute again")
-            if properties(line.sym).is_alias and names(line.flat_proxy_args[:1]) & aliases:
+            if names(line.flat_proxy_args[:1]) & aliases and properties(line.sym).is_alias:
                 aliases |= outs
         if kept & aliases:
             _fail(

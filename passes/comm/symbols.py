@@ -275,13 +275,6 @@ def _call(check: ContextObject) -> None:
     check.obj()
 
 
-def _check_parameters(guard: ContextObject, args: Any) -> None:
-    guard.obj()
-
-
-# A line of the prologue. It raises if a parameter was replaced since it was sharded (Thunder then traces again), or if
-# another compiled step is wanted (Thunder then looks for that one).
-check_parameters = symbol("check_parameters", lambda guard, args: None, _check_parameters, tags=[OpTags.DONT_DCE])
 # The first line of a forward: raises if ranks are about to run different steps.
 check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
 # Notes for the next check_ranks that a forward ends, or that a backward begins or ends.

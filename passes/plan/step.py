@@ -58,6 +58,13 @@ class Step:
         return "\n".join(self.collectives)
 
 
+@dataclass
+class Unused:
+    """The numbers of the outputs of a step that its backward, which is running, does not come from."""
+
+    outputs: frozenset[int] = frozenset()
+
+
 class Progress:
     """The position of this rank in the steps of a model. A step that sends nothing leaves it unchanged."""
 

@@ -30,8 +30,8 @@ def test_golden(fake_ranks):
     assert_expected_inline(
         "\n".join(lines[:5]),
         """\
-check_parameters(guard_0, args)
-check_parameters(guard_1, args)
+check_value(guard_0, args)
+check_value(guard_1, args)
 prims.check_len(args, 1)
 prims.check_len(kwargs, 0)
 x: "cpu f32[2, 4]" = args[0]""",
@@ -63,10 +63,10 @@ def test_each_guard_is_a_line_behind_the_arguments_and_the_last_one_stands_behin
     every = [lambda i=i: called.append(i) for i in range(guards + 1)]
     new = insert_guards(prologue, parameters=TracedParameters(), guards=every[:-1], last_guards=every[-1:])
     names = [b.sym.name for b in new.bound_symbols]
-    assert [n for n in names if n != "check_parameters"] == before
-    lines = [b for b in new.bound_symbols if b.sym.name == "check_parameters"]
-    assert names.index("check_parameters") == names.index("unpack_trivial") + 1
+    assert [n for n in names if n != "check_value"] == before
+    lines = [b for b in new.bound_symbols if b.sym.name == "check_value"]
+    assert names.index("check_value") == names.index("unpack_trivial") + 1
     for line in lines:
         line._call_ctx[line.sym.name](*line.args)
     assert called == list(range(guards + 1))
-    assert names[-2:] == ["check_parameters", "python_return"]
+    assert names[-2:] == ["check_value", "python_return"]

@@ -19,8 +19,8 @@ def test_golden(fake_ranks):
     assert_expected_inline(
         text(thunder.last_prologue_traces(cmodel)[-1]),
         """\
-check_parameters(guard_0, args)
-check_parameters(guard_1, args)
+check_value(guard_0, args)
+check_value(guard_1, args)
 check_len(args, 1)
 check_len(kwargs, 0)
 input: "cpu f32[3, 6]" = args[0]
@@ -44,7 +44,7 @@ cache_info_is_grad_enabled: "bool True" = cache_info['is_grad_enabled']
 check_number_type_and_value(cache_info_is_grad_enabled, True)
 cache_info_no_grad_sync: "bool False" = cache_info['no_grad_sync']
 check_number_type_and_value(cache_info_no_grad_sync, False)
-check_parameters(last_guard_0, args)
+check_value(last_guard_0, args)
 return ((input, t_0_bias, t_0_weight, t_2_bias, t_2_num_batches_tracked, t_2_running_mean, t_2_running_var, t_2_weight), ())""",
     )
 

@@ -67,7 +67,7 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
     names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
     before, after = (
         ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
-        ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
+        ["save_shards", "keep_secondary", "accumulate"],
     )
     scheduled = ["schedule", "wait_copies", "drop_unused", "verify_schedule", "compare_ranks", "show_blocks"]
     assert names == [*before, *after, "late", "early", "outline", *scheduled, "other"]
@@ -135,7 +135,7 @@ def test_a_call_without_the_model_has_no_facts_of_the_last_one(fake_ranks):
     step = thunder.jit(lambda x, shard: sharded(x) if shard else plain(x))
     step(torch.ones(1, 2), True)
     step(torch.ones(1, 2), False)
-    assert "check_parameters" not in text(thunder.last_prologue_traces(step)[-1])
+    assert "check_value" not in text(thunder.last_prologue_traces(step)[-1])
 
 
 def swapped_tanh(computation):

@@ -16,7 +16,7 @@ def test_each_pass_writes_its_trace(fake_ranks, monkeypatch, tmp_path):
         "01-prologue-shard_prologue.py",
         "02-prologue-insert_guards.py",
         "03-prologue-merge_checks.py",
-        "04-epilogue-refuse_double_backward.py",
+        "04-epilogue-watch_backward.py",
         "05-computation-insert_synchronize.py",
         "06-computation-regather.py",
         "07-forward-schedule.py",

@@ -31,7 +31,7 @@ def test_a_gradient_penalty_is_refused(fake_ranks, options):
         torch.autograd.grad(cmodel(torch.ones(2, 4)).sum(), [*cmodel.parameters()], create_graph=True)
     cmodel(torch.ones(2, 4)).sum().backward()  # works again
     line = thunder.compile_stats(cmodel).last_epilogue_traces[-1].bound_symbols[-2]
-    assert line.sym.name == "refuse_double_backward"
+    assert line.sym.name == "watch_backward"
 
 
 def test_in_a_world_of_one(single_rank):
