@@ -14,14 +14,14 @@ INTEGERS = pytest.mark.parametrize("format", [INT8, INT4], ids=lambda format: fo
 
 def packed(format, values, **options):
     message = torch.full((format.nbytes(len(values)),), 255, dtype=torch.uint8)
-    format.pack(values, message, chunk=CHUNK, **options)
+    format.pack(values.unsqueeze(0), format.messages(message.unsqueeze(0)), chunk=CHUNK, **options)
     return message
 
 
 def unpacked(format, message, count, dtype=torch.float32):
-    values = torch.full((count,), 7.0, dtype=dtype)
-    format.unpack(message, values, chunk=CHUNK)
-    return values
+    values = torch.full((1, count), 7.0, dtype=dtype)
+    format.unpack(format.messages(message.unsqueeze(0)), values, chunk=CHUNK)
+    return values[0]
 
 
 def round_trip(format, values):
@@ -83,17 +83,55 @@ def test_a_block_with_an_overflow_is_not_finite(format, bad):
 
 @FORMATS
 def test_adds_to_values(format):
-    values, sums = torch.randn(500), torch.ones(500)
-    format.unpack(packed(format, values), sums, chunk=CHUNK, add=2.0)
-    torch.testing.assert_close(sums, 1 + 2 * round_trip(format, values))
+    values, sums = torch.randn(500), torch.ones(1, 500)
+    format.unpack(format.messages(packed(format, values).unsqueeze(0)), sums, chunk=CHUNK, add=2.0)
+    torch.testing.assert_close(sums[0], 1 + 2 * round_trip(format, values))
 
 
 @FORMATS
 def test_chunks_change_nothing(format):
     values, whole = torch.randn(5000), torch.empty(format.nbytes(5000), dtype=torch.uint8)
-    format.pack(values, whole, chunk=2**20)
+    format.pack(values.unsqueeze(0), format.messages(whole.unsqueeze(0)), chunk=2**20)
     assert torch.equal(whole, packed(format, values))
     assert torch.equal(FP8.nbytes(0) * torch.ones(1), torch.zeros(1))
+
+
+@FORMATS
+@pytest.mark.parametrize("count", [700, 768, 5000])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_rows_are_rounded_as_each_by_itself(format, rows, count):
+    """To the bit, whatever the chunks: the rows of several ranks, with and without errors, side by side with others."""
+    torch.manual_seed(0)
+    values, errors = torch.randn(2, rows, count)
+    errors = errors.bfloat16()
+    bytes_ = torch.empty(rows, 16 + 2 * format.nbytes(count))  # messages of two members, then something else
+    both = format.messages(bytes_.to(torch.uint8)[:, : 2 * format.nbytes(count)])
+    blocks = format.blocks(count)
+    for kept in (None, errors):
+        lost = [{} if kept is None else {"error": error.unsqueeze(0)} for error in errors.clone()]
+        expected = [packed(format, value, **options) for value, options in zip(values, lost, strict=True)]
+        for chunk in (300, CHUNK, 2**20):
+            mine = both.part(slice(blocks, 2 * blocks))
+            format.pack(values, mine, chunk=chunk, error=None if kept is None else errors.clone())
+            for r in range(rows):
+                one = format.messages(expected[r].unsqueeze(0))
+                assert torch.equal(mine.scales[r], one.scales[0])
+                assert torch.equal(mine.codes[r], one.codes[0])
+            for add in (None, 0.5):
+                found, alone = torch.ones(2, rows, count)
+                format.unpack(mine, found, chunk=chunk, add=add)
+                for r in range(rows):
+                    format.unpack(format.messages(expected[r].unsqueeze(0)), alone[r : r + 1], chunk=CHUNK, add=add)
+                assert torch.equal(found, alone)
+
+
+@FORMATS
+def test_messages_are_added_up(format):
+    values, sums = torch.randn(5, 4 * format.block), torch.ones(4 * format.block)
+    expected = sums + 0.25 * sum(round_trip(format, v) for v in values)
+    messages = format.messages(torch.stack([packed(format, v) for v in values]))
+    format.add_all(messages, sums, chunk=CHUNK, share=0.25)
+    torch.testing.assert_close(sums, expected)
 
 
 @INTEGERS
@@ -104,7 +142,7 @@ def test_error_feedback_loses_nothing_over_steps(format):
     for _ in range(30):
         values = torch.randn(1000)
         meant += values
-        sent += unpacked(format, packed(format, values, error=error), 1000)
+        sent += unpacked(format, packed(format, values, error=error.unsqueeze(0)), 1000)
     largest = 1.5 * 4 / format.largest / 2  # half a scale of a value and an error
     assert (sent + error.float() - meant).abs().max() < 0.02 * 30 / format.largest  # errors are kept in bf16
     assert (sent - meant).abs().max() < 2 * largest
@@ -115,7 +153,7 @@ def test_error_feedback_forgets_an_overflow(format):
     values = torch.randn(500)
     values[3] = float("inf")
     error = torch.zeros(500, dtype=torch.bfloat16)
-    packed(format, values, error=error)
+    packed(format, values, error=error.unsqueeze(0))
     assert error.isfinite().all()
     assert not error[: format.block].any()
 
@@ -152,20 +190,22 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_work_is_what_torch_is_asked_to_do(format, dtype):
     """Without the bytes of scales, which are about one in a hundred."""
-    count, width = 3 * CHUNK, dtype.itemsize
-    values, errors = torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.bfloat16)
-    message = packed(format, values)
+    rows, count, width = 5, 3 * CHUNK, dtype.itemsize
+    values, errors = torch.randn(rows, count).to(dtype), torch.zeros(rows, count, dtype=torch.bfloat16)
+    messages = format.messages(torch.empty(rows, format.nbytes(count), dtype=torch.uint8))
+    sums, options = torch.zeros(count), {"rows": rows, "chunk": CHUNK}
     for expected, run in (
-        (format.pack_work(count, width, chunk=CHUNK), lambda: format.pack(values, message, chunk=CHUNK)),
+        (format.pack_work(count, width, **options), lambda: format.pack(values, messages, chunk=CHUNK)),
         (
-            format.pack_work(count, width, chunk=CHUNK, error=True),
-            lambda: format.pack(values, message, chunk=CHUNK, error=errors),
+            format.pack_work(count, width, error=True, **options),
+            lambda: format.pack(values, messages, chunk=CHUNK, error=errors),
         ),
-        (format.unpack_work(count, width, chunk=CHUNK), lambda: format.unpack(message, values, chunk=CHUNK)),
+        (format.unpack_work(count, width, **options), lambda: format.unpack(messages, values, chunk=CHUNK)),
         (
-            format.unpack_work(count, width, chunk=CHUNK, add=True),
-            lambda: format.unpack(message, values, chunk=CHUNK, add=0.5),
+            format.unpack_work(count, width, add=True, **options),
+            lambda: format.unpack(messages, values, chunk=CHUNK, add=0.5),
         ),
+        (format.add_all_work(count, **options), lambda: format.add_all(messages, sums, chunk=CHUNK, share=0.5)),
     ):
         with Counted() as counted:
             run()

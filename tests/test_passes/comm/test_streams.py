@@ -380,6 +380,13 @@ def mutated(module, inside, code):
             del function.__globals__[name]
 
 
+def first_cases(transport):
+    """A part of the names of those that are likely to find its mutants."""
+    return (
+        transport if transport in ("native", "direct", "quantized") else "native" if transport == "messages" else "host"
+    )
+
+
 def test_each_call_that_orders_streams_is_needed():
     """Each is left out of the sources, one at a time. All are found, by a case that then fails."""
     survivors, all_of = [], {}
@@ -387,7 +394,7 @@ def test_each_call_that_orders_streams_is_needed():
         for (what, inside), code in mutants(module):
             all_of[name] = all_of.get(name, 0) + 1
             with mutated(module, inside, code):
-                if not any(wrong(case) for case in CASES):
+                if not any(wrong(case) for case in sorted(CASES, key=lambda case: first_cases(name) not in case)):
                     survivors.append(f"{name}.{'.'.join(inside)}: {what}")
     print(f"mutants, all found: {sum(all_of.values())}, {all_of}")
     assert survivors == []
