@@ -106,42 +106,40 @@ class Packing:
         found = rows[:, self.exact_rows[first]]
         return found.view(self.dtype) if found.numel() else found.to(self.dtype)
 
-    def pack(
-        self,
-        values: torch.Tensor,
-        rows: torch.Tensor,
-        first: int,
-        i: int | None = None,
-        error: torch.Tensor | None = None,
-    ) -> None:
-        """Rounds parts of member ``i``, or of all in their order, into rows from that of rank ``first`` on."""
-        self.format.pack(values, self._messages(rows, first, i), chunk=self.chunk, error=error)
+    def messages(self, rows: torch.Tensor, first: int) -> Messages:
+        """The messages of rounded members in rows from that of rank ``first`` on, which has some."""
+        return self.format.messages(rows[:, : self.format.nbytes(self._width(first))])
+
+    def pack(self, values: torch.Tensor, messages: Messages, error: torch.Tensor | None = None) -> None:
+        """Rounds the parts of a member, or those of all members side by side."""
+        self.format.pack(values, messages, chunk=self.chunk, error=error)
 
     def unpack(self, rows: torch.Tensor, first: int) -> dict[int, torch.Tensor]:
         """The parts of each rounded member, ``(rows, elements)`` and contiguous, in the dtype of the bucket."""
         members, ranks = self.blocks[first], len(rows)
-        if self.at_once and members:
+        if not members:
+            return {}
+        messages = self.messages(rows, first)
+        if self.at_once:
             values = rows.new_empty(ranks, self._width(first), dtype=self.dtype)
-            self.format.unpack(self._messages(rows, first), values, chunk=self.chunk)
+            self.format.unpack(messages, values, chunk=self.chunk)
             return self._apart(values, first)
         found = {i: rows.new_empty(ranks, self.numels[i], dtype=self.dtype) for i in members}
         for i, values in found.items():
-            self.format.unpack(self._messages(rows, first, i), values, chunk=self.chunk)
+            self.format.unpack(messages.part(members[i]), values, chunk=self.chunk)
         return found
 
     def add(self, rows: torch.Tensor, own: torch.Tensor, share: float) -> None:
         """Adds what other ranks send for this one to its own parts, multiplied by ``share``."""
-        if self.at_once and len(own):
-            self.format.add_all(self._messages(rows, self.rank), own, chunk=self.chunk, share=share)
+        members = self.blocks[self.rank]
+        if not members:
             return
-        for row in rows.split(1):
-            for i in self.blocks[self.rank]:
-                mine = self.own_part(own, i).unsqueeze(0)
-                self.format.unpack(self._messages(row, self.rank, i), mine, chunk=self.chunk, add=share)
-
-    def _messages(self, rows: torch.Tensor, first: int, i: int | None = None) -> Messages:
-        found = self.format.messages(rows[:, : self.format.nbytes(self._width(first))])
-        return found if i is None else found.part(self.blocks[first][i])
+        messages = self.messages(rows, self.rank)
+        if self.at_once:
+            self.format.add(messages, own, chunk=self.chunk, share=share, at_once=True)
+            return
+        for i, blocks in members.items():
+            self.format.add(messages.part(blocks), self.own_part(own, i), chunk=self.chunk, share=share)
 
     def _width(self, rank: int) -> int:
         """The elements of the blocks of a row."""

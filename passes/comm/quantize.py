@@ -26,9 +26,9 @@ class Messages(NamedTuple):
     scales: torch.Tensor
     codes: torch.Tensor
 
-    def part(self, blocks: slice) -> Messages:
-        """Some of the blocks of each message."""
-        return Messages(self.scales[:, blocks], self.codes[:, blocks])
+    def part(self, blocks: slice, rows: slice = slice(None)) -> Messages:
+        """Some of the blocks of each message, or of some messages."""
+        return Messages(self.scales[rows, blocks], self.codes[rows, blocks])
 
 
 @dataclass(frozen=True)
@@ -86,36 +86,36 @@ class Format:
                 lost = source.addcmul_(self._decode(codes, scaled), scale.unsqueeze(2), value=-1).nan_to_num_(0, 0, 0)
                 error[rows, start:stop].copy_(lost.flatten(1)[:, : stop - start])
 
-    def unpack(self, messages: Messages, values: torch.Tensor, *, chunk: int, add: float | None = None) -> None:
-        """Writes the values of messages into a tensor ``(rows, numel)`` of any floating-point dtype.
-
-        ``add``: adds them to it instead, multiplied by this number.
-        """
+    def unpack(self, messages: Messages, values: torch.Tensor, *, chunk: int) -> None:
+        """Writes the values of messages into a tensor ``(rows, numel)`` of any floating-point dtype."""
         for rows, start, stop in self._pieces(values.shape, chunk):
             blocks = slice(start // self.block, self.blocks(stop))
-            place, codes, scale = values[rows, start:stop], messages.codes[rows, blocks], messages.scales[rows, blocks]
-            scale = scale.unsqueeze(2)
+            codes, scale = messages.codes[rows, blocks], messages.scales[rows, blocks].unsqueeze(2)
+            place = values[rows, start:stop]
             if values.dtype == torch.float32 and (stop - start) % self.block == 0:
-                in_blocks = place.unflatten(1, (-1, self.block))
-                if add is None:
-                    self._decode(codes, in_blocks).mul_(scale)
-                else:
-                    in_blocks.addcmul_(self._decode(codes), scale, value=add)
+                self._decode(codes, place.unflatten(1, (-1, self.block))).mul_(scale)
             else:
-                decoded = self._decode(codes).mul_(scale).flatten(1)[:, : stop - start]
-                place.copy_(decoded) if add is None else place.add_(decoded, alpha=add)
+                place.copy_(self._decode(codes).mul_(scale).flatten(1)[:, : stop - start])
 
-    def add_all(self, messages: Messages, values: torch.Tensor, *, chunk: int, share: float) -> None:
-        """Adds the values of all messages, multiplied by ``share``, to a flat tensor in fp32 of whole blocks.
+    def add(self, messages: Messages, values: torch.Tensor, *, chunk: int, share: float, at_once: bool = False) -> None:
+        """Adds the values of all messages, multiplied by ``share``, to a flat tensor in fp32, one after the other.
 
-        Adds the messages to each other first, which takes one launch and another rounding than one after the other.
+        ``at_once``: adds the whole blocks of messages to each other first, in one launch, with other roundings.
         """
-        count, blocks = messages.scales.shape
-        step = max(1, chunk // (count * self.block))
-        for at in range(0, blocks, step):
-            part = slice(at, at + step)
-            decoded = self._decode(messages.codes[:, part]).mul_(messages.scales[:, part].unsqueeze(2))
-            values.view(-1, self.block)[part].add_(decoded.sum(0), alpha=share)
+        whole = len(values) // self.block
+        in_blocks, rest = values[: whole * self.block].view(whole, self.block), values[whole * self.block :]
+        step = max(1, chunk // self.block // (len(messages.scales) if at_once else 1))
+        for start in range(0, whole, step):
+            place = in_blocks[start : start + step]
+            part = messages.part(slice(start, start + len(place)))
+            scales = part.scales.unsqueeze(2)
+            if at_once:
+                place.add_(self._decode(part.codes).mul_(scales).sum(0), alpha=share)
+                continue
+            for codes, scale in zip(part.codes, scales, strict=True):
+                place.addcmul_(self._decode(codes), scale, value=share)
+        for codes, scale in zip(messages.codes, messages.scales, strict=True) if len(rest) else ():
+            rest.add_(self._decode(codes[-1]).mul_(scale[-1])[: len(rest)], alpha=share)
 
     # ---- what it costs ----
 
@@ -128,19 +128,19 @@ class Format:
             work += Kernels(4, (2 * FP32 + 2) + 3 * FP32 + 2 * FP32 + (FP32 + 2)) + self._decoding
         return self._in_chunks(work, rows, numel, chunk)
 
-    def unpack_work(self, numel: int, width: int, *, chunk: int, add: bool = False, rows: int = 1) -> Kernels:
+    def unpack_work(self, numel: int, width: int, *, chunk: int, rows: int = 1) -> Kernels:
         """The work of :meth:`unpack` for as many values."""
-        if width == FP32:
-            work = self._decoding + Kernels(1, (3 if add else 2) * FP32)
-        else:
-            work = self._decoding + Kernels(2, 3 * FP32 + (2 if add else 1) * width)
+        work = self._decoding + (Kernels(1, 2 * FP32) if width == FP32 else Kernels(2, 3 * FP32 + width))
         return self._in_chunks(work, rows, numel, chunk)
 
-    def add_all_work(self, numel: int, *, chunk: int, rows: int) -> Kernels:
-        """The work of :meth:`add_all` for as many values."""
-        pieces = -(-self.blocks(numel) // max(1, chunk // (rows * self.block)))
-        decoded = self._decoding + Kernels(2, 3 * FP32)  # multiply, add up
-        return Kernels((decoded.number + 1) * pieces, decoded.bytes * rows * numel + 4 * FP32 * numel)
+    def add_work(self, numel: int, *, chunk: int, rows: int = 1, at_once: bool = False) -> Kernels:
+        """The work of :meth:`add` for as many values."""
+        together = rows if at_once else 1
+        pieces = -(-self.blocks(numel) // max(1, chunk // (together * self.block)))
+        # at once: multiply, add up, add
+        work = Kernels(3, 3 * FP32 * rows + 4 * FP32) if at_once else Kernels(rows, 3 * FP32 * rows)
+        decoded = self._decoding * (1 if at_once else rows)
+        return Kernels(pieces * (decoded.number + work.number), (self._decoding.bytes * rows + work.bytes) * numel)
 
     def _in_chunks(self, work: Kernels, rows: int, numel: int, chunk: int) -> Kernels:
         """``work`` is that of a chunk, with the bytes of one value."""
@@ -206,13 +206,13 @@ class Format:
             return
         rounded = scaled.round_()
         if self.bits == 4:  # a byte is ``low + 16 * high``, of a code of each half of the block
-            low, high = rounded.chunk(2, dim=2)
+            low, high = rounded.chunk(2, dim=-1)
             rounded = low.add_(high, alpha=16)
         codes.view(torch.int8).copy_(rounded)
 
     def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The codes as fp32, ``(rows, blocks, block)``, in ``out`` if it is given."""
-        values = codes.new_empty(*codes.shape[:2], self.block, dtype=torch.float32) if out is None else out
+        """The codes as fp32, the last dim a block, in ``out`` if it is given."""
+        values = codes.new_empty(*codes.shape[:-1], self.block, dtype=torch.float32) if out is None else out
         signed = codes.view(torch.int8)
         if self.is_float and not codes.is_cpu:
             return values.copy_(codes.view(torch.float8_e4m3fn))
@@ -222,7 +222,7 @@ class Format:
             return values.copy_(wide.view(torch.float16)).mul_(2.0**8)
         if self.bits == 8:
             return values.copy_(signed)
-        low, high = values.chunk(2, dim=2)
+        low, high = values.chunk(2, dim=-1)
         low.copy_((signed << 4).bitwise_right_shift_(4))  # shifts keep the sign
         high.copy_((signed + 8).bitwise_right_shift_(4))  # rounds off ``low``, which lies in -7 ... 7
         return values

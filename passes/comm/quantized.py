@@ -79,11 +79,12 @@ class _Gather:
         packing: Packing = bucket.prepared
         rank = packing.rank
         row = shards[0].new_empty(1, packing.row_bytes[rank], dtype=torch.uint8)
-        if packing.at_once and packing.blocks[rank]:
-            packing.pack(packing.joined_shards(shards), row, rank)
-        elif not packing.at_once:
-            for i in packing.blocks[rank]:
-                packing.pack(shards[i].reshape(1, -1), row, rank, i)
+        if members := packing.blocks[rank]:
+            parts = packing.messages(row, rank)
+            if packing.at_once:
+                packing.pack(packing.joined_shards(shards), parts)
+            for i, blocks in members.items() if not packing.at_once else ():
+                packing.pack(shards[i].reshape(1, -1), parts.part(blocks))
         if packing.exact_layout is not None:
             exact = packing.exact_layout.pieces([shards[i] for i in packing.exact])
             torch.cat(exact, out=packing.exact_of(row, rank).view(-1))
@@ -183,24 +184,27 @@ class _Reduce:
             values = packing.joined([padded(flat[i], ranks * packing.numels[i]).view(ranks, -1) for i in members])
             if first <= packing.rank < first + ranks:
                 torch.mul(values[packing.rank - first].float(), 1 / bucket.plan.divisor, out=own)
-            packing.pack(values, rows, first)
+            packing.pack(values, packing.messages(rows, first))
 
     def _pack_each(self, flat: Mapping[int, torch.Tensor], cut: Stacks, own: torch.Tensor, bucket: Bucket) -> None:
         packing: Packing = bucket.prepared
         rank, share = packing.rank, 1 / bucket.plan.divisor
         errors = dict(zip(packing.rounded, self.state(bucket, own.device), strict=False))
-        for i, values in flat.items():
+        for i in packing.blocks[rank]:
             start, stop = bucket.members[i].parameter.pieces[rank]
-            if i in packing.blocks[rank]:
-                mine = packing.own_part(own, i)
-                torch.mul(values[start:stop].float(), share, out=mine[: stop - start])
-                mine[stop - start :].zero_()
-            done = 0  # rows of errors: this rank has none
-            for first, rows in cut:
-                for at, parts in packing.parts(values, i, first, len(rows)):
-                    error = errors[i][done : done + len(parts)] if i in errors else None
-                    packing.pack(parts, rows[at : at + len(parts)], first, i, error)
-                    done += len(parts)
+            mine = packing.own_part(own, i)
+            torch.mul(flat[i][start:stop].float(), share, out=mine[: stop - start])
+            mine[stop - start :].zero_()
+        for first, rows in cut:
+            members = packing.blocks[first]
+            parts = packing.messages(rows, first) if members else None
+            before = 0 if packing.whole else first - (first > rank)  # rows of errors: this rank has none
+            for i, blocks in members.items():
+                for at, values in packing.parts(flat[i], i, first, len(rows)):
+                    here = slice(at, at + len(values))
+                    error = errors[i][before:][here] if i in errors else None
+                    assert parts is not None
+                    packing.pack(values, parts.part(blocks, here), error)
 
     def finish(self, future: _Reducing, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         packing: Packing = bucket.prepared
@@ -235,16 +239,13 @@ class _Reduce:
             rows=ranks if packing.at_once else ranks - 1,
             share=others,
         ) + packing.work(lambda n, rows: Kernels(2, n * (width + FP32)), rows=1, share=own)
-        finish = packing.work(lambda n, rows: self._add_work(n, packing, ranks - 1), rows=1, share=own)
+        finish = packing.work(
+            lambda n, rows: format.add_work(n, chunk=chunk, rows=ranks - 1, at_once=packing.at_once), rows=1, share=own
+        )
         if packing.exact:
             exact = Kernels(3, 4 * packing.exact_bytes)
             issue, finish = issue + exact, finish + exact
         return Ends(issue, finish)
-
-    def _add_work(self, numel: int, packing: Packing, parts: int) -> Kernels:
-        if packing.at_once:
-            return self.format.add_all_work(numel, chunk=packing.chunk, rows=parts)
-        return self.format.unpack_work(numel, FP32, chunk=packing.chunk, add=True) * parts
 
 
 class _TwoTrips(NamedTuple):

@@ -82,13 +82,6 @@ def test_a_block_with_an_overflow_is_not_finite(format, bad):
 
 
 @FORMATS
-def test_adds_to_values(format):
-    values, sums = torch.randn(500), torch.ones(1, 500)
-    format.unpack(format.messages(packed(format, values).unsqueeze(0)), sums, chunk=CHUNK, add=2.0)
-    torch.testing.assert_close(sums[0], 1 + 2 * round_trip(format, values))
-
-
-@FORMATS
 def test_chunks_change_nothing(format):
     values, whole = torch.randn(5000), torch.empty(format.nbytes(5000), dtype=torch.uint8)
     format.pack(values.unsqueeze(0), format.messages(whole.unsqueeze(0)), chunk=2**20)
@@ -117,21 +110,33 @@ def test_rows_are_rounded_as_each_by_itself(format, rows, count):
                 one = format.messages(expected[r].unsqueeze(0))
                 assert torch.equal(mine.scales[r], one.scales[0])
                 assert torch.equal(mine.codes[r], one.codes[0])
-            for add in (None, 0.5):
-                found, alone = torch.ones(2, rows, count)
-                format.unpack(mine, found, chunk=chunk, add=add)
-                for r in range(rows):
-                    format.unpack(format.messages(expected[r].unsqueeze(0)), alone[r : r + 1], chunk=CHUNK, add=add)
-                assert torch.equal(found, alone)
+            found, alone = torch.ones(2, rows, count)
+            format.unpack(mine, found, chunk=chunk)
+            for r in range(rows):
+                format.unpack(format.messages(expected[r].unsqueeze(0)), alone[r : r + 1], chunk=CHUNK)
+            assert torch.equal(found, alone)
 
 
 @FORMATS
-def test_messages_are_added_up(format):
-    values, sums = torch.randn(5, 4 * format.block), torch.ones(4 * format.block)
-    expected = sums + 0.25 * sum(round_trip(format, v) for v in values)
+@pytest.mark.parametrize("count", [700, 768, 5000])
+def test_messages_are_added_up(format, count):
+    """One after the other, to the bit; or at once, with other roundings."""
+    values, sums = torch.randn(5, count), torch.ones(count)
     messages = format.messages(torch.stack([packed(format, v) for v in values]))
-    format.add_all(messages, sums, chunk=CHUNK, share=0.25)
-    torch.testing.assert_close(sums, expected)
+    expected, at_once = sums.clone(), sums.clone()
+    whole = count // format.block * format.block
+    for scales, codes in zip(*messages, strict=True):
+        one = format._decode(codes[None])[0]
+        blocks = expected[:whole].view(-1, format.block)
+        blocks.addcmul_(one[: len(blocks)], scales[: len(blocks), None], value=0.3)
+        expected[whole:].add_((one[-1] * scales[-1])[: count - whole], alpha=0.3)
+    for chunk in (300, CHUNK, 2**20):
+        found = sums.clone()
+        format.add(messages, found, chunk=chunk, share=0.3)
+        assert torch.equal(found, expected)
+    format.add(messages, at_once, chunk=CHUNK, share=0.3, at_once=True)
+    torch.testing.assert_close(at_once, expected)
+    torch.testing.assert_close(expected, sums + 0.3 * sum(round_trip(format, v) for v in values))
 
 
 @INTEGERS
@@ -201,11 +206,11 @@ def test_the_work_is_what_torch_is_asked_to_do(format, dtype):
             lambda: format.pack(values, messages, chunk=CHUNK, error=errors),
         ),
         (format.unpack_work(count, width, **options), lambda: format.unpack(messages, values, chunk=CHUNK)),
+        (format.add_work(count, **options), lambda: format.add(messages, sums, chunk=CHUNK, share=0.5)),
         (
-            format.unpack_work(count, width, add=True, **options),
-            lambda: format.unpack(messages, values, chunk=CHUNK, add=0.5),
+            format.add_work(count, at_once=True, **options),
+            lambda: format.add(messages, sums, chunk=CHUNK, share=0.5, at_once=True),
         ),
-        (format.add_all_work(count, **options), lambda: format.add_all(messages, sums, chunk=CHUNK, share=0.5)),
     ):
         with Counted() as counted:
             run()
