@@ -1,13 +1,14 @@
 """Pass (CPU offload): the program waits for copies from host memory at the end of a trace.
 
-    wait_copies(memory_0)       the last line of a trace that gathers from host memory
+    wait_copies(memory_0)       the last line of a trace that copies to or from host memory
 
-An optimizer may then change the shards there. The device waits for each copy by itself, when it needs it.
+An optimizer may then read the gradients and change the shards there. The device waits for each copy by itself, when it
+needs it.
 """
 
 from __future__ import annotations
 
-from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_return
+from passes.analysis.recognise import bucket_of, is_gather, is_offload, is_return, issues_future
 from passes.comm import symbols
 
 from thunder.core.codeutils import ContextObject
@@ -15,14 +16,14 @@ from thunder.core.trace import TraceCtx, from_trace
 
 
 def wait_copies(trace: TraceCtx) -> TraceCtx:
-    """Lets the program wait for copies from host memory.
+    """Lets the program wait for copies to and from host memory.
 
     Takes: a scheduled forward or backward.
-    Gives: this line for each host memory from which the trace gathers, before it returns.
-    No-op when: the trace gathers nothing from host memory.
+    Gives: this line for each host memory that the trace copies to or from, before it returns.
+    No-op when: the trace copies nothing to or from host memory.
     """
-    gathers = (b for b in trace.bound_symbols if is_issue(b) and is_gather(b))
-    memories = dict.fromkeys(host for b in gathers if (host := bucket_of(b).plan.host) is not None)
+    copies = (b for b in trace.bound_symbols if issues_future(b) and (is_gather(b) or is_offload(b)))
+    memories = dict.fromkeys(host for b in copies if (host := bucket_of(b).plan.host) is not None)
     if not memories:
         return trace
     new = from_trace(trace)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
+from passes.comm.packing import chunk_of
 from passes.comm.quantize import INT8
-from passes.comm.quantized import chunk_of
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
 from passes.compat.lines import function_of
 from passes.plan import (
@@ -224,12 +224,12 @@ class _Meter:
         parameters were used a while ago, and results are kept for a while."""
         numel, chunk = self.effort.elements // 4, chunk_of(on_cpu=self.device.type == "cpu")
         values = torch.randn(max(2, min(LINES, MOST // (4 * numel))), numel, device=self.device)
-        several, results = itertools.cycle(values), deque[torch.Tensor](maxlen=len(values))
+        several, results = itertools.cycle(values.split(1)), deque[torch.Tensor](maxlen=len(values))
 
         def both() -> None:
-            message = values.new_empty(INT8.nbytes(numel), dtype=torch.uint8)
+            message = INT8.messages(values.new_empty(1, INT8.nbytes(numel), dtype=torch.uint8))
             INT8.pack(next(several), message, chunk=chunk)
-            results.append(torch.empty_like(values[0]))
+            results.append(torch.empty_like(values[:1]))
             INT8.unpack(message, results[-1], chunk=chunk)
 
         work = INT8.pack_work(numel, 4, chunk=chunk) + INT8.unpack_work(numel, 4, chunk=chunk)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from passes.plan.host_memory import HostMemory, Sent
+from passes.plan.host_memory import HostMemory
 from shardtrace.record.absent import claim
 
 import torch
@@ -27,6 +27,7 @@ class SlowHost(HostMemory):
         self.loads = self.sends = 0
         self._loads_late = loads_late
         self._last: _Copy | None = None
+        self._sent: list[_Copy] = []
 
     def load(self, kept: torch.Tensor, place: torch.Tensor) -> None:
         self.loads += 1
@@ -35,24 +36,25 @@ class SlowHost(HostMemory):
         else:
             place.copy_(kept)
 
-    def finish_loads(self) -> None:
-        if self._last is not None:
-            self._last.join()
+    def finish(self) -> None:
+        for copy in [self._last, *self._sent]:
+            if copy is not None:
+                copy.join()
+        self._sent.clear()
 
     def mark(self) -> Any:
         return self._last or super().mark()
 
-    def send(self, values: torch.Tensor) -> Sent:
+    def send(self, values: torch.Tensor) -> torch.Tensor:
         self.sends += 1
         row = torch.empty_like(values)
-        return Sent(row, _copy_late(values, row))
+        self._sent.append(_copy_late(values, row))
+        return row
 
 
 class _Copy(threading.Thread):
     def wait(self) -> None:
         self.join()
-
-    synchronize = wait
 
 
 def _copy_late(values: torch.Tensor, place: torch.Tensor) -> _Copy:

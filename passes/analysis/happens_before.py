@@ -8,6 +8,9 @@ no chain of waits orders. A freed tensor is written: its memory belongs to the n
 Each collective and each copy has a stream of its own here. The streams of a process group and of a direction run their
 work in order of issue, but no proof rests on that.
 
+What this file says of a transport is tested: a recorder in the place of streams and process groups (tests/streams.py)
+runs each one, and the transport makes every order that is assumed here, and no access that is unknown here.
+
 Source: Lamport, Time, clocks, and the ordering of events in a distributed system (1978), with vector clocks.
 """
 
@@ -104,9 +107,10 @@ def unordered(work: Iterable[Work | Wait]) -> list[Race]:
     return found
 
 
-def actions(trace: TraceCtx) -> Iterator[Work | Wait]:
-    """The work of each line and its waits, in the order in which the program enqueues them."""
-    streams = _Streams()
+def actions(trace: TraceCtx, streams: Streams | None = None) -> Iterator[Work | Wait]:
+    """The work of each line and its waits, in the order in which the program enqueues them. ``streams`` learns the
+    memory behind the names of the trace."""
+    streams = streams or Streams()
     for i, bsym in enumerate(trace.bound_symbols):
         if is_unpack(bsym):
             streams.inputs |= names(bsym.flat_proxy_outs)
@@ -120,11 +124,12 @@ def actions(trace: TraceCtx) -> Iterator[Work | Wait]:
             yield from streams.wait(i, bsym)
         elif ends_copies(bsym):
             yield from (Wait(i, HOST, copy) for copy in streams.copies)
+            streams.copies.clear()
         else:
             yield streams.compute(i, bsym)
 
 
-class _Streams:
+class Streams:
     """The memory behind the names of a trace, and what its lines enqueue.
 
     Views share the memory of the tensor that they show. A future has memory for what is sent and for what is received.
@@ -132,9 +137,10 @@ class _Streams:
 
     def __init__(self) -> None:
         self.inputs: set[str] = set()
-        self.copies: list[str] = []  # of shards from the host, with which gathers begin
+        self.copies: list[str] = []  # to and from the host, that the program has not waited for
         self._behind: dict[str, str] = {}  # for each name, its memory, if that has another name
         self._names: dict[str, set[str]] = {}  # for memory with names of its own, those that are left
+        self._own: dict[str, frozenset[str]] = {}  # for each direct future, memory with this rank's own part
         self._kept = set[str]()  # memory that the lines of the trace do not free
         self._shards_on_host = set[str]()
         self._grads_on_host = set[str]()
@@ -142,14 +148,14 @@ class _Streams:
     def compute(self, i: int, bsym: BoundSymbol) -> Work:
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         if sources and properties(bsym.sym).is_alias:
-            self._name(bsym, *self._memory(sources[:1]))
-        read, written = self._memory(sources), self._memory(names(bsym.flat_proxy_outs))
-        return Work(i, COMPUTE, read, (written - read) | self._memory(updated_by(bsym)))
+            self._name(bsym, *self.memory(sources[:1]))
+        read, written = self.memory(sources), self.memory(names(bsym.flat_proxy_outs))
+        return Work(i, COMPUTE, read, (written - read) | self.memory(updated_by(bsym)))
 
     def freed(self, values: Iterable[str]) -> frozenset[str]:
         found = set()
         for name in values:
-            (memory,) = self._memory([name])
+            (memory,) = self.memory([name])
             left = self._names.get(memory, set())
             left.discard(name)
             if not left and memory not in self._kept:
@@ -158,48 +164,55 @@ class _Streams:
 
     def leave(self, i: int, bsym: BoundSymbol) -> Iterator[Work]:
         """Results are read. Parameters may be changed by an optimizer, where they are."""
-        results, inputs = self._memory(names(bsym.args)), self._memory(self.inputs)
+        results, inputs = self.memory(names(bsym.args)), self.memory(self.inputs)
         yield Work(i, COMPUTE, results - inputs - self._grads_on_host, NONE)
         yield Work(i, COMPUTE, NONE, inputs - self._shards_on_host)
         yield Work(i, HOST, results & self._grads_on_host, frozenset(self._shards_on_host))
 
     def issue(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
-        future, given = bsym.output.name, self._memory(a.name for a in bsym.args[0])
+        future, given = bsym.output.name, self.memory(a.name for a in bsym.args[0])
         sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
         self._name(bsym, f"{future}.received")
-        if is_gather(bsym) or is_offload(bsym):
-            self._kept |= given  # by the caller, or by the allocator until the copy is done (Tensor.record_stream)
+        direct = bucket_of(bsym).plan.direct
+        in_place = is_gather(bsym) or direct  # may be sent from where they are
+        if in_place or is_offload(bsym):
+            self._kept |= given  # by the caller, the future, or the allocator (Tensor.record_stream)
         if is_offload(bsym):
+            yield Work(i, COMPUTE, given, sent)
             yield Wait(i, future, COMPUTE)
-            yield Work(i, future, given, received)
+            yield Work(i, future, given | sent, received)
+            self.copies.append(future)
+            self._grads_on_host |= received
         elif is_gather(bsym) and bucket_of(bsym).plan.host is not None:
             self._shards_on_host |= given
             yield Work(i, COMPUTE, NONE, sent | received)  # allocated on this stream
             copy = f"{future}.copy"
             self.copies.append(copy)
             yield Wait(i, copy, COMPUTE)
-            yield Work(i, copy, given, sent)
+            yield Work(i, copy, given, sent | received)  # and casts, or what a wire does
             yield Wait(i, future, copy)
             yield Work(i, future, sent, received)
         else:
             yield Work(i, HOST, given & self._grads_on_host, NONE)
             yield Work(i, COMPUTE, given - self._grads_on_host, sent | received)
             yield Wait(i, future, COMPUTE)
-            # adjacent shards are sent from where they are
-            yield Work(i, future, sent | given if is_gather(bsym) else sent, received)
+            yield Work(i, future, sent | given if in_place else sent, received)
+            if direct:
+                self._own[future] = given
 
     def wait(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
         future = bsym.args[0].name
-        received = self._memory([future])
+        received = self.memory([future])
         self._name(bsym, *received)
         if is_offload(bsym):
-            yield Wait(i, HOST, future)
-            self._grads_on_host |= received
             return
         yield Wait(i, COMPUTE, future)
-        yield Work(i, COMPUTE, received, frozenset([f"{future}.sent"]))  # which is freed
+        # a mean may be divided where it is; what was sent is freed
+        read = received | self._own.get(future, NONE)
+        yield Work(i, COMPUTE, read, received | {f"{future}.sent"})
 
-    def _memory(self, values: Iterable[str]) -> frozenset[str]:
+    def memory(self, values: Iterable[str]) -> frozenset[str]:
+        """The memory behind names."""
         return frozenset(self._behind.get(name, name) for name in values)
 
     def _name(self, bsym: BoundSymbol, memory: str) -> None:

@@ -8,8 +8,9 @@ Source: block-wise scaling as in ZeRO++ (Wang et al., 2023, https://arxiv.org/ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from passes.plan.cost import Kernels
 
@@ -17,6 +18,17 @@ import torch
 
 LEAST = 1e-30  # a block of smaller magnitudes becomes zeros; the reciprocal of a scale stays finite
 FP32 = 4  # bytes, as of a scale
+
+
+class Messages(NamedTuple):
+    """Messages of equal length: the scales ``(rows, blocks)`` in fp32, and the codes ``(rows, blocks, bytes)``."""
+
+    scales: torch.Tensor
+    codes: torch.Tensor
+
+    def part(self, blocks: slice, rows: slice = slice(None)) -> Messages:
+        """Some of the blocks of each message, or of some messages."""
+        return Messages(self.scales[rows, blocks], self.codes[rows, blocks])
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,8 @@ class Format:
     of the block divided by ``largest``. ``is_float``: float8_e4m3fn, whose error is at most a 16th of the value or
     ``scale / 1024``, whichever is larger.
 
-    A message is the scales of all blocks, then their codes. The last block is padded with zeros.
+    A message is the scales of all blocks, then their codes. The last block is padded with zeros. Messages of equal
+    length are the rows of one tensor: what is done to all of them costs no more launches than for one.
     """
 
     name: str
@@ -37,74 +50,101 @@ class Format:
     block: int
     is_float: bool = False
 
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
     def nbytes(self, numel: int) -> int:
         """The bytes of the message of ``numel`` values, a multiple of 4."""
-        return self._blocks(numel) * (FP32 + self._block_bytes)
+        return self.blocks(numel) * (FP32 + self._block_bytes)
 
-    def pack(
-        self, values: torch.Tensor, message: torch.Tensor, *, chunk: int, error: torch.Tensor | None = None
-    ) -> None:
-        """Writes the message of ``values``, flat and floating point, into a tensor of ``nbytes`` bytes (uint8).
+    def messages(self, rows: torch.Tensor) -> Messages:
+        """The messages in a tensor of bytes, ``(rows, nbytes)``. Its rows begin at multiples of 4 bytes."""
+        blocks = rows.shape[1] // (FP32 + self._block_bytes)
+        cut = blocks * FP32
+        return Messages(rows[:, :cut].view(torch.float32), rows[:, cut:].unflatten(1, (blocks, self._block_bytes)))
 
-        Works on ``chunk`` values at a time, which bounds the memory that it needs besides. ``error``, flat and as long,
-        is added to the values, and becomes the part of the sum that the message loses (0 where it is not finite).
+    def pack(self, values: torch.Tensor, messages: Messages, *, chunk: int, error: torch.Tensor | None = None) -> None:
+        """Writes the messages of ``values``, ``(rows, numel)`` and floating point.
+
+        Works on ``chunk`` values at a time, which bounds the memory that it needs besides. ``error``, of the same
+        shape, is added to the values, and becomes the part of the sum that the messages lose (0 where it is not
+        finite).
         """
-        scales, codes = self._parts(message, values.numel())
-        work = self._work(values, chunk)
-        for start, stop in self._chunks(values.numel(), chunk):
-            source = self._in_blocks(values[start:stop], copy=error is not None)
+        work = values.new_empty(self._largest_piece(values.shape, chunk), dtype=torch.float32)
+        for rows, start, stop in self._pieces(values.shape, chunk):
+            source = self._in_blocks(values[rows, start:stop], copy=error is not None)
             if error is not None:
-                source.view(-1)[: stop - start].add_(error[start:stop])
-            blocks = slice(start // self.block, start // self.block + len(source))
-            scaled = work[: len(source)]
-            largest = torch.abs(source, out=scaled).amax(1).clamp_(min=LEAST)
-            scale = torch.div(largest, self.largest, out=scales[blocks])
-            torch.mul(source, scale.reciprocal()[:, None], out=scaled)
-            self._encode(scaled, codes[blocks])
+                source.flatten(1)[:, : stop - start].add_(error[rows, start:stop])
+            blocks = slice(start // self.block, start // self.block + source.shape[1])
+            scaled = work[: source.numel()].view(source.shape)
+            largest = torch.abs(source, out=scaled).amax(2).clamp_(min=LEAST)
+            scale = torch.div(largest, self.largest, out=messages.scales[rows, blocks])
+            torch.mul(source, scale.reciprocal().unsqueeze(2), out=scaled)
+            codes = messages.codes[rows, blocks]
+            self._encode(scaled, codes)
             if error is not None:
-                source.addcmul_(self._decode(codes[blocks], scaled), scale[:, None], value=-1).nan_to_num_(0, 0, 0)
-                error[start:stop].copy_(source.view(-1)[: stop - start])
+                lost = source.addcmul_(self._decode(codes, scaled), scale.unsqueeze(2), value=-1).nan_to_num_(0, 0, 0)
+                error[rows, start:stop].copy_(lost.flatten(1)[:, : stop - start])
 
-    def unpack(self, message: torch.Tensor, values: torch.Tensor, *, chunk: int, add: float | None = None) -> None:
-        """Writes the values of a message into a flat tensor of any floating-point dtype.
-
-        ``add``: adds them to it instead, multiplied by this number.
-        """
-        scales, codes = self._parts(message, values.numel())
-        for start, stop in self._chunks(values.numel(), chunk):
-            blocks = slice(start // self.block, start // self.block - (start - stop) // self.block)
-            place, scale = values[start:stop], scales[blocks, None]
-            in_place = values.dtype == torch.float32 and (stop - start) % self.block == 0
-            if in_place and add is None:
-                self._decode(codes[blocks], place.view(-1, self.block)).mul_(scale)
-            elif in_place and add is not None:
-                place.view(-1, self.block).addcmul_(self._decode(codes[blocks]), scale, value=add)
+    def unpack(self, messages: Messages, values: torch.Tensor, *, chunk: int) -> None:
+        """Writes the values of messages into a tensor ``(rows, numel)`` of any floating-point dtype."""
+        for rows, start, stop in self._pieces(values.shape, chunk):
+            blocks = slice(start // self.block, self.blocks(stop))
+            codes, scale = messages.codes[rows, blocks], messages.scales[rows, blocks].unsqueeze(2)
+            place = values[rows, start:stop]
+            if values.dtype == torch.float32 and (stop - start) % self.block == 0:
+                self._decode(codes, place.unflatten(1, (-1, self.block))).mul_(scale)
             else:
-                decoded = self._decode(codes[blocks]).mul_(scale).view(-1)[: stop - start]
-                place.copy_(decoded) if add is None else place.add_(decoded, alpha=add)
+                place.copy_(self._decode(codes).mul_(scale).flatten(1)[:, : stop - start])
+
+    def add(self, messages: Messages, values: torch.Tensor, *, chunk: int, share: float, at_once: bool = False) -> None:
+        """Adds the values of all messages, multiplied by ``share``, to a flat tensor in fp32, one after the other.
+
+        ``at_once``: adds the whole blocks of messages to each other first, in one launch, with other roundings.
+        """
+        whole = len(values) // self.block
+        in_blocks, rest = values[: whole * self.block].view(whole, self.block), values[whole * self.block :]
+        step = max(1, chunk // self.block // (len(messages.scales) if at_once else 1))
+        for start in range(0, whole, step):
+            place = in_blocks[start : start + step]
+            part = messages.part(slice(start, start + len(place)))
+            scales = part.scales.unsqueeze(2)
+            if at_once:
+                place.add_(self._decode(part.codes).mul_(scales).sum(0), alpha=share)
+                continue
+            for codes, scale in zip(part.codes, scales, strict=True):
+                place.addcmul_(self._decode(codes), scale, value=share)
+        for codes, scale in zip(messages.codes, messages.scales, strict=True) if len(rest) else ():
+            rest.add_(self._decode(codes[-1]).mul_(scale[-1])[: len(rest)], alpha=share)
 
     # ---- what it costs ----
 
-    def pack_work(self, numel: int, width: int, *, chunk: int, error: bool = False) -> Kernels:
-        """The work of :meth:`pack` for ``numel`` values of ``width`` bytes each, without the bytes of scales."""
-        copied = width < FP32 or error
+    def pack_work(self, numel: int, width: int, *, chunk: int, error: bool = False, rows: int = 1) -> Kernels:
+        """The work of :meth:`pack` for rows of ``numel`` values of ``width`` bytes each, except for scales."""
         work = Kernels(6, 5 * FP32) + self._encoding  # abs, amax, clamp, divide, reciprocal, multiply
-        work += Kernels(2, width + FP32) if copied else Kernels()
+        if width < FP32 or error:
+            work += Kernels(1, width + FP32)
         if error:  # add, subtract what was written, replace what is not finite, copy
             work += Kernels(4, (2 * FP32 + 2) + 3 * FP32 + 2 * FP32 + (FP32 + 2)) + self._decoding
-        return self._in_chunks(work, numel, chunk)
+        return self._in_chunks(work, rows, numel, chunk)
 
-    def unpack_work(self, numel: int, width: int, *, chunk: int, add: bool = False) -> Kernels:
+    def unpack_work(self, numel: int, width: int, *, chunk: int, rows: int = 1) -> Kernels:
         """The work of :meth:`unpack` for as many values."""
-        if width == FP32:
-            work = self._decoding + Kernels(1, (3 if add else 2) * FP32)
-        else:
-            work = self._decoding + Kernels(2, 3 * FP32 + (2 if add else 1) * width)
-        return self._in_chunks(work, numel, chunk)
+        work = self._decoding + (Kernels(1, 2 * FP32) if width == FP32 else Kernels(2, 3 * FP32 + width))
+        return self._in_chunks(work, rows, numel, chunk)
 
-    def _in_chunks(self, work: Kernels, numel: int, chunk: int) -> Kernels:
+    def add_work(self, numel: int, *, chunk: int, rows: int = 1, at_once: bool = False) -> Kernels:
+        """The work of :meth:`add` for as many values."""
+        together = rows if at_once else 1
+        pieces = -(-self.blocks(numel) // max(1, chunk // (together * self.block)))
+        # at once: multiply, add up, add
+        work = Kernels(3, 3 * FP32 * rows + 4 * FP32) if at_once else Kernels(rows, 3 * FP32 * rows)
+        decoded = self._decoding * (1 if at_once else rows)
+        return Kernels(pieces * (decoded.number + work.number), (self._decoding.bytes * rows + work.bytes) * numel)
+
+    def _in_chunks(self, work: Kernels, rows: int, numel: int, chunk: int) -> Kernels:
         """``work`` is that of a chunk, with the bytes of one value."""
-        return Kernels(work.number * sum(1 for _ in self._chunks(numel, chunk)), work.bytes * numel)
+        return Kernels(work.number * sum(1 for _ in self._pieces((rows, numel), chunk)), work.bytes * rows * numel)
 
     @property
     def _encoding(self) -> Kernels:
@@ -129,37 +169,35 @@ class Format:
     def _block_bytes(self) -> int:
         return self.block * self.bits // 8
 
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block)
-
-    def _parts(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales ``(blocks,)`` and the codes ``(blocks, bytes)`` of a message."""
-        blocks = self._blocks(numel)
-        cut = blocks * FP32
-        return message[:cut].view(torch.float32), message[cut:].view(blocks, self._block_bytes)
-
-    def _chunks(self, numel: int, chunk: int) -> Iterator[tuple[int, int]]:
-        """Starts and stops of whole blocks, about ``chunk`` values each, and of the last block if it is short."""
+    def _pieces(self, shape: Sequence[int], chunk: int) -> Iterator[tuple[slice, int, int]]:
+        """Rows, and a start and a stop in them: whole blocks, about ``chunk`` values each, and the short last blocks
+        of all rows."""
+        rows, numel = shape
         whole, step = numel // self.block * self.block, max(1, chunk // self.block) * self.block
-        yield from ((start, min(start + step, whole)) for start in range(0, whole, step))
+        together = max(1, step // max(whole, 1))  # rows
+        for row in range(0, rows, together):
+            for start in range(0, whole, step):
+                yield slice(row, row + together), start, min(start + step, whole)
         if whole < numel:
-            yield whole, numel
+            yield slice(rows), whole, numel
 
-    def _work(self, values: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Memory for the blocks of a chunk, in fp32."""
-        blocks = min(self._blocks(values.numel()), max(1, chunk // self.block))
-        return values.new_empty(blocks, self.block, dtype=torch.float32)
+    def _largest_piece(self, shape: Sequence[int], chunk: int) -> int:
+        """The elements of the largest piece, padded to whole blocks."""
+        rows, numel = shape
+        width = self.blocks(numel) * self.block
+        return max(rows * self.block, min(rows * width, max(chunk, self.block)))
 
     def _in_blocks(self, values: torch.Tensor, *, copy: bool) -> torch.Tensor:
-        """The values in fp32, ``(blocks, block)``, padded with zeros. A view of them if it can be, or a ``copy``."""
-        if not copy and values.dtype == torch.float32 and values.numel() % self.block == 0 and values.is_contiguous():
-            return values.view(-1, self.block)
-        blocks = self._blocks(values.numel())
-        work = values.new_empty(blocks, self.block, dtype=torch.float32)
-        flat = work.view(-1)
-        flat[: values.numel()].copy_(values)
-        flat[values.numel() :].zero_()
-        return work
+        """The values in fp32, ``(rows, blocks, block)``, padded with zeros. A view of them if it can be, or a
+        ``copy``."""
+        rows, numel = values.shape
+        if not copy and values.dtype == torch.float32 and numel % self.block == 0 and values.stride(1) == 1:
+            return values.unflatten(1, (-1, self.block))
+        work = values.new_empty(rows, self.blocks(numel) * self.block, dtype=torch.float32)
+        work[:, :numel].copy_(values)
+        if numel % self.block:
+            work[:, numel:].zero_()
+        return work.unflatten(1, (-1, self.block))
 
     def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
         """Writes the codes. Overwrites ``scaled``."""
@@ -168,21 +206,23 @@ class Format:
             return
         rounded = scaled.round_()
         if self.bits == 4:  # a byte is ``low + 16 * high``, of a code of each half of the block
-            low, high = rounded.chunk(2, dim=1)
+            low, high = rounded.chunk(2, dim=-1)
             rounded = low.add_(high, alpha=16)
         codes.view(torch.int8).copy_(rounded)
 
     def _decode(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The codes as fp32, ``(blocks, block)``, in ``out`` if it is given."""
-        values = codes.new_empty(len(codes), self.block, dtype=torch.float32) if out is None else out
+        """The codes as fp32, the last dim a block, in ``out`` if it is given."""
+        values = codes.new_empty(*codes.shape[:-1], self.block, dtype=torch.float32) if out is None else out
         signed = codes.view(torch.int8)
+        if self.is_float and not codes.is_cpu:
+            return values.copy_(codes.view(torch.float8_e4m3fn))
         if self.is_float:
-            # the bits of e4m3 are those of an fp16 2**8 times smaller: torch's own cast takes ten times as long
+            # the bits of e4m3 are those of an fp16 2**8 times smaller: torch's own cast takes ten times as long here
             wide = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
             return values.copy_(wide.view(torch.float16)).mul_(2.0**8)
         if self.bits == 8:
             return values.copy_(signed)
-        low, high = values.chunk(2, dim=1)
+        low, high = values.chunk(2, dim=-1)
         low.copy_((signed << 4).bitwise_right_shift_(4))  # shifts keep the sign
         high.copy_((signed + 8).bitwise_right_shift_(4))  # rounds off ``low``, which lies in -7 ... 7
         return values

@@ -17,8 +17,8 @@ If parameters are at rest in host memory, a gather begins with the copy of the s
 follow the reduction of gradients:
 
     future = offload(grads, bucket)             this rank's shards of the gradients, in flight to the host
-    grads = wait_offload(future, bucket)        the same shards, on the host
-    wait_copies(memory)                         the last line of a trace that gathers from host memory
+    grads = wait_offload(future, bucket)        the same shards, on the host, complete at the end of the trace
+    wait_copies(memory)                         the last line of a trace that copies to or from host memory
 
 If backward gathers from second shards inside the node, forward keeps them:
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.comm import direct, native
 from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
@@ -63,7 +63,7 @@ def _pair(name: str) -> tuple[Run, Run]:
         if runtime.progress is not None:
             runtime.progress.finished(future)
         with runtime.communicating(bucket.label):
-            run = _function(f"finish_{name}", bucket) if bucket.wire is None else bucket.wire.finish
+            run = _function(f"finish_{name}", bucket) if bucket.wire is None else _finish_wire
             return run(future, bucket)
 
     def issue(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
@@ -94,8 +94,23 @@ def _issue_wire(value: tuple[torch.Tensor, ...], bucket: Bucket) -> Any:
     with host.ahead():
         for shard, place in zip(value, places, strict=True):
             host.load(shard, place)
-        host.mark().synchronize()  # here, because the streams that the wire uses are unknown
-    return wire.issue(places, bucket)
+        return _FromHost(wire.issue(places, bucket), host.mark(), places)
+
+
+def _finish_wire(future: Any, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    assert bucket.wire is not None
+    if isinstance(future, _FromHost):
+        future.issued.wait()
+        future = future.of_wire
+    return bucket.wire.finish(future, bucket)
+
+
+class _FromHost(NamedTuple):
+    """The future of a wire that issued on the stream of copies to the device. ``places`` must outlive its work."""
+
+    of_wire: Any
+    issued: Any
+    places: tuple[torch.Tensor, ...]
 
 
 _issue_all_gather, _finish_all_gather = _pair("all_gather")

@@ -2,15 +2,15 @@
 
 A bucket is copied as one flat row. Each direction has a stream of its own, so that copies overlap compute. A copy
 begins when the device has finished the work enqueued before the line that issues it. A copy to the device is the first
-part of a gather, and is over when its trace ends. A copy to the host follows the reduction of gradients, and is over
-when the line that waits for it returns.
+part of a gather, one to the host follows the reduction of gradients. Both are over when their trace ends: the program
+waits once, before an optimizer can read and change what was copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,8 +41,8 @@ class HostMemory:
     def ahead(self) -> Iterator[None]:
         """Runs the work inside on the stream of copies to the device, after the work enqueued on the compute stream.
 
-        Allocate nothing inside: compute cannot reuse another stream's memory, and another stream must not free memory
-        that compute still reads.
+        Allocate as little as possible inside: compute cannot reuse another stream's memory. What is freed is reused
+        inside of the next one, after all work that compute has been given by then.
         """
         if self._streams is None:
             yield
@@ -55,38 +55,32 @@ class HostMemory:
         """Starts to copy values to their place on the device, on the current stream."""
         place.copy_(kept, non_blocking=self.pinned)
 
-    def finish_loads(self) -> None:
-        """Blocks the program until all copies to the device are over."""
-        if self._streams is not None:
-            self._streams.inward.synchronize()
-
-    def send(self, values: torch.Tensor) -> Sent:
+    def send(self, values: torch.Tensor) -> torch.Tensor:
         """Starts to copy values from the device to the host. Their memory may be freed at once: it is reused only
         after the copy."""
         if self._streams is None:
-            return Sent(values.to("cpu"), DONE)
+            return values.to("cpu")
         outward = self._streams.outward
         outward.wait_stream(self._streams.current)
         with self._streams.module.stream(outward):
             copy = values.to("cpu", non_blocking=self.pinned)  # into pinned memory if non-blocking
             values.record_stream(outward)
-            return Sent(copy, self.mark())
+            return copy
+
+    def finish(self) -> None:
+        """Blocks the program until all copies, in both directions, are over."""
+        if self._streams is not None:
+            self._streams.inward.synchronize()
+            self._streams.outward.synchronize()
 
     def mark(self) -> Any:
-        """Marks the end of the work enqueued on the current stream so far: ``wait()`` makes another stream wait for it,
-        ``synchronize()`` the program."""
+        """Marks the end of the work enqueued on the current stream so far: ``wait()`` makes another stream wait for
+        it."""
         if self._streams is None:
             return DONE
         event = self._streams.module.Event()
         event.record()
         return event
-
-
-class Sent(NamedTuple):
-    """A copy in flight to the host: ``row`` is complete once ``copied`` is over."""
-
-    row: torch.Tensor
-    copied: Any
 
 
 class _Streams:
@@ -104,8 +98,6 @@ class _Done:
     """A mark already reached: the end of a copy without a stream, or of a collective of one rank."""
 
     def wait(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 DONE = _Done()

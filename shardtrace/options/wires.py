@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from passes.comm.packing import ROUNDED, SMALLEST
 from passes.comm.quantize import FP8, INT4, INT8
-from passes.comm.quantized import ROUNDED, SMALLEST, gather_wire, reduction_wire
+from passes.comm.quantized import gather_wire, reduction_wire
 from passes.plan import Placement, Wire, shard_shape
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.strategy import ShardingStrategy

@@ -2,7 +2,7 @@
 
 import shardtrace
 from passes.analysis.happens_before import COMPUTE, NONE, Wait, Work, actions, races, unordered
-from passes.analysis.recognise import ends_copies, is_backward
+from passes.analysis.recognise import ends_copies
 from passes.plan import Keep, Level
 from shardtrace.inspector.fake import compile_only
 
@@ -58,7 +58,7 @@ def test_each_wait_is_needed(fake_ranks, case):
         waits = [i for i, action in enumerate(work) if isinstance(action, Wait)]
         stop = {i for i in waits if ends_copies(trace.bound_symbols[work[i].line])}
         dropped = [{i} for i in waits if i not in stop]
-        if stop and not is_backward(trace):  # in backward, the copies of gradients mostly follow those of shards
+        if stop:
             dropped.append(stop)  # it waits for all copies, and later ones follow earlier ones
         assert dropped
         for left_out in dropped:

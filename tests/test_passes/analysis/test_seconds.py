@@ -67,8 +67,8 @@ def test_a_wire_takes_the_device_before_its_message_leaves_and_after_it_has_arri
     )[-1]
     (gather,) = [b for b in forward.bound_symbols if is_issue(b)]
     (wait,) = [b for b in forward.bound_symbols if is_wait(b)]
-    packed = 0.25 * (8 + 2) + (33 * 2048 + 4 * 32 * 4) / 1e3  # kernels, and the bytes of their memory
-    restored = 0.25 * (2 * 2 + 2) + (13 * 4096 + 4 * 64 * 4) / 1e3  # from two ranks
+    packed = 0.25 * (8 + 1) + (33 * 2048 + 2 * 32 * 4) / 1e3  # kernels, and the bytes of their memory
+    restored = 0.25 * (2 + 2) + (13 * 4096 + 4 * 64 * 4) / 1e3  # of two ranks, at once
     assert compute_seconds(MODEL, gather) == wire_seconds(MODEL, gather) == pytest.approx(packed)
     assert compute_seconds(MODEL, wait) == wire_seconds(MODEL, wait) == pytest.approx(restored)
     (timeline,) = predicted([forward], MODEL)
@@ -90,7 +90,9 @@ def test_a_reduction_is_rounded_for_others_and_added_here(fake_ranks):
     (reduce,) = [b for b in backward.bound_symbols if is_issue(b) and bucket_of(b).wire is not None]
     issue, finish, late = bucket_of(reduce).work
     assert not late
-    assert issue == pytest.approx((3 * 9 + 2, 3 * 36.5 * 1024 + 8 * 1024))  # for three ranks; the own part is copied
+    assert issue == pytest.approx(
+        (9 + 2, 3 * 36.5 * 1024 + 8 * 1024)
+    )  # for three ranks at once; the own part is copied
     assert finish == pytest.approx((3 * 7, 3 * 21 * 1024))
 
 

@@ -157,7 +157,7 @@ def test_the_inspector_shows_the_copies(fake_ranks):
 
 def test_a_gradient_that_is_not_copied_is_found(fake_ranks):
     fake_ranks(2)
-    trace = stage(compiled(), "schedule", thunder.last_backward_traces)
+    trace = stage(compiled(), "wait_copies", thunder.last_backward_traces)
     broken = from_trace(trace)
     first = bucket_of(next(b for b in trace.bound_symbols if is_offload(b)))
     broken.bound_symbols = [b for b in trace.bound_symbols if not (is_offload(b) and bucket_of(b) is first)]
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_not_copied_is_found(fake_ranks):
 
 def test_a_copy_that_is_not_awaited_is_found(fake_ranks):
     fake_ranks(2)
-    trace = stage(compiled(), "schedule", thunder.last_backward_traces)
+    trace = stage(compiled(), "wait_copies", thunder.last_backward_traces)
     broken = from_trace(trace)
     wait = next(b for b in reversed(trace.bound_symbols) if is_offload(b))
     broken.bound_symbols = [b for b in trace.bound_symbols if b is not wait]

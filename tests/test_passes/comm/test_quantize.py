@@ -14,14 +14,14 @@ INTEGERS = pytest.mark.parametrize("format", [INT8, INT4], ids=lambda format: fo
 
 def packed(format, values, **options):
     message = torch.full((format.nbytes(len(values)),), 255, dtype=torch.uint8)
-    format.pack(values, message, chunk=CHUNK, **options)
+    format.pack(values.unsqueeze(0), format.messages(message.unsqueeze(0)), chunk=CHUNK, **options)
     return message
 
 
 def unpacked(format, message, count, dtype=torch.float32):
-    values = torch.full((count,), 7.0, dtype=dtype)
-    format.unpack(message, values, chunk=CHUNK)
-    return values
+    values = torch.full((1, count), 7.0, dtype=dtype)
+    format.unpack(format.messages(message.unsqueeze(0)), values, chunk=CHUNK)
+    return values[0]
 
 
 def round_trip(format, values):
@@ -82,18 +82,61 @@ def test_a_block_with_an_overflow_is_not_finite(format, bad):
 
 
 @FORMATS
-def test_adds_to_values(format):
-    values, sums = torch.randn(500), torch.ones(500)
-    format.unpack(packed(format, values), sums, chunk=CHUNK, add=2.0)
-    torch.testing.assert_close(sums, 1 + 2 * round_trip(format, values))
+def test_chunks_change_nothing(format):
+    values, whole = torch.randn(5000), torch.empty(format.nbytes(5000), dtype=torch.uint8)
+    format.pack(values.unsqueeze(0), format.messages(whole.unsqueeze(0)), chunk=2**20)
+    assert torch.equal(whole, packed(format, values))
+    assert torch.equal(FP8.nbytes(0) * torch.ones(1), torch.zeros(1))
 
 
 @FORMATS
-def test_chunks_change_nothing(format):
-    values, whole = torch.randn(5000), torch.empty(format.nbytes(5000), dtype=torch.uint8)
-    format.pack(values, whole, chunk=2**20)
-    assert torch.equal(whole, packed(format, values))
-    assert torch.equal(FP8.nbytes(0) * torch.ones(1), torch.zeros(1))
+@pytest.mark.parametrize("count", [700, 768, 5000])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_rows_are_rounded_as_each_by_itself(format, rows, count):
+    """To the bit, whatever the chunks: the rows of several ranks, with and without errors, side by side with others."""
+    torch.manual_seed(0)
+    values, errors = torch.randn(2, rows, count)
+    errors = errors.bfloat16()
+    bytes_ = torch.empty(rows, 16 + 2 * format.nbytes(count))  # messages of two members, then something else
+    both = format.messages(bytes_.to(torch.uint8)[:, : 2 * format.nbytes(count)])
+    blocks = format.blocks(count)
+    for kept in (None, errors):
+        lost = [{} if kept is None else {"error": error.unsqueeze(0)} for error in errors.clone()]
+        expected = [packed(format, value, **options) for value, options in zip(values, lost, strict=True)]
+        for chunk in (300, CHUNK, 2**20):
+            mine = both.part(slice(blocks, 2 * blocks))
+            format.pack(values, mine, chunk=chunk, error=None if kept is None else errors.clone())
+            for r in range(rows):
+                one = format.messages(expected[r].unsqueeze(0))
+                assert torch.equal(mine.scales[r], one.scales[0])
+                assert torch.equal(mine.codes[r], one.codes[0])
+            found, alone = torch.ones(2, rows, count)
+            format.unpack(mine, found, chunk=chunk)
+            for r in range(rows):
+                format.unpack(format.messages(expected[r].unsqueeze(0)), alone[r : r + 1], chunk=CHUNK)
+            assert torch.equal(found, alone)
+
+
+@FORMATS
+@pytest.mark.parametrize("count", [700, 768, 5000])
+def test_messages_are_added_up(format, count):
+    """One after the other, to the bit; or at once, with other roundings."""
+    values, sums = torch.randn(5, count), torch.ones(count)
+    messages = format.messages(torch.stack([packed(format, v) for v in values]))
+    expected, at_once = sums.clone(), sums.clone()
+    whole = count // format.block * format.block
+    for scales, codes in zip(*messages, strict=True):
+        one = format._decode(codes[None])[0]
+        blocks = expected[:whole].view(-1, format.block)
+        blocks.addcmul_(one[: len(blocks)], scales[: len(blocks), None], value=0.3)
+        expected[whole:].add_((one[-1] * scales[-1])[: count - whole], alpha=0.3)
+    for chunk in (300, CHUNK, 2**20):
+        found = sums.clone()
+        format.add(messages, found, chunk=chunk, share=0.3)
+        assert torch.equal(found, expected)
+    format.add(messages, at_once, chunk=CHUNK, share=0.3, at_once=True)
+    torch.testing.assert_close(at_once, expected)
+    torch.testing.assert_close(expected, sums + 0.3 * sum(round_trip(format, v) for v in values))
 
 
 @INTEGERS
@@ -104,7 +147,7 @@ def test_error_feedback_loses_nothing_over_steps(format):
     for _ in range(30):
         values = torch.randn(1000)
         meant += values
-        sent += unpacked(format, packed(format, values, error=error), 1000)
+        sent += unpacked(format, packed(format, values, error=error.unsqueeze(0)), 1000)
     largest = 1.5 * 4 / format.largest / 2  # half a scale of a value and an error
     assert (sent + error.float() - meant).abs().max() < 0.02 * 30 / format.largest  # errors are kept in bf16
     assert (sent - meant).abs().max() < 2 * largest
@@ -115,7 +158,7 @@ def test_error_feedback_forgets_an_overflow(format):
     values = torch.randn(500)
     values[3] = float("inf")
     error = torch.zeros(500, dtype=torch.bfloat16)
-    packed(format, values, error=error)
+    packed(format, values, error=error.unsqueeze(0))
     assert error.isfinite().all()
     assert not error[: format.block].any()
 
@@ -152,19 +195,21 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_work_is_what_torch_is_asked_to_do(format, dtype):
     """Without the bytes of scales, which are about one in a hundred."""
-    count, width = 3 * CHUNK, dtype.itemsize
-    values, errors = torch.randn(count).to(dtype), torch.zeros(count, dtype=torch.bfloat16)
-    message = packed(format, values)
+    rows, count, width = 5, 3 * CHUNK, dtype.itemsize
+    values, errors = torch.randn(rows, count).to(dtype), torch.zeros(rows, count, dtype=torch.bfloat16)
+    messages = format.messages(torch.empty(rows, format.nbytes(count), dtype=torch.uint8))
+    sums, options = torch.zeros(count), {"rows": rows, "chunk": CHUNK}
     for expected, run in (
-        (format.pack_work(count, width, chunk=CHUNK), lambda: format.pack(values, message, chunk=CHUNK)),
+        (format.pack_work(count, width, **options), lambda: format.pack(values, messages, chunk=CHUNK)),
         (
-            format.pack_work(count, width, chunk=CHUNK, error=True),
-            lambda: format.pack(values, message, chunk=CHUNK, error=errors),
+            format.pack_work(count, width, error=True, **options),
+            lambda: format.pack(values, messages, chunk=CHUNK, error=errors),
         ),
-        (format.unpack_work(count, width, chunk=CHUNK), lambda: format.unpack(message, values, chunk=CHUNK)),
+        (format.unpack_work(count, width, **options), lambda: format.unpack(messages, values, chunk=CHUNK)),
+        (format.add_work(count, **options), lambda: format.add(messages, sums, chunk=CHUNK, share=0.5)),
         (
-            format.unpack_work(count, width, chunk=CHUNK, add=True),
-            lambda: format.unpack(message, values, chunk=CHUNK, add=0.5),
+            format.add_work(count, at_once=True, **options),
+            lambda: format.add(messages, sums, chunk=CHUNK, share=0.5, at_once=True),
         ),
     ):
         with Counted() as counted:

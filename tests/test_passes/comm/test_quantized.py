@@ -15,6 +15,7 @@ import torch.distributed as dist
 from late import late_groups
 from ranks import on_ranks
 from thunder.core import dtypes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Large members, with and without padding; a vector, a scalar; one whose last shard is nothing but padding.
 SHAPES = [(300, 40), (5,), (90, 64), (), (4, 700)]
@@ -124,10 +125,13 @@ def reduced(bucket, grads):
 
 def rounded(format, values):
     """Each block of a flat tensor, rounded."""
-    message, result = torch.empty(format.nbytes(len(values)), dtype=torch.uint8), torch.empty(len(values))
-    format.pack(values, message, chunk=2**17)
+    message, result = (
+        format.messages(torch.empty(1, format.nbytes(len(values)), dtype=torch.uint8)),
+        torch.empty(1, len(values)),
+    )
+    format.pack(values.unsqueeze(0), message, chunk=2**17)
     format.unpack(message, result, chunk=2**17)
-    return result
+    return result[0]
 
 
 def adds_up_what_was_rounded_once(plain, format):
@@ -236,7 +240,12 @@ class Counting:
         self.sent += rows.nbytes
         return mock.MagicMock()
 
-    alltoall_base = all_to_all_single  # torch before 2.13
+    def all_gather_single(self, rows, row, *_):
+        assert rows.nbytes == row.nbytes * self._size
+        self.sent += row.nbytes * (self._size - 1)
+        return mock.MagicMock()
+
+    alltoall_base, _allgather_base = all_to_all_single, all_gather_single  # torch before 2.13
 
 
 @pytest.mark.parametrize("direct_plan", [True, False])
@@ -259,6 +268,42 @@ def test_bytes_that_are_sent_are_those_that_are_counted(direct_plan, placement, 
     assert sent["reduce"] == reduce.bytes * (ranks - 1)
     assert sent["gather"] in (0, sent["reduce"])
     assert reduce.bytes < 0.3 * plain.bytes
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the kernels that are launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not (func.is_view or "empty" in func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("gather", "reduce"), [(INT8, INT8), (FP8, INT8), (FP8, INT4)])
+@pytest.mark.parametrize("param_dtype", [None, dtypes.bfloat16])
+def test_launches_of_a_step_do_not_grow_with_ranks(gather, reduce, param_dtype):
+    """32 blocks of a GPT on 64 ranks: two gathers and a reduction of each. For nccl, on tensors without memory."""
+    d = 1024
+    block = [(3 * d, d), (3 * d,), (d, d), (d,), (4 * d, d), (4 * d,), (d, 4 * d), *[(d,)] * 5]
+    launched = {}
+    for ranks in (8, 64):
+        group = Counting(5, ranks)
+        plain = bucket_of(group, shapes=block, direct=False, param_dtype=param_dtype)
+        dtype = plain.layout.dtype
+        shards = tuple(torch.empty(m.parameter.shard_shape, device="meta") for m in plain.members)
+        grads = tuple(torch.empty(shape, device="meta", dtype=dtype) for shape in block)
+        counts = []
+        for wire, values in ((gather_wire(gather), shards), (reduction_wire(reduce), grads)):
+            bucket = plain.carried_by(wire)
+            with Kernels() as kernels:
+                bucket.wire.finish(bucket.wire.issue(values, bucket), bucket)
+            counts.append(kernels.number)
+        launched[ranks] = 32 * (2 * counts[0] + counts[1])
+    print(launched)
+    assert launched[8] == launched[64] < 2000
 
 
 def test_buckets_that_a_wire_does_not_take():

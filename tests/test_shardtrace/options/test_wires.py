@@ -232,8 +232,9 @@ def padded(tensor):
 
 
 def rounded(rows):
-    message, result = torch.empty(INT8.nbytes(rows.numel()), dtype=torch.uint8), torch.empty(rows.numel())
-    INT8.pack(rows.flatten(), message, chunk=2**17)
+    message = INT8.messages(torch.empty(1, INT8.nbytes(rows.numel()), dtype=torch.uint8))
+    result = torch.empty(1, rows.numel())
+    INT8.pack(rows.view(1, -1), message, chunk=2**17)
     INT8.unpack(message, result, chunk=2**17)
     return result.view(rows.shape)
 

@@ -1,0 +1,413 @@
+"""The proof of streams holds for what transports really call: each is run by a recorder (tests/streams.py).
+
+For each line, the proof of passes/analysis/happens_before.py may not assume an order that the transport does not make,
+and must know each access. What was recorded has no race by itself. Each call that orders streams is then removed from
+the sources, one at a time: all are found.
+"""
+
+import ast
+import inspect
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import shardtrace  # noqa: F401
+from passes.analysis.happens_before import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
+from passes.analysis.recognise import issues_future
+from passes.comm import direct, host_copies, kept_gradients, messages, native, quantized, symbols
+from passes.comm.quantize import FP8, INT4, INT8
+from passes.comm.quantized import gather_wire, reduction_wire
+from passes.compat.lines import symbol_that_calls
+from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, host_memory
+from passes.wait_copies import wait_copies
+
+import pytest
+import torch
+from streams import RecordedGroup, recorded_host, recording, run
+from thunder.core import dtypes, prims
+from thunder.core.devices import to_device
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.passes import del_last_used
+
+RANK = 1
+SHAPES = [(300, 128), (5,), (90, 640), (), (3, 2**15)]  # padded, small, large, a scalar; one rank has only padding
+EVEN = [(8, 2**14), (4, 2**13)]
+CUDA = to_device("cuda:0")
+
+
+def compute_with(values):
+    """A line that reads values and makes new ones like them."""
+    return COMPUTES(*values)
+
+
+COMPUTES = symbol_that_calls(
+    "compute",
+    lambda *values: tuple(TensorProxy(like=v) for v in values),
+    lambda *values: tuple(torch.tanh(v) for v in values),
+    id="compute",
+    is_prim=True,
+)
+
+
+def bucket_of_case(recorder, *, shapes=SHAPES, ranks=3, placement=Placement.SHARD, host=False, dtype=None, **options):
+    memory = recorded_host() if host else None
+    runtime = PlainRuntime(RecordedGroup(recorder, min(RANK, ranks - 1), ranks))
+    rest = dtypes.float32
+    plan = BucketPlan(
+        "M",
+        ranks,
+        min(RANK, ranks - 1),
+        placement=placement,
+        host=memory,
+        param_dtype=dtype,
+        runtime=runtime,
+        **options,
+    )
+    members = tuple(
+        Member(ShardedParameter(plan, f"p{i}", s, "", dtype=rest, owner=i % ranks, index=i), True)
+        for i, s in enumerate(shapes)
+    )
+    plain = Bucket("root", "b_root", plan, members, plan.unsharded_dtype(rest))
+    return plain.carried_by(plan.gather)
+
+
+def program(bucket, *, backward=True):
+    """A gather, a reduction and, with host memory, a copy of gradients to the host. Compute goes on between the halves
+    of each."""
+    trace = TraceCtx()
+    host = bucket.plan.host is not None
+    with tracectx(trace):
+        x = TensorProxy("x", shape=(4,), device=CUDA, dtype=dtypes.float32)
+        shards = tuple(
+            TensorProxy(
+                f"shard_{i}", shape=m.parameter.shard_shape, device=to_device("cpu") if host else CUDA,
+                dtype=bucket.rest_dtype,
+            )
+            for i, m in enumerate(bucket.members)
+        )  # fmt: skip
+        trace.args = (x, *shards)
+        for a in trace.args:
+            prims.unpack_trivial(a, name=a.name)
+        values = (x,)
+        if bucket.plan.placement is Placement.REPLICATE:
+            grads = compute_with(shards)
+        else:
+            issue, wait = (symbols.all_gather, symbols.wait_all_gather)
+            if bucket.plan.placement is Placement.OWNER:
+                issue, wait = symbols.broadcast, symbols.wait_broadcast
+            future = issue(shards, bucket)
+            values = compute_with(values)
+            grads = compute_with(wait(future, bucket))
+        for issue, wait, reduced in reductions(bucket) if backward else ():
+            future = issue(grads, reduced)
+            values = compute_with(values)
+            grads = wait(future, reduced)
+        prims.python_return((*values, *grads))
+    return del_last_used(wait_copies(trace))
+
+
+def reductions(bucket):
+    kinds = {
+        Placement.SHARD: (symbols.reduce_scatter, symbols.wait_reduce_scatter),
+        Placement.OWNER: (symbols.reduce, symbols.wait_reduce),
+        Placement.REPLICATE: (symbols.all_reduce, symbols.wait_all_reduce),
+    }
+    yield *kinds[bucket.plan.placement], bucket.trainable
+    if bucket.plan.host is not None:
+        yield symbols.offload, symbols.wait_offload, bucket.trainable
+
+
+class OnesOwn:
+    """A wire whose ``finish`` reads what ``issue`` has computed, beside what was received."""
+
+    @staticmethod
+    def issue(shards, bucket):
+        row = bucket.layout.flat_row(shards)
+        return messages.gather(row, bucket.layout.row_sizes, bucket), row.neg()
+
+    @staticmethod
+    def finish(future, bucket):
+        gathered, mine = future
+        return tuple(t + mine.sum() for t in bucket.layout.unpack_rows(gathered.wait()))
+
+
+BF16, EF = dtypes.bfloat16, {"error_feedback": True}
+CASES = {
+    "native": {},
+    "native, one parameter": {"shapes": SHAPES[:1]},
+    "native, even": {"shapes": EVEN, "ranks": 2, "averages": True},
+    "native, owner": {"placement": Placement.OWNER},
+    "native, owner of even": {"placement": Placement.OWNER, "shapes": [(8, 8)] * 3},
+    "native, replicated": {"placement": Placement.REPLICATE, "dtype": BF16},
+    "native, bf16, sums": {"dtype": BF16, "sums": True},
+    "native, one rank": {"ranks": 1},
+    "direct": {"direct": True},
+    "direct, small": {"direct": True, "shapes": SHAPES[1:2]},
+    "direct, large": {"direct": True, "shapes": EVEN, "dtype": BF16},
+    "direct, owner": {"direct": True, "placement": Placement.OWNER},
+    "direct, replicated": {"direct": True, "placement": Placement.REPLICATE},
+    "quantized": {"gather": gather_wire(INT8), "reduction": reduction_wire(INT4)},
+    "quantized, bf16, errors": {"gather": gather_wire(FP8), "reduction": reduction_wire(INT8, **EF), "dtype": BF16},
+    "quantized, owner": {
+        "gather": gather_wire(INT4), "reduction": reduction_wire(INT8), "placement": Placement.OWNER,
+    },
+    "quantized, replicated": {"reduction": reduction_wire(INT8), "placement": Placement.REPLICATE},
+    "quantized, direct": {"gather": gather_wire(INT8), "reduction": reduction_wire(INT4), "direct": True},
+    "host": {"host": True},
+    "host, one parameter": {"host": True, "shapes": SHAPES[:1]},
+    "host, forward": {"host": True, "backward": False},
+    "host, bf16": {"host": True, "dtype": BF16},
+    "host, owner": {"host": True, "placement": Placement.OWNER},
+    "host, one rank": {"host": True, "ranks": 1},
+    "host, one rank, bf16": {"host": True, "ranks": 1, "dtype": BF16},
+    "host, a wire of one's own": {"host": True, "gather": Wire(OnesOwn.issue, OnesOwn.finish, lambda bucket: 0)},
+    "host, quantized": {"host": True, "gather": gather_wire(INT8), "reduction": reduction_wire(INT8)},
+}  # fmt: skip
+
+
+# ---- the proof and the record, side by side ----
+
+
+def wrong(case):
+    """What is wrong with a transport: races in its record, and what the proof assumes of it and does not hold."""
+    with recording() as recorder:
+        options = dict(CASES[case])
+        backward = options.pop("backward", True)
+        trace = program(bucket_of_case(recorder, **options), backward=backward)
+        run(trace, recorder)
+    proof = Streams()
+    assumed = list(actions(trace, proof))
+    assert unordered(assumed) == []
+    events = recorder.events
+    streams = streams_of(trace, events)
+    memory = memory_of(trace, events, recorder.bound, proof, streams)
+    return [
+        *(race.message for race in unordered(events)),
+        *unknown_accesses(assumed, events, streams, memory),
+        *missing_orders(len(trace.bound_symbols), assumed, events, streams),
+    ]
+
+
+def streams_of(trace, events):
+    """For each stream of the proof, those of the record that it stands for. A message has a stream of its own there,
+    all copies in one direction share one."""
+    found = {COMPUTE: {COMPUTE}, HOST: {HOST}}
+    for i, bsym in enumerate(trace.bound_symbols):
+        if issues_future(bsym):
+            there = {e.stream for e in events if e.line == i}
+            messages, copies = ({s for s in there if s.startswith(kind)} for kind in ("collective", "stream"))
+            found[bsym.output.name] = messages or copies or {COMPUTE}
+            found[f"{bsym.output.name}.copy"] = copies
+    return found
+
+
+def memory_of(trace, events, bound, proof, streams):
+    """For each storage of the record, its memory in the proof. Others live in one line."""
+    found = {}
+    for event in events:
+        if event.line >= 0 and isinstance(event, Work) and issues_future(bsym := trace.bound_symbols[event.line]):
+            future = bsym.output.name
+            is_received = event.stream in streams[future] - {COMPUTE}
+            for storage in map(storage_of, event.writes):
+                if is_received or storage not in found:
+                    found[storage] = f"{future}.received" if is_received else f"{future}.sent"
+    for name in [*bound, *(a.name for a in trace.args)]:  # a parameter may be a result, too
+        (memory,) = proof.memory([name])
+        found |= dict.fromkeys(bound[name], memory)
+    return found
+
+
+def storage_of(part):
+    return part.partition(":")[0]
+
+
+def unknown_accesses(assumed, events, streams, memory):
+    """Accesses that the proof does not know."""
+    known = {
+        (work.line, stream, m, writes)
+        for work in assumed
+        if isinstance(work, Work)
+        for stream in streams[work.stream]
+        for m in work.reads | work.writes
+        for writes in {False, m in work.writes}
+    }
+    accesses = {
+        (event.line, event.stream, memory[storage_of(part)], part in event.writes)
+        for event in events
+        if isinstance(event, Work) and event.line >= 0
+        for part in event.reads | event.writes
+        if storage_of(part) in memory
+    }
+    return [f"the proof does not know {access}" for access in sorted(accesses - known)]
+
+
+def missing_orders(lines, assumed, events, streams):
+    """Orders that the proof assumes after a line, and that the record has not."""
+    work = {}  # of each stream of the record: its lines, and when
+    for at, event in enumerate(events):
+        if isinstance(event, Work) and event.line >= 0:
+            work.setdefault(event.stream, []).append((event.line, at))
+
+    def last(stream, other, line):
+        """When the last work of a stream up to a line was enqueued: for a message, before it was posted."""
+        posted = (
+            min((at for _, at in work.get(stream, ())), default=0) if stream.startswith("collective") else len(events)
+        )
+        return max((at for known, at in work.get(other, ()) if known <= line and at < posted), default=-1)
+
+    return [
+        f"line {line}: {s} does not follow what {o} does in line {until}"
+        for line, (mine, theirs) in enumerate(zip(orders(assumed, lines), orders(events, lines), strict=True))
+        for stream, clock in mine.items()
+        for other, (until, _) in clock.items()
+        for s in streams[stream]
+        for o in streams[other]
+        if stream != other and s != o and theirs.get(s, theirs[HOST]).get(o, (-1, -1))[1] < last(s, o, until)
+    ]
+
+
+def orders(events, lines):
+    """After each line, for each stream, what its next work follows: for other streams, their last work's line and
+    index among the events."""
+    clocks, rest = {HOST: {}}, list(enumerate(events))
+
+    def join(stream, other):
+        clock = clocks.setdefault(stream, {})
+        for name, when in clocks.get(other, {}).items():
+            clock[name] = max(clock.get(name, (-1, -1)), when)
+
+    for line in range(lines):
+        while rest and rest[0][1].line <= line:
+            at, event = rest.pop(0)
+            join(event.stream, HOST)
+            if isinstance(event, Wait):
+                join(event.stream, event.other)
+            elif event.line >= 0:
+                clocks[event.stream][event.stream] = line, at
+        for stream in clocks:
+            join(stream, HOST)  # with its next work
+        yield {stream: dict(clock) for stream, clock in clocks.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_proof_holds_for_what_a_transport_calls(case):
+    assert wrong(case) == []
+
+
+# ---- mutants ----
+
+ORDERING = {"wait", "wait_stream", "wait_event", "record", "record_event", "record_stream", "synchronize", "finish"}
+ENDS = {"_wait", "mark"}  # of ours: they call the above
+SURROUNDING = {"stream", "ahead"}  # with host.ahead(): what is inside runs on another stream
+TRANSPORTS = {
+    "native": native, "direct": direct, "messages": messages, "quantized": quantized, "symbols": symbols,
+    "host_copies": host_copies, "host_memory": host_memory, "kept_gradients": kept_gradients,
+}  # fmt: skip
+
+
+class Mutant(ast.NodeTransformer):
+    """Leaves out the ``wanted``-th call that orders streams. ``found`` tells what it is, and in which function."""
+
+    def __init__(self, wanted):
+        self.wanted, self.seen, self.found, self.inside = wanted, 0, None, []
+
+    def chosen(self, node):
+        self.seen += 1
+        if self.seen - 1 == self.wanted:
+            self.found = ast.unparse(node), tuple(self.inside)
+        return self.seen - 1 == self.wanted
+
+    def visit_FunctionDef(self, node):
+        self.inside.append(node.name)
+        self.generic_visit(node)
+        self.inside.pop()
+        return node
+
+    visit_ClassDef = visit_FunctionDef
+
+    def visit_Expr(self, node):
+        if called(node.value) in ORDERING | ENDS and self.chosen(node):
+            return ast.Pass()
+        return node if called(node.value) in ORDERING | ENDS else self.generic_visit(node)
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if called(node) == "mark" and self.chosen(node):
+            return ast.parse("DONE_ALREADY", mode="eval").body
+        if called(node) == "wait" and self.chosen(node):  # its result is what was received
+            return ast.parse(f"{ast.unparse(node.func.value)}.received", mode="eval").body
+        return node
+
+    def visit_withitem(self, node):
+        if called(node.context_expr) in SURROUNDING and self.chosen(node.context_expr):
+            return ast.withitem(ast.parse("nothing()", mode="eval").body)
+        return node
+
+
+def called(node):
+    """The name of the function or method that an expression calls."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", None))
+
+
+def mutants(module):
+    """The mutants of a module, one after the other."""
+    tree = lambda: ast.parse(inspect.getsource(module))  # noqa: E731
+    count = Mutant(None)
+    count.visit(tree())
+    for wanted in range(count.seen):
+        mutant = Mutant(wanted)
+        changed = ast.fix_missing_locations(mutant.visit(tree()))
+        yield mutant.found, compile(changed, module.__file__, "exec")
+
+
+@contextmanager
+def mutated(module, inside, code):
+    """The function that the names ``inside`` lead to runs the code that it has in a mutated module."""
+    function = module
+    for name in inside:
+        function = getattr(function, name)
+        code = next(c for c in code.co_consts if inspect.iscode(c) and c.co_name == name)
+    function = inspect.unwrap(function)
+    before, function.__code__ = function.__code__, code
+    names = {"DONE_ALREADY": host_memory.DONE, "nothing": nullcontext}
+    function.__globals__.update(names)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+        for name in names:
+            del function.__globals__[name]
+
+
+def first_cases(transport):
+    """A part of the names of those that are likely to find its mutants."""
+    return (
+        transport if transport in ("native", "direct", "quantized") else "native" if transport == "messages" else "host"
+    )
+
+
+def test_each_call_that_orders_streams_is_needed():
+    """Each is left out of the sources, one at a time. All are found, by a case that then fails."""
+    survivors, all_of = [], {}
+    for name, module in TRANSPORTS.items():
+        for (what, inside), code in mutants(module):
+            all_of[name] = all_of.get(name, 0) + 1
+            with mutated(module, inside, code):
+                if not any(wrong(case) for case in sorted(CASES, key=lambda case: first_cases(name) not in case)):
+                    survivors.append(f"{name}.{'.'.join(inside)}: {what}")
+    print(f"mutants, all found: {sum(all_of.values())}, {all_of}")
+    assert survivors == []
+    assert all_of.keys() == {"native", "direct", "messages", "quantized", "symbols", "host_copies", "host_memory"}
+
+
+def test_no_other_file_orders_streams():
+    """Everything that transports call is in the files whose mutants are made."""
+    passes = Path(native.__file__).parents[1]
+    calling = {
+        file.stem
+        for file in (*passes.glob("comm/*.py"), *passes.glob("plan/*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if called(node) in ORDERING - {"finish", "record"} | ENDS
+    }
+    assert calling <= TRANSPORTS.keys()
