@@ -33,6 +33,7 @@ from passes.save_shards import save_shards
 from passes.schedule import schedule
 from passes.set_state import set_state
 from passes.shard_parameters import shard_parameters
+from passes.share_fusions import share_fusions
 from passes.wait_copies import wait_copies
 from passes.watch_backward import watch_backward
 
@@ -92,6 +93,7 @@ AFTER_LOWERING = (
           "ZeRO-3 would save what fusions have gathered"),
     Entry("keep_secondary", keep_secondary, "after save_shards, which may save more shards",
           "backward would gather from all nodes"),
+    Entry("share_fusions", share_fusions, "after save_shards, which makes unequal what it repairs"),
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),
     Entry("your passes", yours, "their changes are scheduled", "leave them out of thunder.jit(transforms=...)"),
@@ -168,7 +170,8 @@ def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
         kept = [run for run in own if getattr(run, "__name__", "") not in left_out]
         return [*kept, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
-    return Inner(before, [t.run for t in users if isinstance(t, PassAfterLowering)])
+    shared = [] if "share_fusions" in left_out else [share_fusions]
+    return Inner(before, [*shared, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
 def check_disabled(disable: Collection[str]) -> None:

@@ -36,6 +36,11 @@ def function_of(bsym: BoundSymbol) -> Any:
     return (bsym._call_ctx or {}).get(bsym.sym.name)
 
 
+def calling_function_of(other: BoundSymbol, bsym: BoundSymbol, **changes: Any) -> BoundSymbol:
+    """The line ``bsym`` as a call of the function that the line ``other`` calls. ``changes``: its args and output."""
+    return bsym.from_bsym(sym=other.sym, _call_ctx=other._call_ctx, **changes)
+
+
 def renamed(proxy: Proxy, name: str) -> Proxy:
     """A copy of a proxy with another name, which is not taken in any trace. Thunder's ``replace`` infers all metadata
     again."""

@@ -67,7 +67,7 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
     names = [str(t).removeprefix("shardtrace.") for t in thunder.compile_data(cmodel).transforms]
     before, after = (
         ["shard_parameters", "insert_synchronize", "keep_random", "checkpoint_activations", "regather"],
-        ["save_shards", "keep_secondary", "accumulate"],
+        ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
     )
     scheduled = ["schedule", "wait_copies", "drop_unused", "verify_schedule", "compare_ranks", "show_blocks"]
     assert names == [*before, *after, "late", "early", "outline", *scheduled, "other"]
