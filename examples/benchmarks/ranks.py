@@ -39,10 +39,7 @@ def main() -> None:
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a no-op backend leaves denormal numbers that no real step has
-    device = torch.device(job.device)
-    if job.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = device_of(job)
     if job.backend == "fake":
         dist.init_process_group("fake", rank=0, world_size=job.world_size, store=FakeStore())
     else:
@@ -55,6 +52,15 @@ def main() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def device_of(job: Job) -> torch.device:
+    """The device of this rank, which also is the current one."""
+    if job.device != "cuda":
+        return torch.device(job.device)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
 def run(job: Job, world: World) -> list[dict[str, Any]]:

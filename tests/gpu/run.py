@@ -42,13 +42,13 @@ class Outcome(NamedTuple):
 
 
 def parts(nvfuser: bool) -> list[Part]:
-    """All parts. ``{}`` in a command is the folder of its results."""
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={}/tests.xml", str(ROOT / "tests" / "gpu")]
+    """All parts. ``{out}`` in a command is the folder of its results."""
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={out}/tests.xml", str(ROOT / "tests" / "gpu")]
     return [
         Part("tests", [*pytest, "-k", "not nvfuser"], of_tests),
         *([Part("nvFuser", [*pytest, "-k", "nvfuser"], of_tests)] if nvfuser else []),
-        Part("bench", [str(BENCHMARKS / "compare.py"), "cuda", "--out={}"], of_benchmark),
-        Part("bf16", [str(BENCHMARKS / "bf16.py"), "--out={}"], of_benchmark),
+        Part("bench", [str(BENCHMARKS / "compare.py"), "cuda", "--out={out}"], of_benchmark),
+        Part("bf16", [str(BENCHMARKS / "bf16.py"), "--out={out}"], of_benchmark),
     ]
 
 
@@ -74,7 +74,7 @@ def run(part: Part, limit: float, out: Path | None, nvfuser: bool) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="shardtrace-gpu-") as temporary:
         folder = Path(temporary) if out is None else out / part.name
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *(word.replace("{}", str(folder)) for word in part.command)]
+        command = [sys.executable, *(word.replace("{out}", str(folder)) for word in part.command)]
         start, note, ended_well = time.monotonic(), "", False
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
