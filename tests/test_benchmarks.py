@@ -241,7 +241,6 @@ def test_a_llama_in_bf16(module, monkeypatch, tmp_path, capsys):
     (result,) = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (result["sizes"]["model"], result["sizes"]["dtype"]) == ("Llama", "bfloat16")
     ours, eager = (result["contenders"][name] for name in ("shardtrace zero3", "single eager"))
-    assert ours["peak_bytes"] == pytest.approx(ours["predicted_peak_bytes"], rel=0.1)
     assert ours["peak_bytes"] < 1.1 * eager["peak_bytes"]
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last[:5] == ["shardtrace", "zero3", "single", "eager", f"{ours['seconds'][0] / eager['seconds'][0]:.3f}"]
