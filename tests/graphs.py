@@ -7,7 +7,7 @@ Python. During a capture, reading a value of a tensor is an error, as CUDA makes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal")  # wait for the device
+
+
+STREAMS = ("synchronize", "Stream", "current_stream", "stream")
 
 
 class Graph:
@@ -64,9 +67,6 @@ def graphs_on_cpu() -> Iterator[type[Graph]]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", Counted),
         mock.patch.object(torch.cuda, "graph", capture),
-        mock.patch.object(torch.cuda, "synchronize", lambda: None),
-        mock.patch.object(torch.cuda, "Stream", mock.MagicMock),
-        mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
-        mock.patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+        mock.patch.multiple(torch.cuda, **dict.fromkeys(STREAMS, mock.DEFAULT)),
     ):
         yield Counted

@@ -1,9 +1,9 @@
 """CUDA graphs: what ``CUDAGraphTransform`` of Thunder cannot hold is refused, by name.
 
-The lines of a step become graphs. In the first step they run three times, and once more while CUDA notes their kernels;
-later steps launch these kernels and run no line. A graph reads parameters where they are and copies its other inputs into
-memory of its own. It therefore cannot hold a line that acts in Python, keeps an object of Python for backward, waits
-for the device, or writes into an input.
+The lines of a step become graphs. In the first step they run three times, and once more while CUDA notes their kernels.
+Later steps launch these kernels and run no line. A graph reads parameters where they are, and copies its other inputs
+into memory of its own. Therefore it cannot hold a line that acts in Python, keeps an object of Python for backward,
+waits for the device, or writes into an input.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _obstacle(bsym: BoundSymbol, inputs: set[str]) -> str:
             )
     for place in _written(bsym):
         if place in inputs:
-            return f"forward writes into {place.removeprefix('t_')!r}, of which a graph has a copy: evaluate, or write outside"
+            what = place.removeprefix("t_")
+            return f"forward writes into {what!r}, of which a graph has a copy: write outside of forward"
     return ""
 
 
