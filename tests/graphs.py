@@ -36,7 +36,7 @@ class Graph:
                 found = function(*args, **kwargs)
                 for place, value in zip(pytree.tree_leaves(results), pytree.tree_leaves(found), strict=True):
                     if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
-                        place.copy_(value)
+                        place.data.copy_(value)  # autograd does not learn of it
 
 
 class _Recorder(TorchDispatchMode):
