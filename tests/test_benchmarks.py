@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def rank_script(monkeypatch):
     spec = importlib.util.spec_from_file_location("rank_script", FOLDER / "ranks.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what runs here is no process of its own
     return found
 
 
@@ -138,7 +140,7 @@ def test_cuda_says_why_it_cannot_run(tmp_path):
     assert "cuda: cannot run: torch sees no CUDA device" in done.stderr
 
 
-CUDA = ["shardtrace zero3", "shardtrace zero3 int8", "fsdp2 reshard", "thunder.distributed.fsdp", "ddp", "single eager"]
+CUDA = ["shardtrace zero3", "shardtrace zero3 int8", "fsdp2 reshard", "ddp", "single eager"]
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ def main() -> int:
         return 1
     results: list[Result] = []
     failed = False
+    args.out.mkdir(parents=True, exist_ok=True)
     for job in jobs(args, ranks):
         try:
             found = run_ranks(job)
@@ -47,11 +48,10 @@ def main() -> int:
             failed = True
             continue
         results += found
+        (args.out / "results.json").write_text(json.dumps({"settings": results}, indent=1) + "\n")
         for result in found:
             failed = failed or bool(result["failed"])
             print(f"\n{table(result)}\n\n{ratios(result)}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "results.json").write_text(json.dumps({"settings": results}, indent=1) + "\n")
     return int(failed)
 
 

@@ -37,19 +37,21 @@ def main() -> int:
     asked = list(settings) if args.setting == "all" else [args.setting]
     results: list[Result] = []
     cannot, failed = 0, False
-    for name in asked:
-        try:
-            for result in settings[name](args):
-                results.append(result)
-                print(f"\n{table(result)}", flush=True)
-        except CannotRun as reason:
-            print(f"{name}: cannot run: {reason}", file=sys.stderr)
-            cannot += 1
-        except RankFailed as error:  # results so far are kept
-            print(f"{name}: RankFailed: {error}", file=sys.stderr)
-            failed = True
-    if results:
-        finish(results, args.out)
+    try:
+        for name in asked:
+            try:
+                for result in settings[name](args):
+                    results.append(result)
+                    print(f"\n{table(result)}", flush=True)
+            except CannotRun as reason:
+                print(f"{name}: cannot run: {reason}", file=sys.stderr)
+                cannot += 1
+            except RankFailed as error:  # results so far are kept
+                print(f"{name}: RankFailed: {error}", file=sys.stderr)
+                failed = True
+    finally:  # also of a run that is stopped
+        if results:
+            finish(results, args.out)
     failed = failed or any(result["failed"] for result in results)
     return 1 if failed or cannot == len(asked) else 0  # with "all", settings that cannot run are skipped
 
