@@ -15,8 +15,10 @@ STEPS ?= 700
 DEVICE ?= cpu
 TRAIN_ARGS ?=
 
-# make gpu: NVFUSER=1 installs nvFuser, and with it torch 2.10, and fails where it cannot be used
+# make gpu: NVFUSER=1 installs nvFuser, and with it torch 2.10, and fails where it cannot be used.
+# GPU_ARGS has further options of tests/gpu/run.py, such as --only bench
 NVFUSER ?=
+GPU_ARGS ?=
 
 # make nvfuser-check: needs Python 3.10 or 3.12, for which there are wheels of nvFuser
 NVFUSER_VENV ?= .venv-nvfuser
@@ -48,7 +50,7 @@ BIN := $(VENV)/bin
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
-	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench SETTING BENCH_ARGS; for gpu NVFUSER"
+	@echo "Variables: PYTHON VENV TORCH; for test LANES; for train also NPROC MODEL STRATEGY STEPS DEVICE TRAIN_ARGS; for bench SETTING BENCH_ARGS; for gpu NVFUSER GPU_ARGS"
 
 train: $(VENV)/.examples  ## train a small GPT-2 on 2 CPU ranks with ZeRO-3, in about a minute and a half
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) \
@@ -80,9 +82,8 @@ nvfuser-check: $(NVFUSER_VENV)/.ready  ## without a GPU: build what Thunder fuse
 bench: $(VENV)/.examples  ## compare with FSDP2, thunder.distributed and DDP: SETTING=loopback, slow-link or cuda
 	$(BIN)/python examples/benchmarks/compare.py $(SETTING) $(BENCH_ARGS)
 
-gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run the tests that need a GPU and print what they prove, in minutes; then make bench SETTING=cuda
-	@$(BIN)/python -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
-	SHARDTRACE_GPU_NVFUSER=$(NVFUSER) $(BIN)/python -m pytest -q tests/gpu
+gpu: $(VENV)/.dev $(if $(NVFUSER),$(VENV)/.nvfuser)  ## run all that needs a GPU (tests, benchmarks) and print a table; without make: python3 tests/gpu/run.py
+	@$(BIN)/python tests/gpu/run.py $(if $(NVFUSER),--nvfuser) $(GPU_ARGS)
 
 docs: $(VENV)/.docs  ## build the site, with the API reference and a search: python -m http.server -d build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml

@@ -22,6 +22,7 @@ import shardtrace
 
 import pandas as pd
 import torch
+
 from llama.model import CONFIGS, Llama  # beside this notebook
 
 pd.set_option("display.float_format", "{:.1f}".format)

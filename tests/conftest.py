@@ -34,9 +34,10 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.fixture(scope="session")
 def ranks_of():
-    """The pool of ranks of a world size, shared by all tests: ``ranks_of(2).run(function, ...)``."""
+    """The pool of ranks of a world size, shared by all tests: ``ranks_of(2).run(function, ...)``. With the device
+    "cuda", each has a GPU."""
     pools = {}
-    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
+    yield lambda world_size, device="cpu": pools.setdefault((world_size, device), Ranks(world_size, device))
     for ranks in pools.values():
         ranks.stop()
 

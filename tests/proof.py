@@ -28,6 +28,16 @@ WIDTH, BLOCKS, ROWS = 512, 3, 16
 TOLERANCE = {None: (1e-5, 2e-6), "bf16": (5e-2, 5e-2)}  # relative and absolute, by precision
 
 
+# hybrid strategies with their meshes (replicate, shard): on two GPUs one dimension is trivial
+MESHES = [
+    ("hybrid_zero3", (2, 1)),
+    ("hybrid_zero3", (1, 2)),
+    ("hybrid_zero3", (2, 2)),
+    ("hybrid_zero2", (2, 2)),
+    ("zero3_secondary", (2, 2)),
+]
+
+
 class Proof(NamedTuple):
     """A line of the table that ``make gpu`` prints."""
 
@@ -42,6 +52,11 @@ def table(proofs: list[Proof]) -> str:
     lines = sorted(proofs, key=lambda p: order.index(p.what))
     widths = [max(len(p[i]) for p in lines) for i in (0, 1)]
     return "\n".join(f"{p.what:{widths[0]}}  {p.case:{widths[1]}}  {p.result}" for p in lines)
+
+
+def missing_gpus(needed: int, seen: int) -> str:
+    """Why a test of so many GPUs cannot run; empty if it can."""
+    return "" if seen >= needed else f"needs {needed} GPU{'s' * (needed > 1)}, torch sees {seen}"
 
 
 def missing_nvfuser(asked: bool) -> str:

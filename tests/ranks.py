@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 # Helpers of the tests whose failing asserts show their values, as those of the tests do.
-REWRITTEN = ("exchange", "sharded_training")
+REWRITTEN = ("exchange", "on_gpus", "sharded_training")
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -66,16 +66,21 @@ def on_ranks(world_size: int) -> Callable[[Test], Test]:
     return mark
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, world_size: int, store: str, connection: Any, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["LOCAL_RANK"] = str(rank)
     import torch
     import torch.distributed as dist
 
     trace_faster()
     torch.set_num_threads(1)
     _rewrite_asserts()
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"  # gloo for what is compared with the CPU
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     while (job := connection.recv()) is not None:
         module, function, kwargs = job
@@ -102,18 +107,20 @@ def _shown() -> str:
 
 
 class Ranks:
-    """``world_size`` processes in a gloo group, started at first use."""
+    """``world_size`` processes in a gloo group, started at first use. On "cuda" each has a GPU and an nccl group; they
+    are no forks, because importing Thunder asks for GPUs, and CUDA cannot be used in a fork of a process that did."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self.world_size, self.device = world_size, device
         self._processes: list[Any] = []
 
     def _start(self) -> None:
         store = tempfile.mktemp(prefix="ranks")
         pipes = [context.Pipe() for _ in range(self.world_size)]
         self._connections = [mine for mine, _ in pipes]
+        start = context if self.device == "cpu" else multiprocessing.get_context("spawn")
         self._processes = [
-            context.Process(target=_serve, args=(r, self.world_size, store, pipes[r][1]), daemon=True)
+            start.Process(target=_serve, args=(r, self.world_size, store, pipes[r][1], self.device), daemon=True)
             for r in range(self.world_size)
         ]
         for process in self._processes:

@@ -1,8 +1,11 @@
 """The benchmarks as a user runs them, with models too small for a measurement; their meter and targets."""
 
-import importlib
+import dataclasses
+import gc
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import shardtrace
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 
 FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
 TINY = ["--layers=1", "--width=16", "--batch=2", "--seq=8", "--rounds=1", "--steps-per-round=1"]
@@ -35,6 +39,16 @@ def module(monkeypatch):
     """Imports a file of the benchmarks, which are scripts and not a package."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
+
+
+def rank_script(monkeypatch):
+    """The script of a rank as a module. (``ranks`` is another module of the tests.)"""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER.parent / "gpt2")])
+    spec = importlib.util.spec_from_file_location("rank_script", FOLDER / "ranks.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what runs here is no process of its own
+    return found
 
 
 def test_predictions_beside_what_was_measured(module):
@@ -61,7 +75,7 @@ def test_a_mixture_of_experts_trains_as_in_eager(single_rank, module, monkeypatc
     batch = torch.arange(16).view(2, 8)
     losses, gradients = [], []
     for how in (lambda model: model, lambda model: thunder.jit(shardtrace.fsdp(model))):
-        model = how(training.make_model(sizes))
+        model = how(training.make_model(sizes, torch.device("cpu")))
         loss = model(batch, batch)
         loss.backward()
         losses.append(loss.detach())
@@ -126,6 +140,118 @@ def test_cuda_says_why_it_cannot_run(tmp_path):
     assert "cuda: cannot run: torch sees no CUDA device" in done.stderr
 
 
+CUDA = ["shardtrace zero3", "shardtrace zero3 int8", "fsdp2 reshard", "ddp", "single eager"]
+
+
+@pytest.fixture
+def cuda_on_cpu(module, monkeypatch, tmp_path):
+    """Runs ``compare.py cuda`` in this process, on the CPU in the place of a GPU and gloo in that of nccl. Returns the
+    exit status and the results."""
+    compare, ranks = module("compare"), rank_script(monkeypatch)
+    init = dist.init_process_group
+
+    def init_process_group(backend, **options):
+        if backend == "nccl":
+            backend, options["store"] = "gloo", dist.HashStore()
+            options |= {"rank": 0, "world_size": 1}
+        init(backend, **options)
+
+    def run_ranks(job):
+        assert job.device == "cuda"
+        file = tmp_path / "job"
+        file.write_text(json.dumps(dataclasses.replace(job, result=str(tmp_path / "result")).as_json()))
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["ranks.py", str(file)])
+            ranks.main()
+        return json.loads((tmp_path / "result").read_text())
+
+    def run(only):
+        # large enough for rounding on one of 8 ranks
+        arguments = ["cuda", *TINY, "--width=64", "--worlds=1,8", f"--only={only}", f"--out={tmp_path}"]
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+        return compare.main(), json.loads((tmp_path / "results.json").read_text())["settings"]
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)
+    monkeypatch.setattr(ranks, "device_of", lambda job: torch.device("cpu"))
+    monkeypatch.setattr(compare, "gpus", lambda: 1)
+    monkeypatch.setattr(compare, "run_ranks", run_ranks)
+    yield run
+    gc.unfreeze()
+
+
+def test_cuda_takes_every_step_on_the_cpu(cuda_on_cpu):
+    status, (alone, of_many) = cuda_on_cpu("|".join(f"^{name}$" for name in CUDA))
+    assert status == 0
+    assert list(of_many["contenders"]) == CUDA
+    assert list(alone["contenders"]) == [name for name in CUDA if "int8" not in name]  # nothing to round
+    assert [result["world_size"] for result in (alone, of_many)] == [1, 8]
+    assert of_many["contenders"]["shardtrace zero3"]["speed_of_peer"] > 0
+
+
+def test_a_contender_that_fails_leaves_the_others(cuda_on_cpu, module, monkeypatch, capsys):
+    def fail(model, world):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(module("contenders"), "use_ddp", fail)
+    status, results = cuda_on_cpu("^ddp$|^single eager$")
+    assert status == 1
+    assert [list(result["contenders"]) for result in results] == [["single eager"]] * 2
+    assert [result["failed"] for result in results] == [{"ddp": "ValueError: no such kernel"}] * 2
+    assert "failed: ddp: ValueError: no such kernel" in capsys.readouterr().out
+
+
+def test_each_rank_of_cuda_has_a_gpu(module, monkeypatch):
+    compare, ranks, used = module("compare"), rank_script(monkeypatch), []
+    monkeypatch.setattr(sys, "argv", ["compare.py", "cuda", "--worlds=1,8"])
+    jobs = compare.cuda_jobs(compare.parse_args(), real=4)
+    assert [(job.backend, job.world_size, job.processes) for job in jobs] == [
+        ("nccl", 4, 4),
+        ("nccl", 1, 1),
+        ("fake", 8, 1),
+    ]
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [ranks.device_of(jobs[0])] == used == [torch.device("cuda", 3)]
+
+
+def test_a_llama_in_bf16(module, monkeypatch, tmp_path, capsys):
+    """The benchmark of Llamas, with one gloo rank in this process."""
+    ranks = rank_script(monkeypatch)
+    bf16, contenders = module("bf16"), module("contenders")
+
+    def run_ranks(job):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return ranks.run(job, contenders.World(dist.group.WORLD, torch.device("cpu")))
+        finally:
+            dist.destroy_process_group()
+            gc.unfreeze()
+
+    only = "--only=^single eager$|^shardtrace zero3$"
+    monkeypatch.setattr(bf16, "run_ranks", run_ranks)
+    monkeypatch.setattr(bf16, "gpus", lambda: 1)
+    monkeypatch.setattr(
+        bf16,
+        "jobs",
+        lambda args, ranks, jobs=bf16.jobs: [dataclasses.replace(j, device="cpu") for j in jobs(args, ranks)],
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["bf16.py", "--tiny", "--rounds=1", "--steps-per-round=1", only, f"--out={tmp_path}"]
+    )
+    assert bf16.main() == 0
+    (result,) = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert (result["sizes"]["model"], result["sizes"]["dtype"]) == ("Llama", "bfloat16")
+    ours, eager = (result["contenders"][name] for name in ("shardtrace zero3", "single eager"))
+    assert ours["peak_bytes"] < 1.1 * eager["peak_bytes"]
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last[:5] == ["shardtrace", "zero3", "single", "eager", f"{ours['seconds'][0] / eager['seconds'][0]:.3f}"]
+    parameters = sum(
+        p.numel() for p in module("llama").make_llama(bf16.MODELS["1B"], torch.device("meta")).parameters()
+    )
+    assert parameters == pytest.approx(1.04e9, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -169,7 +295,7 @@ def test_memory_meter_sees_every_allocation(module):
 
 
 def test_traffic_of_collectives(module, single_rank):
-    memory, dist = module("memory"), torch.distributed
+    memory = module("memory")
 
     def step():
         dist.all_reduce(torch.ones(100))
@@ -179,6 +305,18 @@ def test_traffic_of_collectives(module, single_rank):
 
     _, metered = memory.metered(step, torch.device("cpu"))
     assert memory.traffic(metered.events) == ((3, 2 * 400 + 200 + 120) if RECORDS_LISTS else (None, None))
+
+
+def test_memory_of_a_gpu_is_that_of_its_allocator(module, monkeypatch):
+    memory, calls, allocated = module("memory"), [], iter([100, 130])
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda n=name: calls.append(n))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 170)
+    result, metered = memory.metered(lambda: calls.append("run"), torch.device("cuda", 0))
+    assert result is None
+    assert (metered.kept, metered.peak) == (30, 70)
+    assert calls == ["synchronize", "reset_peak_memory_stats", "run", "synchronize"]
 
 
 def test_targets_are_ratios_of_rounds(module):

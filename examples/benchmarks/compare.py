@@ -14,6 +14,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,28 @@ CUDA_SIZES = {"layers": 12, "width": 768, "batch": 8, "seq": 1024}  # GPT-2
 def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: runs the finally blocks
+    settings: dict[str, Callable[[argparse.Namespace], Iterable[Result]]]
     settings = {"loopback": loopback, "slow-link": slow, "cuda": cuda}
     asked = list(settings) if args.setting == "all" else [args.setting]
     results: list[Result] = []
-    cannot = 0
-    for name in asked:
-        try:
-            for result in settings[name](args):
-                results.append(result)
-                print(f"\n{table(result)}", flush=True)
-        except CannotRun as reason:
-            print(f"{name}: cannot run: {reason}", file=sys.stderr)
-            cannot += 1
-    if results:
-        finish(results, args.out)
-    return 0 if cannot < len(asked) else 1  # with "all", settings that cannot run are skipped
+    cannot, failed = 0, False
+    try:
+        for name in asked:
+            try:
+                for result in settings[name](args):
+                    results.append(result)
+                    print(f"\n{table(result)}", flush=True)
+            except CannotRun as reason:
+                print(f"{name}: cannot run: {reason}", file=sys.stderr)
+                cannot += 1
+            except RankFailed as error:  # results so far are kept
+                print(f"{name}: RankFailed: {error}", file=sys.stderr)
+                failed = True
+    finally:  # also of a run that is stopped
+        if results:
+            finish(results, args.out)
+    failed = failed or any(result["failed"] for result in results)
+    return 1 if failed or cannot == len(asked) else 0  # with "all", settings that cannot run are skipped
 
 
 def loopback(args: argparse.Namespace) -> list[Result]:
@@ -57,18 +65,29 @@ def slow(args: argparse.Namespace) -> list[Result]:
         return run_ranks(job(args, "slow link", "gloo", 2, rates=args.rates), ends)
 
 
-def cuda(args: argparse.Namespace) -> list[Result]:
+def cuda(args: argparse.Namespace) -> Iterator[Result]:
+    for one in cuda_jobs(args, gpus()):
+        yield from run_ranks(one)
+
+
+def gpus() -> int:
+    """The GPUs of this machine. Raises CannotRun if there is none."""
     import torch  # slow to import, and only this setting needs it here: ranks import it themselves
 
     if not torch.cuda.is_available():
         raise CannotRun("torch sees no CUDA device (torch.cuda.is_available() is False)")
-    jobs = [
+    return torch.cuda.device_count()
+
+
+def cuda_jobs(args: argparse.Namespace, real: int) -> list[Job]:
+    """A rank on each GPU, then those of ``--worlds``: a real one, or one of many whose peers are fake."""
+    every = [job(args, "cuda, nccl", "nccl", real)] if real > 1 else []
+    return every + [
         job(args, "cuda, nccl", "nccl", 1)
         if n == 1
         else job(args, f"cuda, one of {n} ranks (the others are fake)", "fake", n)
         for n in args.worlds
     ]
-    return [result for one in jobs for result in run_ranks(one)]
 
 
 def job(args: argparse.Namespace, setting: str, backend: str, world_size: int, **link: Any) -> Job:
@@ -156,5 +175,5 @@ def rates(text: str) -> tuple[float, ...]:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (RankFailed, KeyboardInterrupt) as error:
-        sys.exit(f"{type(error).__name__}: {error}" if str(error) else "interrupted")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

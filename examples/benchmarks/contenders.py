@@ -48,6 +48,7 @@ class Contender:
     peer: str | None = None
     communicates: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
+    rounds: bool = False  # what it sends: fsdp refuses to round for a single rank, which sends nothing
 
 
 def use_shardtrace(
@@ -83,7 +84,10 @@ def use_ddp(model: GPT, world: World) -> nn.Module:
 
 
 def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    devices: list[int | str | torch.device] = (
+        [] if tensor.device.type == "cpu" else [tensor.device]
+    )  # a future takes only results on these
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(tensor)
     return future
 
@@ -117,7 +121,7 @@ def contenders() -> list[Contender]:
     ]
     both: dict[str, Any] = {"comm_policy": shardtrace.CommPolicy(gather_dtype="int8", reduce_wire="int8")}
     ours += [
-        Contender(f"shardtrace {strategy} int8", partial(use_shardtrace, strategy=strategy, **both), peer)
+        Contender(f"shardtrace {strategy} int8", partial(use_shardtrace, strategy=strategy, **both), peer, rounds=True)
         for strategy, peer in (("zero2", "fsdp2 keep"), ("zero3", "fsdp2 reshard"))
     ]
     return [
@@ -147,6 +151,10 @@ def with_experts_apart() -> list[Contender]:
     ]
 
 
-def chosen(only: str, device: str, experts: int) -> list[Contender]:
+def chosen(only: str, device: str, experts: int, world_size: int) -> list[Contender]:
+    """The contenders that run on a device over so many ranks. Raises SystemExit if ``only`` matches none of any."""
     every = [*contenders(), *(with_experts_apart() if experts else [])]
-    return [c for c in every if device in c.devices and re.search(only, c.name)]
+    found = [c for c in every if device in c.devices and re.search(only, c.name)]
+    if not found:
+        raise SystemExit(f"no contender matches {only!r}")
+    return [c for c in found if world_size > 1 or not c.rounds]

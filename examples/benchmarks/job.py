@@ -23,6 +23,10 @@ class Sizes:
     seq: int
     optimizer: str = "sgd"
     experts: int = 0  # in the place of each MLP
+    model: str = "GPT"  # or "Llama"
+    vocab: int = 256
+    hidden: int = 0  # of a Llama's MLP
+    dtype: str = "float32"  # of parameters and compute; the GPT has this one
 
 
 @dataclass(frozen=True)

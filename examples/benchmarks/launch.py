@@ -19,6 +19,7 @@ from job import Job
 from slow_link import End
 
 HERE = Path(__file__).parent
+MODULES = HERE.parent / "gpt2", HERE.parents[1]  # the model; shardtrace where it is not installed
 LOG_TAIL = 4000  # characters shown of a failed rank's output
 
 
@@ -53,12 +54,12 @@ def _start(job: Job, rank: int, port: str, folder: Path, ends: Sequence[End], sc
     environment = {
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": "0" if job.device == "cuda" else str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(job.processes),
         "MASTER_ADDR": ends[0].address if ends else "127.0.0.1",
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "gpt2"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([*map(str, MODULES), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if sys.platform == "linux":

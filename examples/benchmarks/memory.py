@@ -59,11 +59,11 @@ class Traffic(NamedTuple):
 # For each operator of c10d: the argument that holds the data of the whole group, and how often it is sent.
 _WHOLE = {"_allgather_base_": (0, 1), "_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1), "allreduce_": (0, 2)}
 _SMALL = 64  # bytes: messages by which DDP compares ranks are not counted
-_ELEMENT = 4  # bytes: the profiler does not record the dtype of a list's tensors; these benchmarks use float32
 
 
-def traffic(events: list[Any]) -> Traffic:
-    """Counts the collectives among the profiler's events of a step."""
+def traffic(events: list[Any], dtype: torch.dtype = torch.float32) -> Traffic:
+    """Counts the collectives among the profiler's events of a step. All are taken to move ``dtype``: the profiler does
+    not record the dtype of a list's tensors."""
     sizes = []
     for event in events:
         if event.name().removeprefix("c10d::") in _WHOLE:
@@ -72,6 +72,6 @@ def traffic(events: list[Any]) -> Traffic:
             if not shape:
                 return Traffic(None, None)
             shapes = shape if isinstance(shape[0], list) else [shape]  # a list of tensors, or one tensor
-            sizes.append(times * _ELEMENT * sum(math.prod(s) for s in shapes))
+            sizes.append(times * dtype.itemsize * sum(math.prod(s) for s in shapes))
     sizes = [size for size in sizes if size > _SMALL]
     return Traffic(len(sizes), sum(sizes))

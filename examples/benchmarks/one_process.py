@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).parents[1] / "gpt2"))
 import shardtrace  # before thunder: makes it importable on the newest torch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bert import BertConfig, BertForMaskedLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
@@ -29,6 +28,7 @@ from transformers.models.resnet import ResNetConfig, ResNetForImageClassificatio
 from transformers.models.vit import ViTConfig, ViTForImageClassification
 
 from contenders import with_kernels
+from llama import WithLoss
 from measure import interleaved
 from memory import metered
 from model import GPT, GPTConfig
@@ -36,17 +36,6 @@ from model import GPT, GPTConfig
 WORDS, TOKENS, BATCH = 512, 128, 4
 TEXT = {"vocab_size": WORDS, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 PATCHES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 1024}
-
-
-class WithLoss(nn.Module):
-    """A model of Hugging Face with cross entropy. ``argument`` is the name of its input."""
-
-    def __init__(self, model: nn.Module, argument: str) -> None:
-        super().__init__()
-        self.model, self.argument = model, argument
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(**{self.argument: x}).logits.flatten(0, -2), y.flatten())
 
 
 def gpt() -> nn.Module:

@@ -21,7 +21,7 @@ def host_overhead(world: World, *, rounds: int, steps_per_round: int) -> dict[st
     ``world`` has a group whose collectives do nothing. Keys: "plain", and each strategy with the seconds it adds.
     """
     sizes = Sizes(layers=8, width=8, heads=2, batch=1, seq=8)
-    assert len(list(make_model(sizes).parameters())) == 100
+    assert len(list(make_model(sizes, world.device).parameters())) == 100
     batches = make_batches(sizes, 0, world.device)
     plain = Contender("plain", partial(use_single, how=with_kernels))
     ours = [Contender(strategy, partial(use_shardtrace, strategy=strategy)) for strategy in ("zero2", "zero3")]

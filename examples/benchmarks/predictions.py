@@ -123,7 +123,7 @@ def measure(
         (rates,) = run_ranks(job, ends, Path(__file__))
         cost = CostModel.from_dict(rates)
         chosen = shardtrace.plan(
-            make_model(sizes),
+            make_model(sizes, torch.device("cpu")),
             make_batches(sizes, 0, torch.device("cpu"))[0],
             world_size=ranks,
             device="cpu",

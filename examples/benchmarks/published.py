@@ -23,8 +23,9 @@ from passes.plan.hardware import MEMORY, cluster, hardware
 from shardtrace.options.planned import TrainingPlan
 
 import torch
-from llama.model import CONFIGS, Llama
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from llama.model import CONFIGS, Llama
 
 TOKENS = 8192  # of a sequence
 

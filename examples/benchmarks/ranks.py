@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slow_link
 from contenders import Contender, World, chosen
-from job import Job
+from job import Job, Sizes
 from measure import compiled_traces, seconds_in_passes, timed_steps
 from memory import Metered, metered, traffic
 from overhead import NAME as HOST_OVERHEAD
@@ -37,7 +39,7 @@ def main() -> None:
     job = Job.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a no-op backend leaves denormal numbers that no real step has
-    device = torch.device(job.device)
+    device = device_of(job)
     if job.backend == "fake":
         dist.init_process_group("fake", rank=0, world_size=job.world_size, store=FakeStore())
     else:
@@ -52,18 +54,33 @@ def main() -> None:
         dist.destroy_process_group()
 
 
+def device_of(job: Job) -> torch.device:
+    """The device of this rank, which also is the current one."""
+    if job.device != "cuda":
+        return torch.device(job.device)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def run(job: Job, world: World) -> list[dict[str, Any]]:
     """One result for each rate of the link, or one if there is no limited link."""
     silent = World(dist.new_group(backend="fake"), world.device) if job.backend == "gloo" else None
-    field = chosen(job.only, world.device.type, job.sizes.experts)
-    if not field:
-        raise SystemExit(f"no contender matches {job.only!r}")
+    field = chosen(job.only, world.device.type, job.sizes.experts, job.world_size)
     first_kernels(world.device)
     with progress_bar(iterable=field, desc=f"{job.setting}: build and compile", unit="contender") as bar:
-        entrants = []
+        entrants, failed = [], {}
         for contender in bar:
             bar.set_postfix_str(contender.name)
-            entrants.append(prepare(contender, job, world, silent))
+            try:
+                entrants.append(prepare(contender, job, world, silent))
+            except Exception as error:
+                if job.processes > 1:  # the other ranks would wait for this one
+                    raise
+                traceback.print_exc()
+                failed[contender.name] = f"{type(error).__name__}: {error}"
+    if not entrants:
+        raise SystemExit(f"no contender could run: {failed}")
     overhead = None
     if silent is not None and re.search(job.only, HOST_OVERHEAD):
         overhead = host_overhead(silent, rounds=job.rounds, steps_per_round=OVERHEAD_STEPS)
@@ -76,7 +93,7 @@ def run(job: Job, world: World) -> list[dict[str, Any]]:
             assert job.interface is not None
             dist.barrier()
             slow_link.set_rate(job.interface, rate)
-        results.append({"host_overhead": overhead, **race(job, world, entrants, rate)})
+        results.append({"host_overhead": overhead, "failed": failed, **race(job, world, entrants, rate)})
     return results
 
 
@@ -106,7 +123,7 @@ def prepare(contender: Contender, job: Job, world: World, silent: World | None) 
         "compile_s": max(0.0, seconds[0] - min(seconds[1:])),
         "peak_bytes": built.kept + step.peak,
         "kept_bytes": built.kept,
-        **sent(contender, training, step),
+        **sent(contender, training, step, job.sizes),
     }
     if ours:
         facts["passes_s"] = seconds_in_passes(training.model)
@@ -122,11 +139,11 @@ def predicted_peak(training: Training, kept: int) -> int:
     return step_liveness(forward, backward, persistent=kept - sum(storage.nbytes() for storage in arguments)).peak
 
 
-def sent(contender: Contender, training: Training, step: Metered) -> dict[str, Any]:
+def sent(contender: Contender, training: Training, step: Metered, sizes: Sizes) -> dict[str, Any]:
     if contender.name.startswith("shardtrace"):
         rows = shardtrace.collectives(training.model)
         return {"collectives": len(rows), "bytes": sum(row.bytes for row in rows)}
-    return traffic(step.events)._asdict()
+    return traffic(step.events, getattr(torch, sizes.dtype))._asdict()
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def table(result: Result) -> str:
     ranks = f"{result['world_size']} rank{'s' if result['world_size'] > 1 else ''}"
     experts = f" with {sizes['experts']} experts" if sizes["experts"] else ""
     head = (
-        f"{result['setting']}: {ranks}, GPT of {sizes['layers']} blocks{experts}, width {sizes['width']}, "
-        f"batch {sizes['batch']} x {sizes['seq']} on each rank, {sizes['optimizer']}; "
+        f"{result['setting']}: {ranks}, {sizes['model']} of {sizes['layers']} blocks{experts}, width {sizes['width']}, "
+        f"{sizes['dtype']}, batch {sizes['batch']} x {sizes['seq']} on each rank, {sizes['optimizer']}; "
         f"{result['rounds']} rounds of {result['steps_per_round']} steps, interleaved"
     )
     lines = [list(COLUMNS), *(cells(name, row) for name, row in result["contenders"].items())]
@@ -71,6 +71,7 @@ def notes(result: Result) -> list[str]:
     rows = result["contenders"]
     if "ddp" in rows and rows["ddp"]["exposed_s"] is not None and any(name.startswith("fsdp2") for name in rows):
         lines.append("on the CPU, FSDP2 does not overlap communication with compute; DDP does")
+    lines += [f"failed: {name}: {error}" for name, error in result["failed"].items()]
     overhead = result.get("host_overhead")
     if overhead:
         added = ", ".join(f"{name} adds {s * 1e3:.2f} ms" for name, s in overhead.items() if name != "plain")

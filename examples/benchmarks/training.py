@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 from passes.comm import messages
@@ -20,15 +21,19 @@ from model import GPT, GPTConfig
 N_BATCHES = 4  # batches, used in turn
 
 
-def make_model(sizes: Sizes) -> GPT:
+def make_model(sizes: Sizes, device: torch.device) -> Any:
     torch.manual_seed(0)  # every rank and every contender starts from the same values
-    model = GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, block_size=sizes.seq))
-    return with_experts(model, sizes.experts) if sizes.experts else model
+    if sizes.model == "Llama":
+        from llama import make_llama  # transformers takes seconds to import
+
+        return make_llama(sizes, device)
+    model = GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, sizes.seq, sizes.vocab))
+    return (with_experts(model, sizes.experts) if sizes.experts else model).to(device)
 
 
 def make_batches(sizes: Sizes, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
-    data = torch.randint(256, (N_BATCHES, sizes.batch, sizes.seq + 1), generator=generator).to(device)
+    data = torch.randint(sizes.vocab, (N_BATCHES, sizes.batch, sizes.seq + 1), generator=generator).to(device)
     return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in data]
 
 
@@ -36,7 +41,7 @@ class Training:
     """A contender with its optimizer. A call runs one step and keeps no gradient."""
 
     def __init__(self, contender: Contender, world: World, sizes: Sizes, batches: list[tuple[Tensor, Tensor]]) -> None:
-        self.model: nn.Module = contender.build(make_model(sizes).to(world.device), world)
+        self.model: nn.Module = contender.build(make_model(sizes, world.device), world)
         self.batches = batches
         self.is_ours = contender.name.startswith("shardtrace")
         # SGD costs almost nothing, so that the differences between contenders stay visible

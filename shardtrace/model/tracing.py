@@ -7,7 +7,7 @@ in place, and records the call (:mod:`shardtrace.record`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -16,9 +16,10 @@ from passes.compat.failures import deeper_recursion, raised, without_log_of_fake
 from passes.compat.jit import proxied_values, refresh_modules
 from passes.facts import Compilation
 from passes.pipeline import pipeline
-from passes.plan import Gradients, ShardedParameter
+from passes.plan import ShardedParameter
 from passes.runner import FirstStage, Pass
 from shardtrace.model.dump import dump
+from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
 from shardtrace.record import front
@@ -31,7 +32,6 @@ from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.transform_common import Transform
-from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
@@ -94,6 +94,9 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     for state in states:
         facts.at_end.append(functools.partial(_refuse_values, state, proxied))
         facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
+    if makes_graphs(get_compile_data().transforms):
+        computation = get_jit_ctx().computation_trace
+        facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
     return traced.result
 
 
@@ -108,7 +111,8 @@ def _prepare(states: Sequence[ShardedState]) -> None:
     for state in states:
         try:
             state.check_traceable()
-            _refuse_graphs(state, data.transforms)
+            if makes_graphs(data.transforms):
+                refuse_graphs(state)
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
@@ -135,34 +139,6 @@ def _comparison(states: Sequence[ShardedState], recording: Recording, done: Reco
     if not how or not is_comparable(done):
         return None
     return Comparison(recording, done, every=None if how is True else how, around=with_stand_ins, report=report)
-
-
-def _refuse_graphs(state: ShardedState, transforms: Iterable[Transform]) -> None:
-    """Raises RuntimeError if a step has effects in Python, which would happen when a graph is captured and never
-    again."""
-    if not any(isinstance(t, CUDAGraphTransform) for t in transforms):
-        return
-    name, runtime = state.model_name, state.runtime
-    if any(p.host for p in state.plans.values()):
-        raise RuntimeError(
-            f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
-            "their copies: call fsdp() without offload_policy, or thunder.jit without CUDAGraphTransform"
-        )
-    if state.options.comm.error_feedback:
-        raise RuntimeError(
-            f"a CUDA graph cannot hold {name}, because the errors of its rounded gradients begin with the first step: "
-            "call fsdp() without error_feedback, or thunder.jit without CUDAGraphTransform"
-        )
-    if runtime.compares:
-        raise RuntimeError(
-            f"a CUDA graph cannot hold {name}, because the program compares its steps across ranks: call "
-            "fsdp(checks=Checks(steps=False)), or thunder.jit without CUDAGraphTransform"
-        )
-    if runtime.gradients() in (Gradients.KEPT, Gradients.ADDED):
-        raise RuntimeError(
-            f"a CUDA graph cannot hold {name} inside or after no_sync, because the program adds up its gradients: "
-            "call no_sync(model, reduce_each=True), or thunder.jit without CUDAGraphTransform"
-        )
 
 
 def _why_no_call() -> str:

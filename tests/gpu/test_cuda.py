@@ -16,6 +16,7 @@ from proof import (
     WIDTH,
     Blocks,
     issued,
+    missing_gpus,
     missing_nvfuser,
     numbers_over_a_group_of_one,
     step_times,
@@ -30,7 +31,8 @@ import thunder
 from exchange import EVEN, SHAPES, exchange_bucket
 
 GPU = torch.device("cuda", 0)
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+MISSING = missing_gpus(1, torch.cuda.device_count())
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.fixture(params=EXECUTORS)

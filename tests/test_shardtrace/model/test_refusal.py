@@ -2,7 +2,6 @@
 trains unreduced."""
 
 import copy
-from contextlib import nullcontext
 
 import shardtrace
 from shardtrace.inspector import fake
@@ -12,11 +11,8 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from hosts import slow_host
 from ranks import on_ranks
-from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.two_tensor import TwoTensor
 
 
@@ -259,35 +255,6 @@ def test_thunders_default_recipe_without_nvfuser(fake_ranks):
     cmodel = thunder.compile(mlp(), plugins="shardtrace")
     cmodel(X).sum().backward()
     assert shardtrace.kernels in thunder.compile_data(cmodel).executors_list
-
-
-def test_cuda_graphs_hold_no_effects_in_python(fake_ranks):
-    """They would happen when a graph is captured, and never again."""
-    fake_ranks(2)
-    with slow_host():
-        on_host = shardtrace.fsdp(
-            nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(device="cpu"), offload_policy=CPUOffloadPolicy()
-        )
-    compared, adding = (shardtrace.fsdp(nn.Linear(4, 4), checks=shardtrace.Checks(steps=False)) for _ in range(2))
-    compared._shardtrace.runtime.compares = True  # as with real ranks
-    corrected = shardtrace.fsdp(
-        nn.Linear(64, 64),
-        checks=shardtrace.Checks(steps=False),
-        comm_policy=shardtrace.CommPolicy(reduce_wire="int4", error_feedback=True),
-    )
-    for model, context, reason in (
-        (on_host, nullcontext(), "whose parameters are in host memory"),
-        (
-            compared,
-            nullcontext(),
-            r"because the program compares its steps across ranks: call fsdp\(checks=Checks\(steps=False",
-        ),
-        (corrected, nullcontext(), "the errors of its rounded gradients begin with the first step"),
-        (adding, adding.no_sync(), "inside or after no_sync, because the program adds up its gradients"),
-    ):
-        cmodel = thunder.jit(model, transforms=[CUDAGraphTransform()])
-        with pytest.raises(Exception, match=reason), context:
-            cmodel(torch.ones(2, 4))
 
 
 def test_a_weight_that_is_tied_to_one_that_is_sharded(fake_ranks):
