@@ -16,11 +16,9 @@
 
 # %%
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 
 import shardtrace
 
@@ -62,9 +60,8 @@ def predict(strategy, blocks, width, sequence=SEQUENCE):
     with torch.device("meta"):
         model = GPT(blocks, width)
     tokens = torch.zeros(BATCH, sequence, dtype=torch.long)
-    executors = {"executors": ["torchcompile"]}
-    job = model, (tokens, tokens)
-    return pool.submit(shardtrace.inspect, *job, world_size=RANKS, sharding_strategy=strategy, jit_options=executors)
+    options = {"sharding_strategy": strategy, "jit_options": {"executors": ["torchcompile"]}}
+    return shardtrace.inspect(model, (tokens, tokens), world_size=RANKS, **options)
 
 
 cases = [
@@ -76,9 +73,7 @@ cases = [
     ("owner", 2, 768, 256),
     ("zero3", 2, 1600, 128),
 ]
-with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
-    jobs = {case: predict(*case) for case in cases}
-    traced = {case: job.result() for case, job in jobs.items()}
+traced = {case: predict(*case) for case in cases}
 
 # %% [markdown]
 # The plots show the memory at each line by its use, in models of two blocks with GPT-2's width. Two moments compete for

@@ -41,15 +41,6 @@ def needs(script):
         pytest.skip(f"{package} is not installed: pip install 'shardtrace[examples]'")
 
 
-def run(script, *arguments, ranks):
-    """Runs a script by torchrun, or in one process if ``ranks`` is None; returns what it printed."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks else []), EXAMPLES / script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def run_on_two_ranks(script, *arguments):
     """Runs a script on two ranks without torchrun, which is faster; returns what it printed."""
     needs(script)
@@ -88,7 +79,7 @@ def exit_of(run_here, capsys):
 
 
 class Trained(NamedTuple):
-    """A training by torchrun on two ranks."""
+    """A training on two ranks."""
 
     options: list[str]
     sharding_and_saving: list[str]
@@ -106,7 +97,7 @@ def trained(tmp_path_factory):
     saving = ["--save-every=5", "--resume"]
     checkpoints = folder / "checkpoints"
     files = [f"--checkpoint-dir={checkpoints}", f"--json={folder}/json"]
-    printed = run("gpt2/train.py", *options, *sharding, *saving, *files, ranks=2)
+    printed = run_on_two_ranks("gpt2/train.py", *options, *sharding, *saving, *files)
     return Trained(options, [*sharding, *saving], checkpoints, json.loads((folder / "json").read_text()), printed)
 
 
@@ -125,7 +116,9 @@ def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here, trained):
 
 def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
     options = [*TINY, "--steps=4", "--optimizer=sgd", "--weight_decay=0.01", "--lr=0.1"]
-    out = run("gpt2/compare.py", *options, "--ranks=2", f"--json={tmp_path}/json", ranks=None)
+    command = [sys.executable, EXAMPLES / "gpt2/compare.py", *options, "--ranks=2", f"--json={tmp_path}/json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
     single, ddp, owner, fsdp = reports = list(json.loads((tmp_path / "json").read_text()).values())
     for report in reports:
         assert report["losses"] == pytest.approx(single["losses"], rel=1e-5)
@@ -135,14 +128,14 @@ def test_compare_ends_at_the_same_loss_four_ways(tmp_path):
     assert fsdp["parameter_bytes"] == [pytest.approx(whole / 2, rel=0.01)] * 2
     for report in reports:  # momentum: as much as parameters
         assert report["optimizer_bytes"] == pytest.approx(report["parameter_bytes"], rel=0.01)
-    assert all(name in out for name in ("single_device", "ddp", "owner", "fsdp"))
-    assert "final losses differ by" in out
+    assert all(name in done.stdout for name in ("single_device", "ddp", "owner", "fsdp"))
+    assert "final losses differ by" in done.stdout
 
 
 def test_rounded_communication_ends_at_the_same_loss(tmp_path):
     options = [*TINY, "--steps=20", "--optimizer=sgd", f"--picture={tmp_path}/curves.svg"]
     only = [f"--only={name}" for name in ("int8 both", "int4 reductions, error feedback")]
-    out = run("gpt2/rounding.py", *options, *only, ranks=2)
+    out = run_on_two_ranks("gpt2/rounding.py", *options, *only)
     off = {
         name: abs(float(percent)) for name, percent in re.findall(r"^(int.*?)  +[\d.]+ +(\S+) %$", out, re.MULTILINE)
     }

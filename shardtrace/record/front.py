@@ -238,12 +238,12 @@ class Front:
         return Recorded(record, inputs, arguments, changes, watcher, recording)
 
     def write(self, done: Recorded) -> Traced:
-        record, inputs, setting = done.record, done.inputs, self._setting
+        record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
         check_recurrent(done.changes, used)
         changes, left = numbered(done.changes)
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
-        replay = Replay(lambda t: (inputs if inputs.has(t) else done.arguments).proxy(t), inputs.absent)
+        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), inputs.absent)
         blocks = Blocks(
             record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
@@ -255,7 +255,7 @@ class Front:
         try:
             with exempt_from_autocast(get_compile_data()):
                 blocks.write([*returned, *left])
-                _write_back(replay, inputs, done.arguments)
+                _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
                 outputs = record.result if rebuild is None else tuple(returned)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))

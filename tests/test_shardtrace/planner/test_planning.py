@@ -145,9 +145,8 @@ def test_a_model_without_blocks_and_the_same_plan_again():
     assert first.choices["sharding_strategy"] in ("ddp", "zero2", "zero3")
 
 
-ANOTHER_PROCESS = """
-import shardtrace, sys
-sys.path.insert(0, sys.argv[1])
+PLAN = """
+import shardtrace
 from toy_gpt import GPT, GPTConfig, tokens
 model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=48))
 options = {"memory": 1e6, "link": "1gbit", "fixed": {"bucketing_strategy": "block"}, "allowed": {"reduce_wire": "int8"}}
@@ -155,14 +154,16 @@ print(shardtrace.plan(model, (tokens(), tokens()), world_size=4, device="cpu", *
 """
 
 
-def test_the_same_plan_in_processes_that_hash_otherwise(tmp_path):
+def test_the_same_plan_in_a_process_that_hashes_otherwise(tmp_path, monkeypatch, capsys):
     """Sets of names are in another order there. There is no calibration."""
-    command = [sys.executable, "-c", ANOTHER_PROCESS, str(Path(toy_gpt.__file__).parent)]
-    own = {**os.environ, "SHARDTRACE_CACHE": str(tmp_path)}
-    runs = [subprocess.Popen(command, env=own | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE) for seed in "01"]
-    first, second = (run.communicate()[0] for run in runs)
-    assert first == second
-    assert shardtrace.TrainingPlan.from_json(first.decode()).pareto
+    monkeypatch.setenv("SHARDTRACE_CACHE", str(tmp_path))
+    exec(PLAN, {})
+    here = capsys.readouterr().out
+    paths = os.pathsep.join([str(Path(toy_gpt.__file__).parent), *sys.path])
+    other = os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
+    there = subprocess.run([sys.executable, "-c", PLAN], env=other, stdout=subprocess.PIPE, text=True, check=True)
+    assert here == there.stdout
+    assert shardtrace.TrainingPlan.from_json(here).pareto
 
 
 def test_nothing_to_train():

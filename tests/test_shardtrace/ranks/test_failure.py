@@ -18,6 +18,8 @@ from ranks import on_ranks
 from torch import nn
 
 SCRIPT = """
+import atexit
+import gc
 import os
 import sys
 import shardtrace, thunder, torch
@@ -119,6 +121,7 @@ for run, how, failing in CASES:  # all at once
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
+            atexit.register(gc.freeze)  # or Python would look through all objects, a second for each rank
             os.dup2(os.open(f"{how}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
             run(rank, os.path.abspath(how), how, failing)
             sys.exit()

@@ -42,11 +42,12 @@ def test_ranks_that_do_not_come_are_named(rank, message):
 
 
 LEAVE = """
-import os, sys
+import atexit, gc, os, sys
 import torch, torch.distributed as dist
 from shardtrace.ranks.rendezvous import leave_in_peace
 
 def run(rank, store):
+    atexit.register(gc.freeze)  # or Python would look through all objects, a second for each rank
     sys.setswitchinterval(100)  # a thread keeps the GIL, as on a busy machine
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     leave_in_peace()
