@@ -20,6 +20,7 @@ from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 from shardtrace.inspector.units import count, size
+from shardtrace.options.extras import needs
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
@@ -32,6 +33,7 @@ class Rows(list[T]):
 
     def to_pandas(self) -> Any:
         """The table as a ``pandas.DataFrame``. Raises ImportError if pandas is not installed."""
+        needs("pandas", extra="notebook", what="to_pandas")
         import pandas
 
         return pandas.DataFrame(self)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
+from shardtrace.options.extras import needs
+
 # ---- rows ----
 
 
@@ -54,6 +56,7 @@ class Rows(list[Row]):
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame. Raises ImportError if pandas is not installed."""
+        needs("pandas", extra="notebook", what="to_pandas")
         import pandas
 
         return pandas.DataFrame([vars(row) for row in self])

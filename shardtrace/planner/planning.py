@@ -15,6 +15,7 @@ from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED
 from shardtrace.options.counts import parse_count
+from shardtrace.options.extras import needs
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.policies import flat
@@ -28,6 +29,7 @@ from shardtrace.planner.task import Task
 
 import thunder
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -70,7 +72,7 @@ def plan(
         world_size: number of ranks.
         mesh_shape: (replicas, shards), which allows hybrid strategies and "zero3_secondary". Default: machines of
             ``node_ranks`` ranks.
-        memory: bytes of a rank, as a number or as in "80GB" or "72GiB". Default: the memory of the device.
+        memory: of a rank, as in "80GB" or "72GiB", or as a number of bytes. Default: the memory of the device.
         device: "h100-sxm", "a100-80", "cpu", ...; another name raises an error that lists all. ``link`` connects
             machines, ``node_link`` the ``node_ranks`` ranks of one, by names such as "400gbit" and "nvlink4"; an
             unknown name raises an error that lists all. Default: what is usual for the device.
@@ -92,7 +94,9 @@ def plan(
             not be ``allowed``, or a model without trainable parameters.
         TypeError: for a model that is sharded or jitted already, or an unknown option.
         RuntimeError: if this process is in a process group already.
+        ImportError: if scipy is not installed.
     """
+    needs("scipy", extra="plan", what="shardtrace.plan")
     _check(model, fixed)
     if mesh_shape is not None:
         world_size = count_ranks(mesh_shape, world_size)
@@ -131,6 +135,12 @@ def plan(
 def _check(model: Any, fixed: Any) -> None:
     if not isinstance(model, nn.Module) or states_in(model) or thunder.compile_data(model) is not None:
         raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "plan compiles for fake ranks, and this process is in a process group already: plan before "
+            "init_process_group, or once by `shardtrace plan ... --out plan.json`, and call fsdp(model, "
+            'plan="plan.json") on all ranks'
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if fixed is not None and not isinstance(fixed, Mapping):
@@ -165,6 +175,10 @@ def _bytes(memory: str | float) -> float:
         found = float(match[1]) * unit if match and unit else 0.0
     if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
         raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB, or as a number of bytes")
+    if found < 1e6 and str(memory)[-1].isdigit():
+        raise ValueError(
+            f"memory={memory!r} would be {found:g} bytes: write {found:g}GB, or {found:g}B if that is meant"
+        )
     return float(found)
 
 
