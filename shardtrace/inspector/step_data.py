@@ -13,6 +13,7 @@ from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
+from passes.plan.hardware import describe
 from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Reader, Table
@@ -140,6 +141,11 @@ class Setup(NamedTuple):
     world_size: int = 1
     description: str = "not sharded by shardtrace"
     host_bytes: int = 0  # shards at rest in host memory
+
+    @property
+    def rates(self) -> str:
+        """What predicted times rest on, in words."""
+        return f"predicted with the rates of {describe(self.cost)}"
 
 
 class StepData(NamedTuple):

@@ -14,7 +14,8 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def render(record: StepData) -> str:
     """The summary of a step in a few dozen lines."""
-    parts = [f"{record.setup.model}: {record.setup.description}", *record.notes]
+    rates = [record.setup.rates] if record.phases else []
+    parts = [f"{record.setup.model}: {record.setup.description}", *rates, *record.notes]
     top = peak(record)
     if top is not None:
         step = totals(record)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from passes.plan import CostModel
-from passes.plan.hardware import Hardware, cluster, hardware, links_of
-from shardtrace.costs import find_cost_model
+from passes.plan.hardware import hardware
+from shardtrace.costs import Rates, rates_of
 from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
@@ -110,7 +109,8 @@ def plan(
     if wires.reductions:
         fixed.pop("error_feedback", None)  # exact steps have none
     found, names = hardware(device), {"inside": node_link, "between": link, "node_ranks": node_ranks}
-    rates = _rates(found, names, fixed.pop("cost_model", cost_model), world_size)
+    given = fixed.pop("cost_model", cost_model)
+    rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
@@ -147,26 +147,6 @@ def _check(model: Any, fixed: Any) -> None:
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
 
 
-class _Rates(NamedTuple):
-    """A cost model, and in words where it comes from and what its links are."""
-
-    cost: CostModel
-    source: str
-    links: str
-
-
-def _rates(device: Hardware, links: Mapping[str, Any], given: CostModel | None, world_size: int) -> _Rates:
-    modelled, names = cluster(device, **links), str(links_of(device, **links))
-    if given is not None:
-        return _Rates(given, "given", "given rates")
-    measured = find_cost_model(torch.device("cpu"), "gloo", world_size) if device.name == "cpu" else None
-    if measured is None:
-        return _Rates(modelled, "modelled", names)
-    if any(name is not None for name in links.values()):
-        return _Rates(replace(modelled, device=measured.device), "partly calibrated", names)
-    return _Rates(measured, "calibrated", "a measured link")
-
-
 def _bytes(memory: str | float) -> float:
     found = memory
     if isinstance(memory, str):
@@ -185,7 +165,7 @@ def _bytes(memory: str | float) -> float:
 # ---- the result ----
 
 
-def _write(search: Search, point: Point, rates: _Rates) -> TrainingPlan:
+def _write(search: Search, point: Point, rates: Rates) -> TrainingPlan:
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
     useful = setting.accumulation * family.useful_flops
