@@ -7,8 +7,7 @@ from pathlib import Path
 
 from passes.plan.cost import GLOO, CostModel, Device, Link, default_cost_model
 from shardtrace import calibrate as module
-from shardtrace import cli
-from shardtrace import costs
+from shardtrace import cli, costs
 from shardtrace.calibrate import Effort, calibrate, fit_link, main
 from shardtrace.costs import Key, cache_folder, cost_model_key, load_cost_model, write_cost_model
 

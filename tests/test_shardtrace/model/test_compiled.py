@@ -185,11 +185,11 @@ def test_a_method_of_a_model_that_is_not_sharded():
 def test_an_interrupt_stays_one(fake_ranks, monkeypatch):
     """Thunder makes an InterpreterError, which prints the model, of what is raised in its interpreter."""
 
-    def interrupt(*args):
+    def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     fake_ranks(2)
     model = shardtrace.fsdp(Model())
     monkeypatch.setattr(interpreter, "_interpret_call", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model(tokens())
+        model(tokens(2))
