@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
@@ -21,23 +21,9 @@ from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
 from shardtrace.inspector.timeline import Timeline, measured, predicted
 from shardtrace.inspector.units import count, size
-from shardtrace.options.extras import needs
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
-
-T = TypeVar("T")
-
-
-class Rows(list[T]):
-    """A list of named tuples: the rows of a table."""
-
-    def to_pandas(self) -> Any:
-        """The table as a ``pandas.DataFrame``. Raises ImportError if pandas is not installed."""
-        needs("pandas", extra="notebook", what="to_pandas")
-        import pandas
-
-        return pandas.DataFrame(self)
 
 
 class Stage(NamedTuple):

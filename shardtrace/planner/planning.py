@@ -25,6 +25,7 @@ from shardtrace.planner.family import EXACT, Point
 from shardtrace.planner.optimizer import optimizer_cost
 from shardtrace.planner.search import Search, fastest
 from shardtrace.planner.task import Task
+from shardtrace.ranks.progress import progress
 
 import thunder
 import torch
@@ -114,7 +115,7 @@ def plan(
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
-    with fake_ranks(world_size):
+    with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         search = Search(task, budget)
     best = fastest(search.points, budget)
     result = _write(search, best or search.front[0], rates)
