@@ -84,7 +84,7 @@ def ms(seconds: float) -> str:
 # ---- the drawing ----
 
 WIDTH, HEIGHT = 960, 320  # of the SVG
-LEFT, RIGHT, TOP, BOTTOM = 76, 20, 22, 44  # margins
+LEFT, RIGHT, TOP, BOTTOM = 76, 40, 22, 44  # margins
 TICKS = 5
 FAR = 2  # times what the rows span
 
