@@ -1,11 +1,13 @@
 """Says on stderr what takes long: compiling, which is a matter of minutes for large models.
 
-A thread looks at the stack of the one that works. It says nothing for ``SILENCE`` seconds. Then it keeps one line up to
-date in a terminal; elsewhere it writes a line, and another one whenever the time has doubled.
+A thread looks at the stack of the one that works. It says nothing for 10 seconds, or as many as SHARDTRACE_PROGRESS in
+the environment. Then it keeps one line up to date in a terminal; elsewhere it writes a line, and another one whenever
+the time has doubled.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,7 +18,7 @@ from shardtrace.ranks.mesh import is_alone
 
 import torch.distributed as dist
 
-SILENCE = 10.0  # seconds
+SILENCE = float(os.environ.get("SHARDTRACE_PROGRESS", "10"))  # seconds; "inf" says nothing at all
 LOOK_UP = 1.0  # seconds between looks
 COMPILES = "thunder", "get_computation_and_inputs"  # Thunder's function that compiles: its module and name
 NAME = "shardtrace-progress"
