@@ -53,7 +53,7 @@ def compare(
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
-    with communicating(f"the others to compare {what}", group, compares=True) as wait:
+    with (wait := communicating(f"the others to compare {what}", group, compares=True)):
         store, turn = _next_turn(group)
         wait.absent = partial(_absent, store, turn, group)
         seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)

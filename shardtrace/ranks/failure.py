@@ -194,11 +194,10 @@ class communicating:
         self.number = 0
         self.outer: communicating | None = None
 
-    def __enter__(self) -> communicating:
+    def __enter__(self) -> None:
         self._watch = _watch()
         if self._watch is not None:
             self._watch.waits.begin(self)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         watch = self._watch
