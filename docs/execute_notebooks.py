@@ -53,7 +53,8 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     )
     # The inspector shortens paths of source files by sys.path, and an editable install does not put the project there.
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": WARNINGS})
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": WARNINGS, "SHARDTRACE_PROGRESS": "inf"}
+    client.execute(env={**os.environ, **own})
     notebook.metadata = METADATA
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

@@ -81,8 +81,8 @@ def fsdp(
             after forward and gathers them again for backward; "zero2" / "shard_grad_op" keeps them until backward;
             "ddp" / "no_shard" replicates all parameters. The others are "hybrid_zero3", "hybrid_zero2",
             "zero3_secondary", "zero1" and "owner". A mapping of name patterns to strategies, such as ``{"embed.*":
-            "ddp", "*": "zero3"}``, mixes them: the first pattern that matches a parameter's name counts. A predicate on
-            (name, parameter), which sees whole parameters, may stand in place of a pattern.
+            "ddp", "*": "zero3"}``, mixes them: the first pattern that matches any name of a parameter
+            counts. A predicate on (name, parameter), which sees whole parameters, may stand in place of a pattern.
         bucketing_strategy: the parameters that one collective carries: "none" (one parameter), "layer" (a module's own
             parameters), "block" (a repeated block), "model" (all), a size in MB of unsharded parameters, the class of a
             block (or several classes), or one of torch's auto_wrap policies (each module that it would wrap). "auto" is

@@ -1,7 +1,7 @@
 """Measures this machine for the cost model of the schedule (:mod:`passes.plan.cost`) and caches the result.
 
-    python -m shardtrace.calibrate                               # the device
-    torchrun --nproc_per_node=2 -m shardtrace.calibrate          # the device, and the link between the ranks
+    shardtrace calibrate                                         # the device
+    torchrun --nproc_per_node=2 -m shardtrace calibrate          # the device, and the link between the ranks
 
 Run it like the training, with the same hosts, ranks and threads (OMP_NUM_THREADS). It takes about ten seconds. The
 result is one readable JSON file for each device, backend and world size, in ``$SHARDTRACE_CACHE``,
@@ -80,6 +80,7 @@ EFFORTS = {
 }
 LINES = 16  # of a forward: tensors that come before one is used again
 MOST = 2**30  # bytes of these
+DEVICE = '"cpu", "cuda" or "cuda:1"; default: CUDA if there is one, else the CPU'
 IN_A_ROW = 8  # collectives, each beside products
 
 
@@ -347,12 +348,17 @@ def _fit(sent: Sequence[float], seconds: Sequence[float], scale: Sequence[float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrates, prints a table and writes the cache. Returns the exit status."""
+    """The command: ``shardtrace calibrate``. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m shardtrace.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", help='"cpu", "cuda" or "cuda:1"; default: CUDA if there is one, else the CPU')
-    device = resolve_device(parser.parse_args(arguments).device, None)
+    parser.add_argument("--device", help=DEVICE)
+    return run(parser.parse_args(arguments).device)
+
+
+def run(device: torch.device | str | None = None) -> int:
+    """Calibrates, prints a table and writes the cache. Returns the exit status."""
+    device = resolve_device(device, None)
     launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     own_group = launched and not dist.is_initialized()
     group = resolve_group(None, device) if launched or dist.is_initialized() else None

@@ -9,17 +9,15 @@ sharded model that has a backward. This call is compiled and not run:
 
 The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
 precision and offload. Exit codes: 0; 1 if the target cannot be loaded or compiled, or if no plan fits; 2 for a usage
-error. "check" compares a step of the target with eager PyTorch, for real: under torchrun on its ranks, else on one.
-A script ends at its first call. Its exit code is 1 if something differs by more than rounding.
+error; 130 after Ctrl-C. "check" compares a step of the target with eager PyTorch, for real: under torchrun on its
+ranks, else on one. A script ends at its first call. Its exit code is 1 if something differs by more than rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -28,12 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.compat.failures import notes_of
+from passes.compat.failures import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
+from passes.plan.hardware import hardware
+from shardtrace import calibrate
 from shardtrace.checking import Check, check
+from shardtrace.costs import rates_of
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
+from shardtrace.inspector.target import TargetError, make, model_and_inputs, script_of
 from shardtrace.model.state import state_of, states_in
 from shardtrace.model.whole import whole_copy
+from shardtrace.options.extras import needs
 from shardtrace.options.policies import POLICIES, grouped
 from shardtrace.planner import plan
 
@@ -42,9 +45,12 @@ import torch
 from torch import nn
 
 INSPECTED = (
-    *("sharding_strategy", "bucketing_strategy", "device", "prefetch", "gather_dtype", "reduce_wire"),
+    *("sharding_strategy", "bucketing_strategy", "mp_policy", "prefetch", "gather_dtype", "reduce_wire"),
     "error_feedback",
 )
+CLUSTER = ("device", "link", "node_link", "node_ranks")  # the rates that predictions rest on
+DEVICE = "h100-sxm"
+INTERRUPTED = 130  # the exit code after Ctrl-C, as in a shell
 FLAGS = {  # options of fsdp and fields of its policies, by the commands that have a flag for them
     "inspect": INSPECTED,
     "explain": INSPECTED,
@@ -53,18 +59,22 @@ FLAGS = {  # options of fsdp and fields of its policies, by the commands that ha
 }
 
 
-class TargetError(Exception):
-    """A target that cannot be used; the message is for the person at the terminal."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``shardtrace``. Returns its exit code; a usage error raises SystemExit with code 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:cut])
+    parser = _parser()
+    options = parser.parse_args(arguments[:cut])
     if options.command == "passes":
         print(_passes())
         return 0
+    if options.command == "calibrate":
+        return calibrate.run(options.device)
+    if options.command in ("inspect", "explain") and ":" not in options.target and (given := _flags(options)):
+        parser.error(
+            f"{options.target} is a script, which passes its own options to fsdp: {', '.join(given)} would change "
+            f"nothing. Pass arguments of the script after --, or name a function, as in {options.target}:function"
+        )
     if options.command == "check":
         options.world_size = 1  # of a script, up to its call
     elif options.world_size is None:
@@ -90,9 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TargetError, NothingCompiledError) as error:
         print(f"shardtrace: {error}", file=sys.stderr)
         return 1
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if options.traceback:
             raise
+        if interrupt_of(error) is not None:
+            print(f"shardtrace: {options.command} was interrupted", file=sys.stderr)
+            return INTERRUPTED
         print(
             f"shardtrace: {type(error).__name__}: {error} (--traceback shows where){notes_of(error)}", file=sys.stderr
         )
@@ -112,12 +125,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to show (0)")
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
+        _add_cluster(command, "for a factory: ", "that of the model, with rates of shardtrace")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     _add_plan(commands)
     about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
     _command(commands, "check", about, "as in shardtrace.fsdp")
+    about = "measures this machine, and under torchrun the link between its ranks, for predictions and schedules"
+    command = commands.add_parser("calibrate", help=about, description=calibrate.__doc__, formatter_class=_Format)
+    command.add_argument("--device", metavar="D", help=calibrate.DEVICE)
     commands.add_parser("passes", help="lists the passes, in order")
     return parser
 
@@ -162,6 +179,22 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The flags of what is given beside the target."""
+    names = [*_given(options), *(name for name in CLUSTER if getattr(options, name) is not None)]
+    return [f"--{name.replace('_', '-')}" for name in names]
+
+
+def _rates(options: argparse.Namespace) -> dict[str, Any]:
+    """The device and the cost model that the flags of a cluster name; none without them."""
+    if all(getattr(options, name) is None for name in CLUSTER):
+        return {}
+    found = hardware(options.device or DEVICE)
+    links = {"inside": options.node_link, "between": options.link, "node_ranks": options.node_ranks}
+    cost = rates_of(found, links, options.world_size).cost
+    return {"device": "cpu" if found.name == "cpu" else "cuda", "cost_model": cost}
+
+
 def _add_plan(commands: Any) -> None:
     about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
     command = _command(commands, "plan", about, "to be kept, as in shardtrace.fsdp")
@@ -169,16 +202,21 @@ def _add_plan(commands: Any) -> None:
     shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
     command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
     command.add_argument("--memory", metavar="M", help="of a rank, as in 80GB or 72GiB (that of the device)")
-    command.add_argument("--device", default="h100-sxm", metavar="D", help="as in a100-80, l40s, cpu (h100-sxm)")
-    command.add_argument("--link", metavar="L", help="between machines, as in 100gbit (what is usual for the device)")
-    command.add_argument("--node-link", metavar="L", help="inside a machine, as in nvlink4 (what is usual)")
-    command.add_argument("--node-ranks", type=int, metavar="N", help="ranks of a machine (what is usual)")
+    _add_cluster(command, "", DEVICE)
     command.add_argument("--optimizer", default="AdamW", metavar="O", help="of torch.optim (AdamW)")
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
     command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
     command.add_argument("--page", type=Path, metavar="FILE", help="write a page with memory against time (HTML)")
+
+
+def _add_cluster(command: argparse.ArgumentParser, about: str, default: str) -> None:
+    command.add_argument("--device", metavar="D", help=f"{about}as in a100-80, l40s, cpu ({default})")
+    usual = "what is usual for the device"
+    command.add_argument("--link", metavar="L", help=f"{about}between machines, as in 100gbit ({usual})")
+    command.add_argument("--node-link", metavar="L", help=f"{about}inside a machine, as in nvlink4 ({usual})")
+    command.add_argument("--node-ranks", type=int, metavar="N", help=f"{about}ranks of a machine ({usual})")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
@@ -209,33 +247,37 @@ def _mesh_shape(text: str) -> tuple[int, int]:
 
 def load(options: argparse.Namespace, script_arguments: Sequence[str]) -> Inspection:
     """Compiles the target and inspects it. Raises TargetError if it is no target, and the target's own exceptions."""
-    if (script := _script(options.target)) is not None:
+    if (script := script_of(options.target)) is not None:
         return run_script(script, script_arguments, world_size=options.world_size, rank=options.rank)
-    made = _make(options.target)
+    made = make(options.target)
     if thunder.compile_data(made) is not None:
+        if flags := _flags(options):
+            raise TargetError(f"{options.target} returns a jitted model, which {', '.join(flags)} cannot change")
         return inspect(made)
-    model, inputs = _model_and_inputs(options.target, made)
-    size, shape, given = options.world_size, options.mesh_shape, grouped(_given(options))
+    model, inputs = model_and_inputs(options.target, made)
+    size, shape, given = options.world_size, options.mesh_shape, grouped(_given(options) | _rates(options))
     return inspect(model, inputs, world_size=size, mesh_shape=shape, rank=options.rank, **given)
 
 
 def _check(options: argparse.Namespace, arguments: Sequence[str]) -> Check:
     given = grouped(_given(options))
     torch.manual_seed(0)  # ranks make the same model and inputs
-    if (script := _script(options.target)) is None:
-        return check(*_model_and_inputs(options.target, _make(options.target)), **given)
+    if (script := script_of(options.target)) is None:
+        return check(*model_and_inputs(options.target, make(options.target)), **given)
     call = first_call(script, arguments, world_size=1)
     return check(whole_copy(call.model, values=True), _inputs(call), **given)
 
 
 def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
+    needs("scipy", extra="plan", what="shardtrace plan")
     model, inputs, fixed = _to_be_planned(options, script_arguments)
     found = plan(
         model,
         inputs,
         world_size=options.world_size,
-        **{name: getattr(options, name) for name in ("mesh_shape", "memory", "device", "link", "node_link")},
-        **{name: getattr(options, name) for name in ("node_ranks", "optimizer", "accumulation")},
+        device=options.device or DEVICE,
+        **{name: getattr(options, name) for name in ("mesh_shape", "memory", "link", "node_link", "node_ranks")},
+        **{name: getattr(options, name) for name in ("optimizer", "accumulation")},
         fixed=fixed | _given(options),
         allowed=dict(options.allow),
     )
@@ -250,8 +292,8 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
 def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A model, its inputs, and the options of ``fsdp`` that a plan is to keep: those of a script that change results,
     or where parameters are."""
-    if (script := _script(options.target)) is None:
-        return *_model_and_inputs(options.target, _make(options.target)), {}
+    if (script := script_of(options.target)) is None:
+        return *model_and_inputs(options.target, make(options.target)), {}
     call = first_call(script, arguments, world_size=options.world_size)
     state = state_of(call.model)
     if state is None:
@@ -270,43 +312,3 @@ def _inputs(call: Call) -> Any:
         return dict(call.keywords) or call.arguments
     names = signature(call.model.forward).bind_partial(*call.arguments)
     return dict(names.arguments) | dict(call.keywords)
-
-
-def _model_and_inputs(target: str, made: Any) -> tuple[Any, Any]:
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise TargetError(
-            f"{target} must return a module and its inputs, as in `return model, (x, y)`, not {type(made).__name__}"
-        )
-    model, inputs = made
-    return model, inputs
-
-
-def _script(target: str) -> Path | None:
-    """The file of a target that is a training script. None for a factory."""
-    if ":" in target:
-        return None
-    _check_file(Path(target))
-    return Path(target)
-
-
-def _make(target: str) -> Any:
-    """What a factory returns."""
-    place, _, function = target.rpartition(":")
-    if place.endswith(".py"):
-        _check_file(Path(place))
-        sys.path.insert(0, str(Path(place).resolve().parent))
-        found = runpy.run_path(place, run_name=Path(place).stem).get(function)
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
-            found = getattr(importlib.import_module(place), function, None)
-        except ModuleNotFoundError as error:
-            raise TargetError(f"there is no module {error.name}: is {place} a file? Then write {place}.py") from error
-    if not callable(found):
-        raise TargetError(f"there is no function {function} in {place}")
-    return found()
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise TargetError(f"there is no file {path}")

@@ -8,12 +8,14 @@ import platform
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from passes.plan import CostModel, Device, Link, default_cost_model
 from passes.plan.cost import FREE
+from passes.plan.hardware import Hardware, cluster, links_of
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import backend_for, is_alone
 
@@ -135,6 +137,26 @@ def _read(path: Path, wanted: Key) -> tuple[Key, CostModel] | None:
         warnings.warn(f"ignoring the calibration in {path} ({why}): calibrate again, or remove it", stacklevel=2)
         return None
     return (key, model) if key == replace(wanted, world_size=key.world_size) else None
+
+
+class Rates(NamedTuple):
+    """A cost model, and in words where it comes from and what its links are."""
+
+    cost: CostModel
+    source: str
+    links: str
+
+
+def rates_of(device: Hardware, links: Mapping[str, Any], world_size: int) -> Rates:
+    """The rates of a device by name and of links by name, as in :func:`passes.plan.hardware.cluster`. For "cpu", this
+    machine's calibration, if there is one; a link that is named replaces the measured one."""
+    modelled, names = cluster(device, **links), str(links_of(device, **links))
+    measured = find_cost_model(torch.device("cpu"), "gloo", world_size) if device.name == "cpu" else None
+    if measured is None:
+        return Rates(modelled, "modelled", names)
+    if any(name is not None for name in links.values()):
+        return Rates(replace(modelled, device=measured.device), "partly calibrated", names)
+    return Rates(measured, "calibrated", "a measured link")
 
 
 # ---- as text ----

@@ -10,23 +10,24 @@ from passes import Collective
 from passes.analysis.calls import parts_in
 from passes.analysis.liveness import StepLiveness, step_liveness
 from passes.outline import traced_block
+from shardtrace.inspector.rows import Rows
 
 import thunder
 from thunder.core.trace import TraceCtx
 
 
-def collectives(cmodel: Callable[..., Any]) -> list[Collective]:
+def collectives(cmodel: Callable[..., Any]) -> Rows[Collective]:
     """The collectives of the last call of a jitted model or function, in order of issue.
 
     Those of forward come first, then those of its backward, if there is one. Each is a named tuple: ``kind``
     ("all_gather", "reduce_scatter"), ``phase`` ("forward", "backward"), ``bucket``, ``dtype``, ``bytes`` (of the
-    unsharded bucket, with padding) and ``parameters`` (names).
+    unsharded bucket, with padding) and ``parameters`` (names). The list prints as a table.
 
     Raises:
         TypeError: if ``cmodel`` is not jitted or was not called yet.
     """
     traces = (trace for trace in _executed(cmodel) if trace is not None)
-    return [row for trace in traces for row in passes.collectives(trace)]
+    return Rows(row for trace in traces for row in passes.collectives(trace))
 
 
 def memory(cmodel: Callable[..., Any], *, persistent: int = 0) -> StepLiveness:

@@ -8,13 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from thunder.core.interpreter import do_raise
+from thunder.core.interpreter import InterpreterError, do_raise
 
 
 def raised(error: BaseException) -> Any:
     """What a lookaside returns to raise ``error`` in the program that is traced. An exception that a lookaside itself
     raises becomes an InterpreterError."""
     return do_raise(error)
+
+
+def interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
+    """The KeyboardInterrupt that an exception is, or that Thunder's interpreter has made an InterpreterError."""
+    cause: BaseException | None = error
+    while isinstance(cause, InterpreterError):
+        cause = cause.__cause__
+    return cause if isinstance(cause, KeyboardInterrupt) else None
 
 
 def add_note(error: BaseException, note: str) -> None:

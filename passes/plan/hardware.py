@@ -1,7 +1,7 @@
 """Devices and links by name, from their data sheets.
 
 A data sheet has peaks. What programs reach is a part of them, and the constants below say which. They are modelled;
-``python -m shardtrace.calibrate`` measures the machine that it runs on.
+``shardtrace calibrate`` measures the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from passes.plan.cost import CPU, GLOO, CostModel, Device, Link
+from passes.plan.cost import CPU, CUDA, GLOO, NCCL, CostModel, Device, Link
 
 GB = 1e9
 
@@ -160,3 +160,21 @@ def links_of(device: Hardware, *, inside: str | None, between: str | None, node_
     usual, usual_ranks = INSIDE[device.name]
     ranks = usual_ranks if node_ranks is None else node_ranks
     return Links(inside or usual, between or BETWEEN.get(device.name, "400gbit"), ranks)
+
+
+def describe(cost: CostModel) -> str:
+    """The device and the links whose rates a cost model has, in words: those of a data sheet, shardtrace's defaults, or
+    rates that were measured."""
+    sheets = {row.device: f"{row.name}'s data sheet" for row in HARDWARE.values() if row is not _CPU}
+    known = {**sheets, CPU: "shardtrace's default CPU", CUDA: "shardtrace's default GPU"}
+    device = known.get(cost.device, "a measured device")
+    if cost.node is None:
+        return f"{device}, {_name_of(cost.link)} between ranks"
+    return f"{device}, {_name_of(cost.node)} in machines of {cost.node_ranks}, {_name_of(cost.link)} between"
+
+
+def _name_of(found: Link) -> str:
+    if found == NCCL:
+        return "80gbit (the default)"
+    names = {rates: f"{name} (the default)" if rates == GLOO else name for name, rates in LINKS.items()}
+    return names.get(found, "a measured link")

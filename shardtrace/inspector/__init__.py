@@ -2,8 +2,9 @@
 
 from shardtrace.inspector.inspection import CollectiveRow, Inspection, MemoryRow, inspect
 from shardtrace.inspector.profiling import Profile, profile
+from shardtrace.inspector.rows import Rows
 from shardtrace.inspector.script import Call, NothingCompiledError, first_call, run_script
-from shardtrace.inspector.step_data import Rows, Stage
+from shardtrace.inspector.step_data import Stage
 from shardtrace.inspector.summary import Totals
 
 __all__ = [

@@ -41,8 +41,9 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         raise ValueError(f"there is no rank {rank} of {world_size}: rank must be below world_size")
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a process group already: call inspect(model, ..., world_size=...) in a process without "
-            "one, or inspect what thunder.jit returned for a model that is sharded over this group"
+            "this process is in a process group already, where there can be no fake ranks: call inspect(model, ..., "
+            "world_size=...) in a process without one, or inspect what thunder.jit returned for a model that is "
+            "sharded over this group"
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:

@@ -49,7 +49,9 @@ def _resource(name: str) -> str:
 
 
 def _heading(record: StepData) -> str:
-    return f"<h1>{escape(record.setup.model)}</h1><p>{escape(record.setup.description)}</p>"
+    setup = record.setup
+    rates = f"<p>{escape(setup.rates)}</p>" if record.phases else ""
+    return f"<h1>{escape(setup.model)}</h1><p>{escape(setup.description)}</p>{rates}"
 
 
 def _header(record: StepData) -> str:

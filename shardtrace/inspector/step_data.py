@@ -6,13 +6,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
 from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
+from passes.plan.hardware import describe
 from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Reader, Table
@@ -23,18 +24,6 @@ from shardtrace.inspector.units import count, size
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
-
-T = TypeVar("T")
-
-
-class Rows(list[T]):
-    """A list of named tuples: the rows of a table."""
-
-    def to_pandas(self) -> Any:
-        """The table as a ``pandas.DataFrame``. Raises ImportError if pandas is not installed."""
-        import pandas
-
-        return pandas.DataFrame(self)
 
 
 class Stage(NamedTuple):
@@ -138,6 +127,11 @@ class Setup(NamedTuple):
     world_size: int = 1
     description: str = "not sharded by shardtrace"
     host_bytes: int = 0  # shards at rest in host memory
+
+    @property
+    def rates(self) -> str:
+        """What predicted times rest on, in words."""
+        return f"predicted with the rates of {describe(self.cost)}"
 
 
 class StepData(NamedTuple):

@@ -66,5 +66,5 @@ def _setup(record: StepData) -> str:
     ]
     if record.setup.host_bytes:
         rows.append(("to and from host memory", f"{device.host_bandwidth / 1e9:g} GB/s"))
-    note = "Predicted times rest on these rates; <code>python -m shardtrace.calibrate</code> measures them."
+    note = "Predicted times rest on these rates; <code>shardtrace calibrate</code> measures them."
     return table("Cost model", ("", ""), rows, note)

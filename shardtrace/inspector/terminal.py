@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from shardtrace.inspector.rows import columns
 from shardtrace.inspector.step_data import Phase, Stage, StepData
 from shardtrace.inspector.summary import largest_saved, peak, totals, traffic
 from shardtrace.inspector.units import count, duration, size
@@ -14,7 +15,8 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 def render(record: StepData) -> str:
     """The summary of a step in a few dozen lines."""
-    parts = [f"{record.setup.model}: {record.setup.description}", *record.notes]
+    rates = [record.setup.rates] if record.phases else []
+    parts = [f"{record.setup.model}: {record.setup.description}", *rates, *record.notes]
     top = peak(record)
     if top is not None:
         step = totals(record)
@@ -41,17 +43,6 @@ def _section(title: str, lines: Iterable[str]) -> list[str]:
 def _cut(text: str, width: int) -> str:
     text = text.partition("\n")[0]
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _traffic(record: StepData) -> list[str]:

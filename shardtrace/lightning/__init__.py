@@ -8,9 +8,13 @@
 Needs Lightning: ``pip install 'shardtrace[lightning]'``.
 """
 
-from shardtrace.lightning.strategy import ShardtraceStrategy, jitted
+from shardtrace.options.extras import needs
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
+needs("lightning", extra="lightning", what="shardtrace.lightning")
+
+from shardtrace.lightning.strategy import ShardtraceStrategy, jitted  # noqa: E402
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 
 __all__ = ["ShardtraceStrategy", "jitted"]
 

@@ -29,12 +29,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 class Chosen(NamedTuple):
-    """The parameters to shard with the strategy of each by name, and the modules that are treated in another way:
-    ``blocks`` are buckets, ``checkpointed`` ones are recomputed (what of them), ``by_torch`` are run by PyTorch,
-    ``repeated`` ones are compiled once."""
+    """The parameters to shard, by name the strategy and all ``names`` of each, and the modules that are treated in
+    another way: ``blocks`` are buckets, ``checkpointed`` ones are recomputed (what of them), ``by_torch`` are run by
+    PyTorch, ``repeated`` ones are compiled once."""
 
     places: list[Place]
     strategies: Mapping[str, ShardingStrategy]
+    names: Mapping[str, list[str]]
     blocks: list[str]
     checkpointed: Mapping[str, tuple[nn.Module, str]]
     by_torch: list[nn.Module]
@@ -58,12 +59,17 @@ def choose(module: nn.Module, options: Options, ignored: Collection[nn.Parameter
     blocks = repeated_blocks(module) if options.wrap is None else chosen_blocks(module, options.wrap)
     exclude = {id(entry.shard) for state in states_in(module) for entry in state.entries} | set(map(id, ignored))
     found = places(module, exclude, blocks)
+    by_id: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(p), []).append(name)
+    names = {place.name: by_id[id(place.parameter)] for place in found}
     return Chosen(
         places=found,
         checkpointed=checkpointed_blocks(module, options.checkpointing),
         by_torch=eager_modules(module, options.compile.eager),
         repeated=blocks_of_a_kind(module, options.compile.repeated_blocks, blocks),
-        strategies=assign(options.rules, {p.name: p.parameter for p in found}),
+        strategies=assign(options.rules, {p.name: p.parameter for p in found}, names),
+        names=names,
         blocks=blocks,
         device=found[0].parameter.device if found else None,
     )
@@ -120,4 +126,4 @@ def choose_gathers(chosen: Chosen, options: Options, target: Target) -> dict[str
     device = target.device.type
     if options.reduction is not None and device != "cpu" and backend_for(inner, {device}) == "gloo":
         raise ValueError(f"gloo cannot send parts of gradients from {device}: use nccl with reduce_wire")
-    return assign_gathers(options.gathers, travelling)
+    return assign_gathers(options.gathers, travelling, chosen.names)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from passes.compat.failures import interrupt_of
 from passes.compat.versions import functional_transform
 from shardtrace.model.state import own_state
 from shardtrace.model.tracing import recorded
@@ -18,7 +19,7 @@ from torch import nn
 @torch.compiler.disable  # torch.compile(model) leaves a sharded model to Thunder
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the sharded ``module``, or a part of one, as a jitted module. Its first call jits it."""
-    return _jitted(module, module, module, type(module).__name__)(*args, **kwargs)
+    return _run(_jitted(module, module, module, type(module).__name__), args, kwargs)
 
 
 def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,9 +31,18 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
         if not own_state(self).is_to_run():
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
-        return _jitted(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}")(*args, **kwargs)
+        return _run(_jitted(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}"), args, kwargs)
 
     return compiled
+
+
+def _run(jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return jitted(*args, **kwargs)
+    except RuntimeError as error:
+        if (interrupt := interrupt_of(error)) is not None:
+            raise interrupt from None
+        raise
 
 
 def _jitted(module: nn.Module, key: Hashable, function: Callable[..., Any], name: str) -> Callable[..., Any]:

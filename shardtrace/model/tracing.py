@@ -22,6 +22,7 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
 from shardtrace.record.recording import Comparison, Recording, is_comparable
@@ -83,7 +84,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
         )
-        traced = front.trace(call, module, args, kwargs, setting)
+        with compiling(states[0].model_name, states[0].group):
+            traced = front.trace(call, module, args, kwargs, setting)
     facts.guards.append(traced.guard)
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
+from shardtrace.options.extras import needs
+
 # ---- rows ----
 
 
@@ -54,6 +56,7 @@ class Rows(list[Row]):
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame. Raises ImportError if pandas is not installed."""
+        needs("pandas", extra="notebook", what="to_pandas")
         import pandas
 
         return pandas.DataFrame([vars(row) for row in self])
@@ -80,16 +83,20 @@ def ms(seconds: float) -> str:
 
 # ---- the drawing ----
 
-WIDTH, HEIGHT = 640, 280  # of the SVG
-LEFT, RIGHT, TOP, BOTTOM = 76, 20, 22, 44  # margins
+WIDTH, HEIGHT = 960, 320  # of the SVG
+LEFT, RIGHT, TOP, BOTTOM = 76, 40, 22, 44  # margins
 TICKS = 5
+FAR = 2  # times what the rows span
 
 
 def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
-    """The rows as an SVG: memory to the right, seconds upwards, ``chosen`` filled, the budget as a vertical line."""
-    x = _Axis([0.0, budget, *(row.memory for row in rows)], LEFT, WIDTH - RIGHT, {"GiB": 2**30, "MiB": 2**20})
+    """The rows as an SVG: memory to the right, seconds upwards, ``chosen`` filled, the budget as a vertical line, or as
+    an arrow if it is so far away that it would squeeze the rows."""
+    memories: list[float] = [row.memory for row in rows] or [0.0, budget]
+    far = budget - max(memories) > FAR * (max(memories) - min(memories)) > 0
+    x = _Axis([*memories, *([] if far else [budget])], LEFT, WIDTH - RIGHT, {"GiB": 2**30, "MiB": 2**20})
     y = _Axis([row.seconds for row in rows], HEIGHT - BOTTOM, TOP, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
-    bottom, right, at = HEIGHT - BOTTOM, WIDTH - RIGHT, x(budget)
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     shapes = [
         *(
             f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
@@ -98,8 +105,7 @@ def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
         ),
         *(f'<text x="{x(v):.1f}" y="{bottom + 18}" text-anchor="middle">{x.label(v)}</text>' for v in x.ticks),
         f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">memory of a rank</text>',
-        f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>'
-        f'<text x="{at:.1f}" y="{TOP - 8}" text-anchor="middle">budget</text>',
+        f'<text x="{right}" y="{TOP - 8}" text-anchor="end">budget {gib(budget)} →</text>' if far else _line(x(budget)),
     ]
     corners = [(x(row.memory), y(row.seconds)) for row in rows]
     path = "".join(f"H{a:.1f}V{b:.1f}" for a, b in corners[1:])  # a step takes as long until the next one fits
@@ -109,6 +115,11 @@ def draw_front(rows: Sequence[Row], chosen: Row | None, budget: float) -> str:
         title = escape(f"{gib(row.memory)}, {ms(row.seconds)}: {row.words}")
         shapes.append(f'<circle class="{css}" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{title}</title></circle>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="memory against time">{"".join(shapes)}</svg>'
+
+
+def _line(at: float) -> str:
+    line = f'<line class="budget" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    return f'{line}<text x="{at:.1f}" y="{TOP - 8}" text-anchor="middle">budget</text>'
 
 
 class _Axis:
@@ -123,10 +134,11 @@ class _Axis:
         least = (self.high - self.low) / self.one / TICKS
         power = 10.0 ** math.floor(math.log10(least))
         step = self.one * next(k * power for k in (1, 2, 5, 10) if k * power >= least)
+        self.digits = max(4, 1 + math.ceil(math.log10(self.high / step)))
         self.ticks = [k * step for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
     def __call__(self, value: float) -> float:
         return self.start + (self.stop - self.start) * (value - self.low) / (self.high - self.low)
 
     def label(self, value: float) -> str:
-        return f"{value / self.one:.4g} {self.unit}"
+        return f"{value / self.one:.{self.digits}g} {self.unit}"

@@ -125,8 +125,8 @@ class CompilePolicy:
         max_inflight_bytes: bytes of unsharded buckets whose gather or reduction may be in flight at once. A single
             bucket may be larger. Default: ``prefetch + 1`` times the largest bucket.
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
-            Must be equal on all ranks. Default: the measurements of ``python -m shardtrace.calibrate`` on the machine
-            of the group's first rank, else those of a slow link and a fast device.
+            Must be equal on all ranks. Default: the measurements of ``shardtrace calibrate`` on the machine of the
+            group's first rank, else those of a slow link and a fast device.
         disable_passes: names of passes to leave out, for debugging. ``shardtrace passes`` lists those that can be.
 
     Raises:

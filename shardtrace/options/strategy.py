@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from passes.plan import Placement
@@ -64,6 +66,7 @@ class ShardingStrategy(Enum):
 
 
 Pattern = str | Callable[[str, nn.Parameter], bool]  # of parameters: by name, or a predicate on name and parameter
+Names = Mapping[str, Sequence[str]]  # all names of tied parameters, by the first
 Rules = tuple[tuple[Pattern, ShardingStrategy], ...]  # the first that matches counts
 
 _ALIASES = {
@@ -106,15 +109,21 @@ def parse_rules(value: Any) -> Rules:
     return tuple((pattern, parse_sharding_strategy(strategy)) for pattern, strategy in value.items())
 
 
-def assign(rules: Rules, parameters: Mapping[str, nn.Parameter]) -> dict[str, ShardingStrategy]:
-    """The strategy of the first pattern that matches, by parameter name. The parameters are whole.
+def assign(
+    rules: Rules, parameters: Mapping[str, nn.Parameter], names: Names = MappingProxyType({})
+) -> dict[str, ShardingStrategy]:
+    """The strategy of the first pattern that matches any of a parameter's names, by its first name. The parameters are
+    whole. ``names`` are those of parameters that have several.
 
-    Raises ValueError that names the patterns that match nothing, or a parameter that no pattern matches.
+    Raises ValueError that names the patterns that match nothing, a parameter that no pattern matches, or one whose
+    names match patterns of different strategies.
     """
     found: dict[str, ShardingStrategy] = {}
     unused = [pattern for pattern, _ in rules]
     for name, parameter in parameters.items():
-        matching = [(pattern, strategy) for pattern, strategy in rules if _matches(pattern, name, parameter)]
+        every = names.get(name, (name,))
+        matching = [(p, strategy) for p, strategy in rules if any(_matches(p, n, parameter) for n in every)]
+        refuse_conflict("sharding_strategy", every, rules, partial(_matches, parameter=parameter))
         if not matching:
             raise ValueError(f"no pattern of sharding_strategy matches parameter {name!r}: add '*' as the last one")
         unused = [pattern for pattern in unused if all(pattern != matched for matched, _ in matching)]
@@ -123,6 +132,22 @@ def assign(rules: Rules, parameters: Mapping[str, nn.Parameter]) -> dict[str, Sh
         patterns = ", ".join(repr(p) if isinstance(p, str) else f"the predicate {_name(p)}" for p in unused)
         raise ValueError(f"no parameter matches {patterns} of sharding_strategy; there are: {_some(found)}")
     return found
+
+
+def refuse_conflict(
+    option: str, names: Sequence[str], rules: Iterable[tuple[Any, Any]], matches: Callable[[Any, str], bool]
+) -> None:
+    """Raises ValueError if two names of a tied parameter match patterns, other than "*", of different values."""
+    rules = [rule for rule in rules if rule[0] != "*"]
+    firsts = {name: next((rule for rule in rules if matches(rule[0], name)), None) for name in names}
+    found = [(name, rule) for name, rule in firsts.items() if rule is not None]
+    for name, (pattern, value) in found[1:]:
+        first, (other, chosen) = found[0]
+        if value != chosen:
+            raise ValueError(
+                f"{option}: {first!r} and {name!r} are one tied parameter, and the patterns {other!r} and {pattern!r} "
+                f"choose differently for it: list both names first, with one choice"
+            )
 
 
 def _matches(pattern: Pattern, name: str, parameter: nn.Parameter) -> bool:

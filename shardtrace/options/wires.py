@@ -12,7 +12,7 @@ from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.plan import Placement, Wire, shard_shape
 from shardtrace.options.precision import parse_precision
-from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.options.strategy import Names, ShardingStrategy, refuse_conflict
 
 import torch
 from thunder.core.dtypes import to_dtype
@@ -127,15 +127,21 @@ class Travelling(NamedTuple):
     ranks: int
 
 
-def assign_gathers(rules: WireRules, parameters: Mapping[str, Travelling]) -> dict[str, Wire | None]:
-    """The wire of the first pattern that matches, by parameter name; None for no wire.
+def assign_gathers(
+    rules: WireRules, parameters: Mapping[str, Travelling], names: Names = MappingProxyType({})
+) -> dict[str, Wire | None]:
+    """The wire of the first pattern that matches any of a parameter's names, by its first name; None for no wire.
+    ``names`` are those of parameters that have several.
 
-    Raises ValueError that names a pattern that matches nothing, or nothing that a wire can gather.
+    Raises ValueError that names a pattern that matches nothing, or nothing that a wire can gather, or a parameter whose
+    names match patterns of different wires.
     """
     chosen: dict[str, list[str]] = {pattern: [] for pattern, _ in rules}
     found: dict[str, Wire | None] = {}
     for name, p in parameters.items():
-        matching = [(pattern, wire) for pattern, wire in rules if fnmatchcase(name, pattern)]
+        every = names.get(name, (name,))
+        matching = [(pattern, wire) for pattern, wire in rules if any(fnmatchcase(n, pattern) for n in every)]
+        refuse_conflict("gather_dtype", every, rules, lambda pattern, n: fnmatchcase(n, pattern))
         gathered = p.shards > 1 and p.strategy.placement is not Placement.REPLICATE
         found[name] = matching[0][1] if matching and gathered else None
         for pattern, _ in matching:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from passes.plan import CostModel
-from passes.plan.hardware import Hardware, cluster, hardware, links_of
-from shardtrace.costs import find_cost_model
+from passes.plan.hardware import hardware
+from shardtrace.costs import Rates, rates_of
 from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED
 from shardtrace.options.counts import parse_count
+from shardtrace.options.extras import needs
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.policies import flat
@@ -25,9 +25,11 @@ from shardtrace.planner.family import EXACT, Point
 from shardtrace.planner.optimizer import optimizer_cost
 from shardtrace.planner.search import Search, fastest
 from shardtrace.planner.task import Task
+from shardtrace.ranks.progress import progress
 
 import thunder
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -70,7 +72,7 @@ def plan(
         world_size: number of ranks.
         mesh_shape: (replicas, shards), which allows hybrid strategies and "zero3_secondary". Default: machines of
             ``node_ranks`` ranks.
-        memory: bytes of a rank, as a number or as in "80GB" or "72GiB". Default: the memory of the device.
+        memory: of a rank, as in "80GB" or "72GiB", or as a number of bytes. Default: the memory of the device.
         device: "h100-sxm", "a100-80", "cpu", ...; another name raises an error that lists all. ``link`` connects
             machines, ``node_link`` the ``node_ranks`` ranks of one, by names such as "400gbit" and "nvlink4"; an
             unknown name raises an error that lists all. Default: what is usual for the device.
@@ -92,7 +94,9 @@ def plan(
             not be ``allowed``, or a model without trainable parameters.
         TypeError: for a model that is sharded or jitted already, or an unknown option.
         RuntimeError: if this process is in a process group already.
+        ImportError: if scipy is not installed.
     """
+    needs("scipy", extra="plan", what="shardtrace.plan")
     _check(model, fixed)
     if mesh_shape is not None:
         world_size = count_ranks(mesh_shape, world_size)
@@ -106,11 +110,12 @@ def plan(
     if wires.reductions:
         fixed.pop("error_feedback", None)  # exact steps have none
     found, names = hardware(device), {"inside": node_link, "between": link, "node_ranks": node_ranks}
-    rates = _rates(found, names, fixed.pop("cost_model", cost_model), world_size)
+    given = fixed.pop("cost_model", cost_model)
+    rates = Rates(given, "given", "given rates") if given is not None else rates_of(found, names, world_size)
     budget = found.memory if memory is None else _bytes(memory)
     setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
-    with fake_ranks(world_size):
+    with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         search = Search(task, budget)
     best = fastest(search.points, budget)
     result = _write(search, best or search.front[0], rates)
@@ -131,30 +136,16 @@ def plan(
 def _check(model: Any, fixed: Any) -> None:
     if not isinstance(model, nn.Module) or states_in(model) or thunder.compile_data(model) is not None:
         raise TypeError(f"plan takes a module that is not sharded or jitted, not {type(model).__name__}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "plan compiles for fake ranks, and this process is in a process group already: plan before "
+            "init_process_group, or once by `shardtrace plan ... --out plan.json`, and call fsdp(model, "
+            'plan="plan.json") on all ranks'
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"there is nothing to train: no parameter of {type(model).__name__} requires a gradient")
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f'fixed must be options of fsdp, as in {{"mp_policy": "bf16"}}, not {fixed!r}')
-
-
-class _Rates(NamedTuple):
-    """A cost model, and in words where it comes from and what its links are."""
-
-    cost: CostModel
-    source: str
-    links: str
-
-
-def _rates(device: Hardware, links: Mapping[str, Any], given: CostModel | None, world_size: int) -> _Rates:
-    modelled, names = cluster(device, **links), str(links_of(device, **links))
-    if given is not None:
-        return _Rates(given, "given", "given rates")
-    measured = find_cost_model(torch.device("cpu"), "gloo", world_size) if device.name == "cpu" else None
-    if measured is None:
-        return _Rates(modelled, "modelled", names)
-    if any(name is not None for name in links.values()):
-        return _Rates(replace(modelled, device=measured.device), "partly calibrated", names)
-    return _Rates(measured, "calibrated", "a measured link")
 
 
 def _bytes(memory: str | float) -> float:
@@ -165,13 +156,17 @@ def _bytes(memory: str | float) -> float:
         found = float(match[1]) * unit if match and unit else 0.0
     if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
         raise ValueError(f"memory={memory!r}: write it as 80GB or 72GiB, or as a number of bytes")
+    if found < 1e6 and str(memory)[-1].isdigit():
+        raise ValueError(
+            f"memory={memory!r} would be {found:g} bytes: write {found:g}GB, or {found:g}B if that is meant"
+        )
     return float(found)
 
 
 # ---- the result ----
 
 
-def _write(search: Search, point: Point, rates: _Rates) -> TrainingPlan:
+def _write(search: Search, point: Point, rates: Rates) -> TrainingPlan:
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
     useful = setting.accumulation * family.useful_flops

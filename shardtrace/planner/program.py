@@ -3,7 +3,11 @@ kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -73,13 +77,14 @@ class Program:
         keeps = self.family.keeps is not False
         most = [len(c.calls) for c in classes for _ in self.variants]
         most += [len(labels) if keeps else 0 for labels in self.groups]
-        found = milp(
-            objective,
-            integrality=[*[1] * (n - 1), 0],
-            bounds=Bounds(0, np.array([*most, np.inf])),
-            constraints=rules,
-            options={"mip_rel_gap": 0.0},  # the best, not the first good one that the solver meets
-        )
+        with _without_stdout():
+            found = milp(
+                objective,
+                integrality=[*[1] * (n - 1), 0],
+                bounds=Bounds(0, np.array([*most, np.inf])),
+                constraints=rules,
+                options={"mip_rel_gap": 0.0},  # the best, not the first good one that the solver meets
+            )
         return self._candidate(np.rint(found.x[:-1]).astype(int)) if found.success else None
 
     def _candidate(self, numbers: Sequence[int]) -> Candidate:
@@ -98,6 +103,21 @@ class Program:
         kept = (labels[len(labels) - n :] for labels, n in zip(self.groups, counts, strict=True) if n)
         labels = frozenset(label for found in kept for label in found)
         return self.empty._replace(recomputed=self.family.in_order(recomputed), kept=labels)
+
+
+@contextmanager
+def _without_stdout() -> Iterator[None]:
+    """Drops what libraries print by C's printf, as HiGHS does whatever its options are (HiGHS, issue 2734)."""
+    sys.stdout.flush()
+    flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+        flush(None)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _seconds(cost: CostModel, function: Any) -> float:

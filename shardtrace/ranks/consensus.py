@@ -53,8 +53,9 @@ def compare(
         if error:
             raise RankMismatchError(f"rank {dist.get_rank()}: {error}")
         return
-    with communicating(f"the others to compare {what}", group, compares=True):
+    with (wait := communicating(f"the others to compare {what}", group, compares=True)):
         store, turn = _next_turn(group)
+        wait.absent = partial(_absent, store, turn, group)
         seen = _first_sight(store, turn, group.size(), lines if likely and not error else None, timeout)
         if seen == EQUAL:
             return
@@ -97,6 +98,12 @@ def _next_turn(group: dist.ProcessGroup) -> tuple[dist.Store, int]:
     """The store, and the number of this comparison. The n-th comparison of one rank meets the n-th of the others."""
     store = dist.PrefixStore(f"shardtrace/{group.group_name}", default_store())
     return store, store.add(f"turn/{dist.get_rank(group)}", 1)
+
+
+def _absent(store: dist.Store, turn: int, group: dist.ProcessGroup) -> list[int]:
+    """The global ranks that have not come to this comparison."""
+    ranks = dist.get_process_group_ranks(group)
+    return [rank for place, rank in enumerate(ranks) if store.add(f"turn/{place}", 0) < turn]
 
 
 def _first_sight(store: dist.Store, turn: int, ranks: int, lines: list[str] | None, timeout: float) -> str:

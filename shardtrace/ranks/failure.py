@@ -17,6 +17,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
@@ -162,7 +163,9 @@ class _Waits:
         key = f"shardtrace/waits/{wait.group.group_name}"
         if mine not in self._said:
             self._said.add(mine)
-            sys.stderr.write(f"shardtrace: {mine}, for {SILENCE:g} s now. Perhaps {LIKELY}\n")
+            late = ", ".join(map(str, wait.absent() if wait.absent is not None else ()))
+            whom = f": rank(s) {late} did not come yet" if late else ""
+            sys.stderr.write(f"shardtrace: {mine}, for {SILENCE:g} s now{whom}. Perhaps {LIKELY}\n")
             if not wait.compares:
                 store.set(key, json.dumps([wait.number, mine]))
         if wait.compares and store.check([key]):
@@ -175,7 +178,7 @@ class _Waits:
 class communicating:
     """A context manager around a call that waits for the other ranks of ``group``, in which all of them make the same
     calls. An error says so if another rank is its cause. ``what`` names the call, for messages, and ``compares`` says
-    that no rank gets further before all have come.
+    that no rank gets further before all have come. ``absent`` may be set to what finds out which have not.
 
     ``number`` counts the calls of the group before it, and ``outer`` is the one that it is a part of.
 
@@ -183,10 +186,11 @@ class communicating:
         RankFailedError: if another rank has failed, or can never come to this call.
     """
 
-    __slots__ = ("_watch", "compares", "group", "number", "outer", "what")
+    __slots__ = ("_watch", "absent", "compares", "group", "number", "outer", "what")
 
     def __init__(self, what: str, group: dist.ProcessGroup, *, compares: bool = False) -> None:
         self.what, self.group, self.compares = what, group, compares
+        self.absent: Callable[[], list[int]] | None = None
         self.number = 0
         self.outer: communicating | None = None
 

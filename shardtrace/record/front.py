@@ -221,12 +221,14 @@ class Front:
         self._first: BaseException | None = None
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
-        self._rebuilt = False
+        self._rebuilt, self._caches = False, False
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
         fakes, watcher = FakeMode(), CodeWatcher()
         arguments = Arguments(self._module.forward, fakes, args, kwargs)
         inputs = Inputs(module, fakes, self._setting)
+        config = getattr(self._module, "config", None)
+        self._caches = bool(arguments.kwargs.get("use_cache", getattr(config, "use_cache", False)))
         recording = Recording(
             self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
@@ -334,6 +336,8 @@ class Front:
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
         if not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
+        if self._caches:  # of keys and values, by Hugging Face's configs
+            remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained

@@ -1,9 +1,11 @@
 """What forward sets is seen and put back, and made again after each step; what cannot be is an error that says why."""
 
+import copy
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import shardtrace
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
 from shardtrace.record.settled import check_recurrent, counted, only_written
@@ -319,3 +321,38 @@ def test_a_recurrent_tensor_is_an_error_unless_it_is_a_buffer():
             assert only_written(found, used) == []
             with pytest.raises(RuntimeError, match=r"reads model\.last, a tensor that the step before has left there"):
                 check_recurrent(found, used)
+
+
+class ReturnsLogits(nn.Module):
+    """Its loss is an attribute, as in llama2.c."""
+
+    last_loss: torch.Tensor | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x, targets=None):
+        logits = self.head(x)
+        self.last_loss = nn.functional.cross_entropy(logits, targets) if targets is not None else None
+        return logits
+
+
+def test_training_on_a_loss_that_forward_sets(single_rank):
+    """Accumulated over two micro-batches, with evaluation between the steps."""
+    torch.manual_seed(0)
+    eager = ReturnsLogits()
+    sharded = shardtrace.fsdp(copy.deepcopy(eager))
+    batches = [(torch.randn(3, 4), torch.randint(5, (3,))) for _ in range(4)]
+    for model in (eager, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(2):
+            for x, targets in batches[2 * step : 2 * step + 2]:
+                model(x, targets)
+                (model.last_loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(batches[0][0])
+            assert model.last_loss is None
+    torch.testing.assert_close(dict(sharded.named_parameters()), dict(eager.named_parameters()))

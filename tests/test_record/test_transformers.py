@@ -78,3 +78,14 @@ def test_smoothed_labels(single_rank):
             return loss(logits.flatten(0, 1), batch["labels"].flatten())
 
     check(lambda: Smoothed("llama"), lambda step: (batch(step),))
+
+
+def test_a_cache_that_cannot_be_recorded(single_rank):
+    """Gemma 2 makes one in evaluation, if its config asks for it, and looks at values."""
+    config = transformers.AutoConfig.for_model("gemma2", **SMALL, attn_implementation="eager")
+    model = shardtrace.fsdp(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"Gemma2ForCausalLM cannot be recorded: .*: pass use_cache=False"):
+            model(input_ids=tokens)
+        assert model(input_ids=tokens, use_cache=False).past_key_values is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from passes.plan.cost import GLOO, CostModel, Device, Link, default_cost_model
 from shardtrace import calibrate as module
-from shardtrace import costs
+from shardtrace import cli, costs
 from shardtrace.calibrate import Effort, calibrate, fit_link, main
 from shardtrace.costs import Key, cache_folder, cost_model_key, load_cost_model, write_cost_model
 
@@ -156,7 +156,7 @@ def test_the_link_that_explains_what_was_measured():
 
 def test_the_command(monkeypatch, capsys, folder):
     monkeypatch.setitem(module.EFFORTS, "cpu", TINY)
-    assert main(["--device", "cpu"]) == 0
+    assert cli.main(["calibrate", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     path = cost_model_key(CPU, None).path
     assert f"saved to {path}" in out

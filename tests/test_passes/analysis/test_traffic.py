@@ -43,6 +43,15 @@ def test_counts_and_bytes(fake_ranks, strategy, bucketing, buckets, world_size):
 
 def test_rows_are_readable(fake_ranks):
     fake_ranks(2)
-    first = shardtrace.collectives(compile_fake(mlp, torch.ones(3, 6)))[0]
+    rows = shardtrace.collectives(compile_fake(mlp, torch.ones(3, 6)))
+    head, line, *_ = str(rows).splitlines()
+    assert head.split() == ["kind", "phase", "bucket", "dtype", "bytes", "parameters"]
+    assert line.split()[:4] == [*rows[0][:4]]
+    assert len(str(rows).splitlines()) == len(rows) + 1
+    assert repr(rows) == str(rows)
+    assert f"<td>{rows[0].kind}</td><td>forward</td>" in rows._repr_html_()
+    assert str(type(rows)()) == "no rows"
+    assert str(type(rows)([rows[0]] * 100)).endswith("and 40 more rows: see to_pandas()")
+    first = rows[0]
     assert first == ("all_gather", "forward", "0", "f32", 64 * 7 * 4, ("0.weight", "0.bias"))
     assert str(first) == "all_gather of 0 (f32, 1792 bytes: 0.weight, 0.bias)"

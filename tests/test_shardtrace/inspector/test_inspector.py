@@ -33,6 +33,7 @@ def test_text(shown):
         re.sub(r"\b(f?t)\d+\b", r"\1N", head),
         """\
 Sequential: ZeRO-3 over 2 ranks, seen from rank 0 | buckets by block | prefetch 1
+predicted with the rates of shardtrace's default CPU, 1gbit (the default) between ranks
 
 step, predicted       1.05 ms, of which 1.02 ms (97 % of the step) wait for communication
 peak memory           8.43 KiB at line 29 of backward: ftN = reduce_scatter((tN, tN), b_0)

@@ -28,6 +28,20 @@ class Counts(nn.Linear):
     def forward(self, x):
         return torch.bincount(x)
 
+def jitted():
+    import thunder
+    return thunder.jit(nn.Linear(6, 8))
+
+def interrupted():
+    raise KeyboardInterrupt
+
+class Interrupt(nn.Linear):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+def interrupted_inside():
+    return Interrupt(6, 8), torch.ones(3, 6)
+
 def untraceable():
     return Counts(6, 8), torch.ones(3, dtype=torch.int64)
 """
@@ -93,6 +107,38 @@ def test_hybrid(folder, capsys):
     assert "for fake ranks mesh_shape=(replicas, shards)" in capsys.readouterr().err
     assert main([*arguments, "--mesh", "8x2", "--world-size", "8"]) == 1
     assert "a mesh of shape (8, 2) has 16 ranks, not world_size=8" in capsys.readouterr().err
+
+
+def test_rates(folder, capsys):
+    """By the flags of "plan". The text and the page name them."""
+    cluster = ["--device", "a100-80", "--link", "100gbit", "--mp-policy", "bf16"]
+    assert main(["explain", "factory_for_cli.py:model", "--world-size", "16", *cluster]) == 0
+    text = capsys.readouterr().out
+    rates = "predicted with the rates of a100-80's data sheet, nvlink3 in machines of 8, 100gbit between"
+    assert text.splitlines()[1] == rates
+    assert "  0 cuda" in text or "cuda:0 bf16" in text
+    assert main(["inspect", "factory_for_cli.py:model", "--node-ranks", "4", "--node-link", "pcie4"]) == 0
+    rates = "predicted with the rates of h100-sxm&#x27;s data sheet, pcie4 in machines of 4, 400gbit between"
+    assert f"<p>{rates}</p>" in (folder / "trace.html").read_text()
+    assert main(["explain", "factory_for_cli.py:model", "--device", "h1000"]) == 1
+    assert "there is no device 'h1000': choose one of a100-40" in capsys.readouterr().err
+
+
+def test_what_cannot_be_changed_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", "script.py", "--sharding-strategy", "zero3", "--device", "cuda", "--", "train"])
+    assert stop.value.code == 2
+    refused = "script.py is a script, which passes its own options to fsdp: --sharding-strategy, --device would change"
+    assert refused in capsys.readouterr().err
+    assert main(["explain", "factory_for_cli.py:jitted", "--prefetch", "2"]) == 1
+    assert "returns a jitted model, which --prefetch cannot change" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["interrupted", "interrupted_inside"])
+def test_interrupt(folder, capsys, target):
+    """Ctrl-C while the target is made, and while Thunder interprets."""
+    assert main(["explain", f"factory_for_cli.py:{target}"]) == 130
+    assert capsys.readouterr().err.endswith("shardtrace: explain was interrupted\n")
 
 
 def test_explain_module(folder, capsys):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import Zoo, tokens
 from ranks import on_ranks
+from thunder.core import interpreter
 from torch import nn
 
 
@@ -179,3 +180,16 @@ def test_a_module_around_a_sharded_one(ranks):
 def test_a_method_of_a_model_that_is_not_sharded():
     with pytest.raises(ValueError, match="Model is not sharded"):
         shardtrace.register_forward_method(Model(), "encode")
+
+
+def test_an_interrupt_stays_one(fake_ranks, monkeypatch):
+    """Thunder makes an InterpreterError, which prints the model, of what is raised in its interpreter."""
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    fake_ranks(2)
+    model = shardtrace.fsdp(Model())
+    monkeypatch.setattr(interpreter, "_interpret_call", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(2))

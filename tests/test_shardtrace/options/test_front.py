@@ -42,3 +42,15 @@ def test_ticks_are_round_and_few(values):
 def test_one_row_and_none():
     assert len(circles(draw_front(ROWS[:1], None, 5 * GIB))) == 1
     assert circles(draw_front([], None, 5 * GIB)) == []
+
+
+def test_a_distant_budget_squeezes_no_row():
+    """The rows fill the drawing, and their ticks differ."""
+    rows = [Row(round(GIB * (1.3 + k / 1e4)), 1.0 - k / 10, 0.0, "zero3", 0, "nothing", 1, {}) for k in range(4)]
+    svg = draw_front(rows, rows[0], 80 * GIB)
+    assert ">budget 80.00 GiB →</text>" in svg
+    assert '<line class="budget"' not in svg
+    places = [x for _, x, _ in circles(svg)]
+    assert places[-1] - places[0] > 700
+    ticks = re.findall(r">([\d.]+ GiB)</text>", svg)
+    assert len(ticks) == len(set(ticks)) > 2

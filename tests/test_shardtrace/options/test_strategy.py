@@ -1,7 +1,9 @@
 """Strategies: their names, the collectives that they send, and bad input."""
 
+import re
+
 import shardtrace
-from shardtrace import ShardingStrategy
+from shardtrace import CommPolicy, ShardingStrategy
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import grouped
 from shardtrace.options.strategy import assign, parse_bucketing_strategy, parse_rules, parse_sharding_strategy
@@ -59,6 +61,37 @@ def is_matrix(name, p):
 
 def never(name, p):
     return False
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.again = self.head  # a third name, of a shared module
+
+
+@pytest.mark.parametrize("pattern", ["embed.*", "head.*", "again.weight"])
+def test_patterns_match_any_name_of_a_tied_parameter(fake_ranks, pattern):
+    fake_ranks(2)
+    model = shardtrace.fsdp(Tied(), sharding_strategy={pattern: "zero2", "*": "zero3"})
+    assert state_of(model).entries[0].strategy is ShardingStrategy.ZERO2
+    with pytest.raises(
+        ValueError, match=f"gather_dtype='int8' for '{pattern[:3]}.* changes nothing: 'embed.weight' has"
+    ):
+        shardtrace.fsdp(Tied(), comm_policy=CommPolicy(gather_dtype={pattern: "int8"}))
+
+
+def test_two_names_that_match_different_patterns_are_refused(fake_ranks):
+    fake_ranks(2)
+    rules = {"head.*": "zero2", "embed.*": "zero3"}
+    message = "'embed.weight' and 'head.weight' are one tied parameter, and the patterns 'embed.*' and 'head.*' choose"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shardtrace.fsdp(Tied(), sharding_strategy=rules)
+    with pytest.raises(ValueError, match=r"gather_dtype: 'embed.weight' and 'head.weight' are one tied parameter"):
+        shardtrace.fsdp(Tied(), comm_policy=CommPolicy(gather_dtype={"head.*": "int8", "embed.*": None}))
+    listed = dict.fromkeys(("embed.weight", "head.weight", "again.weight"), "zero2")
+    shardtrace.fsdp(Tied(), sharding_strategy=listed | rules)
 
 
 def test_predicates_see_whole_parameters(fake_ranks):

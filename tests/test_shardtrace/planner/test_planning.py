@@ -280,7 +280,7 @@ def test_fsdp_rounds_as_planned():
 
 def test_nothing_fits():
     with pytest.raises(shardtrace.NoPlanFitsError, match=r"fits into 100 B: the least is .* with .*strategy") as caught:
-        small(memory=100)
+        small(memory="100B")
     assert caught.value.least.peak > 100
 
 
@@ -301,8 +301,16 @@ def test_the_memory_of_the_host_if_that_of_the_device_is_too_small():
     assert shardtrace.plan(model, x, memory=least.memory, **options).seconds < tight.seconds
 
 
+def test_inside_a_process_group():
+    with (
+        fake_ranks(2),
+        pytest.raises(RuntimeError, match=r"plan before init_process_group, or once by `shardtrace plan"),
+    ):
+        small()
+
+
 def test_the_largest_batch():
-    found = small(memory=20_000, fixed={"sharding_strategy": "zero3"})
+    found = small(memory="20kB", fixed={"sharding_strategy": "zero3"})
     batch = found.largest_batch()
     assert batch > 2
     x = torch.zeros(batch, 8)
@@ -319,6 +327,8 @@ def test_the_largest_batch():
         ({"memory": "lots"}, ValueError, "write it as 80GB"),
         ({"memory": -1}, ValueError, "memory=-1: write it as 80GB"),
         ({"memory": "8.0.0GB"}, ValueError, "memory='8.0.0GB': write it as 80GB"),
+        ({"memory": "80"}, ValueError, "memory='80' would be 80 bytes: write 80GB, or 80B if that is meant"),
+        ({"memory": 80}, ValueError, "memory=80 would be 80 bytes: write 80GB"),
         ({"memory": [80]}, ValueError, r"memory=\[80\]: write it as 80GB"),
         ({"link": 5}, ValueError, "there is no link 5: choose one of"),
         ({"optimizer": 5}, ValueError, "no optimizer 5"),

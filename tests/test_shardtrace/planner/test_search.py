@@ -1,9 +1,13 @@
 """The search: budgets, recipes, and the order of what it finds."""
 
-from shardtrace.planner.family import NOTHING, Candidate, Point
+import ctypes
+
+from shardtrace.planner.family import EXACT, NOTHING, Candidate, Point
+from shardtrace.planner.program import Program
 from shardtrace.planner.search import explore, fastest, front
 
 import pytest
+import scipy.optimize
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +63,18 @@ def test_first_blocks_recompute_and_last_buckets_are_kept(points):
             assert numbers == list(range(len(numbers)))
         kept = sorted(int(label[2:]) for label in point.candidate.kept if label.startswith("h."))
         assert kept == list(range(6 - len(kept), 6))
+
+
+def test_what_the_solver_prints_is_dropped(family, capfd, monkeypatch):
+    """Also what stays in C's buffer."""
+    solve = scipy.optimize.milp
+
+    def noisy(*args, **kwargs):
+        ctypes.CDLL(None).printf(b"degeneracy?\n")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", noisy)
+    assert Program(family, EXACT).solve(1e9) is not None
+    ctypes.CDLL(None).fflush(None)
+    print("ours", flush=True)
+    assert capfd.readouterr().out == "ours\n"

@@ -211,6 +211,7 @@ def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path)
     for said in parts[:2]:
         for rank in range(2):
             assert re.search(rf"shardtrace: rank {rank}, at \S+script.py:\d+ in alone, waits for .*, for 1 s now", said)
+        assert re.search(r"the others to compare .*, for 1 s now: rank\(s\) \d did not come yet. Perhaps only", said)
         error = (
             "RankFailedError: the ranks wait for each other: rank ., at .*script.py:.* waits for the others to compare "
             "the collectives of Linear, rank ., at .*script.py:.* waits for a collective of root. Probably only some "

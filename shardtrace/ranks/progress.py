@@ -1,0 +1,122 @@
+"""Says on stderr what takes long: compiling, which is a matter of minutes for large models.
+
+A thread looks at the stack of the one that works. It says nothing for 10 seconds, or as many as SHARDTRACE_PROGRESS in
+the environment. Then it keeps one line up to date in a terminal; elsewhere it writes a line, and another one whenever
+the time has doubled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+from shardtrace.ranks.mesh import is_alone
+
+import torch.distributed as dist
+
+SILENCE = float(os.environ.get("SHARDTRACE_PROGRESS", "10"))  # seconds; "inf" says nothing at all
+LOOK_UP = 1.0  # seconds between looks
+COMPILES = "thunder", "get_computation_and_inputs"  # Thunder's function that compiles: its module and name
+NAME = "shardtrace-progress"
+RECORDING = "recording the forward"
+STAGES = (  # by the module of the innermost frame that has one of these
+    ("shardtrace.planner.program", "solving"),
+    ("shardtrace.planner.compose", "composing steps"),
+    ("thunder.transforms.autodiff", "differentiating"),
+    ("thunder.executors", "choosing kernels"),
+)
+RUNNERS = ("passes.runner", "passes.pipeline", "passes.facts")  # that run passes and are none
+
+
+class _Says(threading.Thread):
+    """Says what the thread ``worker`` does, until that has left Thunder's compiler, or until :meth:`stop`.
+
+    ``stage`` is what it does, if that is known. Its stack is not looked at then: a frame that another thread holds
+    keeps the fake tensors of a recording alive.
+    """
+
+    def __init__(self, what: str, *, until_compiled: bool) -> None:
+        super().__init__(name=NAME, daemon=True)
+        self.stage = ""
+        self._what, self._worker, self._until_compiled = what, threading.get_ident(), until_compiled
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        begin, due, said, in_place = monotonic(), SILENCE, False, sys.stderr.isatty()
+        while not self._over.wait(LOOK_UP):
+            stage = self.stage
+            if not stage:
+                places = _places(self._worker)
+                if self._until_compiled and COMPILES not in places:
+                    break
+                stage = _stage(module for module, _ in places)
+            seconds = monotonic() - begin
+            if seconds >= due:
+                line = f"shardtrace: {self._what} for {seconds:.0f} s: {stage}"
+                sys.stderr.write(f"\r\x1b[K{line}" if in_place else f"{line}\n")
+                sys.stderr.flush()
+                said, due = True, seconds if in_place else 2 * seconds
+        if said and in_place:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+@contextmanager
+def compiling(name: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Around the recording of a forward that Thunder compiles. Says, on the first rank of ``group``, what happens until
+    it is compiled."""
+    says = _running()
+    if says is None:
+        says = _Says(f"compiling {name}", until_compiled=True)
+        if is_alone(group) or dist.get_rank(group) == 0:
+            says.start()
+    says.stage = RECORDING
+    try:
+        yield
+    finally:
+        says.stage = ""
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Says what happens inside."""
+    says = _Says(what, until_compiled=False)
+    if _running() is None:
+        says.start()
+    try:
+        yield
+    finally:
+        if says.is_alive():
+            says.stop()
+
+
+def _running() -> _Says | None:
+    return next((thread for thread in threading.enumerate() if isinstance(thread, _Says)), None)
+
+
+def _places(thread: int) -> list[tuple[str, str]]:
+    """The modules and names of the functions that a thread runs, the innermost first."""
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None:
+        found.append((str(frame.f_globals.get("__name__", "")), frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def _stage(modules: Iterable[str]) -> str:
+    """What is being done, in words."""
+    for module in modules:
+        for prefix, words in STAGES:
+            if module == prefix or module.startswith(prefix + "."):
+                return words
+        if module.startswith("passes.") and module.count(".") == 1 and module not in RUNNERS:
+            return f"pass {module.removeprefix('passes.')}"
+    return "tracing"
