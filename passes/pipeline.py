@@ -24,6 +24,7 @@ from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import keep_secondary
+from passes.keep_stream import keep_stream
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.rebuild_result import rebuild_result
@@ -74,6 +75,8 @@ BEFORE_AUTODIFF = (
           "what forward sets on modules would be lost", over="epilogue"),
     Entry("refuse_double_backward", refuse_double_backward, "while the epilogue returns tensors",
           "gradient penalties would be dropped silently", over="epilogue"),
+    Entry("keep_stream", keep_stream, "while the epilogue returns tensors",
+          "backward could read gradients before they are computed", over="epilogue"),
     Entry("note_unused", note_unused, "while the epilogue returns tensors", "drop_unused reads it", over="epilogue"),
     Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
           "Thunder cannot return what the model returns", over="epilogue"),

@@ -64,7 +64,6 @@ def end_without_threads():
     os._exit(int(hasattr(sys, "last_type")))
 
 def lost(rank, store, how, failing):
-    # the last but one step is the last one of a rank
     failure.LOOK_UP, failure.PATIENCE, life.STOPPED, sys.stderr = 0.1, 1.0, 3, sys.stdout
     kind, _, backend = how.split()
     limit = timedelta(seconds=100)
@@ -78,8 +77,8 @@ def lost(rank, store, how, failing):
     where = f"tcp://127.0.0.1:{ports[how]}"  # a stopped rank may hold the lock of a file
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=2, timeout=limit)
     cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(8, 8)))
-    for step in range(4):
-        if step == 2 and rank == failing:
+    for step in range(5):
+        if step == 3 and rank == failing:  # a step that is not compared
             time.sleep(0.3)  # the others have seen it
             if kind == "killed":
                 os._exit(1)
