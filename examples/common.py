@@ -53,15 +53,13 @@ def script() -> str:
 def process_group(device: torch.device) -> Iterator[None]:
     """The process group of torchrun's ranks, or a group of one if the script runs without torchrun."""
     if dist.is_torchelastic_launched():
-        shardtrace.init_process_group(device, device_id=device if device.type == "cuda" else None)
+        shardtrace.init_process_group(device)
     else:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-        dist.barrier()  # no rank ends while another still talks to it
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.barrier()  # no rank ends while another still talks to it
+    dist.destroy_process_group()  # not after an error: nccl would first wait for collectives that the others left
 
 
 # ---- values over ranks ----

@@ -24,6 +24,7 @@ from passes.insert_guards import insert_guards
 from passes.insert_synchronize import insert_synchronize
 from passes.keep_random import keep_random
 from passes.keep_secondary import keep_secondary
+from passes.keep_stream import keep_stream
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
 from passes.rebuild_result import rebuild_result
@@ -75,6 +76,8 @@ BEFORE_AUTODIFF = (
           "what forward sets on modules would be lost", over="epilogue"),
     Entry("watch_backward", watch_backward, "while the epilogue returns tensors",
           "gradient penalties would be dropped silently", over="epilogue"),
+    Entry("keep_stream", keep_stream, "while the epilogue returns tensors",
+          "backward could read gradients before they are computed", over="epilogue"),
     Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
           "Thunder cannot return what the model returns", over="epilogue"),
     Entry("insert_synchronize", insert_synchronize, "before autodiff: the grad rule of a bucket buckets backward, too",

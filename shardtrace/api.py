@@ -13,7 +13,7 @@ from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
-from shardtrace.model.choose import Target, choose, choose_gathers, find_target
+from shardtrace.model.choose import choose, choose_gathers, find_target
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
@@ -26,12 +26,11 @@ from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announced
-from shardtrace.ranks.failure import watch, watches
 from shardtrace.ranks.mesh import Mesh
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.training.clipping import share_norms
 from shardtrace.training.methods import METHODS
-from shardtrace.training.optimizers import refuse_wrong_optimizers
+from shardtrace.training.optimizers import refuse_wrong_steps
 from shardtrace.training.scaling import share_overflows
 from shardtrace.training.wrappers import refuse_wrappers
 
@@ -149,7 +148,7 @@ def fsdp(
     before, after = chosen.device, target.device
     if before is not None and before.type not in (after.type, "meta") and target.host is None and group.rank() == 0:
         print(f"shardtrace: {type(module).__name__} was on {before}, its shards are on {after}", file=sys.stderr)
-    _guard_process(target)
+    _guard_process()
     kept = replace(options, init=InitPolicy())  # the weights may be large
     state = ShardedState(module, target.groups, kept, entries, cost, ignored=ignored, known=share_norms())
     state.claim_shards()
@@ -179,12 +178,10 @@ def _stored(weights: Source | None, module: nn.Module) -> dict[str, Stored]:
     return stored
 
 
-def _guard_process(target: Target) -> None:
-    """Watches over the other ranks, and over functions of torch that would take a shard for a parameter."""
-    if watches(target.groups.everyone, target.device):
-        watch(target.groups)
+def _guard_process() -> None:
+    """Guards the end of the process, and functions of torch that would take a shard for a parameter."""
     leave_in_peace()
-    refuse_wrong_optimizers()
+    refuse_wrong_steps()
     refuse_wrappers()
     share_overflows()
 

@@ -44,7 +44,8 @@ from passes.plan import (
 from passes.plan.cost import FREE
 from shardtrace.costs import cost_model_key, of_first_rank, table, write_cost_model
 from shardtrace.model.freed_memory import keep_freed_memory
-from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve_group, transport
+from shardtrace.ranks.device import resolve_device
+from shardtrace.ranks.mesh import backend_for, is_alone, resolve_group, transport
 
 import torch
 import torch.distributed as dist

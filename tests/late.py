@@ -89,6 +89,10 @@ class LateGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Ends all collectives, now and later, without results."""
         self._ended.set()
+        work = self._last
+        while work is not None:
+            work.over.set()
+            work = work.earlier
 
     def shutdown(self) -> None:
         self._works.put(None)

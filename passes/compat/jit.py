@@ -23,11 +23,15 @@ from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 
-def nodes_of_thunder(outputs: Iterable[torch.Tensor]) -> list[Any]:
-    """The autograd nodes by which Thunder runs the backward of a step with these outputs. Inputs that are passed on
-    have nodes of their own."""
-    nodes = {output.grad_fn for output in outputs}
-    return [n for n in nodes if getattr(type(n), "_forward_cls", None) in (ThunderFunction, ThunderOutputFunction)]
+def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = False) -> list[Any]:
+    """The autograd nodes to which the gradients of a step's outputs go. Inputs that are passed on have nodes of their
+    own. ``of_backward``: the nodes that run the compiled backward, which may come after those."""
+    nodes: set[Any] = {output.grad_fn for output in outputs}
+    kinds = {n: getattr(type(n), "_forward_cls", None) for n in nodes}
+    found = {n: kind for n, kind in kinds.items() if kind in (ThunderFunction, ThunderOutputFunction)}
+    if not of_backward:
+        return list(found)
+    return list({n if kind is ThunderFunction else n.next_functions[0][0] for n, kind in found.items()})
 
 
 def compile_data_and_stats() -> tuple[Any, Any]:

@@ -80,6 +80,12 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store over another connection: one waits for the answer to one question at a time."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs of torch 2.13
+    return clone
+
+
 def keeps_graph() -> bool:
     """True while autograd runs a backward that was called with ``retain_graph=True``."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -14,7 +14,7 @@ from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.counts import parse_count
 from shardtrace.options.policies import InitPolicy
-from shardtrace.ranks.mesh import resolve_device
+from shardtrace.ranks.device import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 
 import thunder

@@ -126,10 +126,7 @@ class ShardtraceStrategy(DDPStrategy):
             # torchrun may restart ranks, which Fabric's own group does not survive
             assert self.accelerator is not None
             self.accelerator.setup_device(self.root_device)
-            on_gpu = self.root_device.type == "cuda"
-            init_process_group(
-                self.root_device, timeout=self._seconds, **({"device_id": self.root_device} if on_gpu else {})
-            )
+            init_process_group(self.root_device, timeout=self._seconds)
         super().setup_environment()
         if isinstance(self.mesh, tuple):
             self.mesh = init_device_mesh(self.root_device.type, self.mesh, mesh_dim_names=("replicate", "shard"))

@@ -18,8 +18,9 @@ from shardtrace.options.blocks import (
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
+from shardtrace.ranks.device import choose_device, use_device
 from shardtrace.ranks.failure import tell_others_of_failure
-from shardtrace.ranks.mesh import Groups, Mesh, backend_for, choose_device, mesh_of_nodes, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, mesh_of_nodes, resolve_groups
 from shardtrace.record.absent import is_absent
 
 import torch
@@ -89,6 +90,8 @@ def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
             "compile for fake ranks, as in "
             'shardtrace.inspect(model, x, world_size=8, init_policy=InitPolicy(device="cuda"))'
         )
+    if dist.get_backend(groups.everyone) != "fake":
+        use_device(device)
     strategies = chosen.strategies.values()
     if options.offload and strategies and all(s.placement is Placement.REPLICATE for s in strategies):
         raise ValueError(

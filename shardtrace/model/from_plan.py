@@ -9,7 +9,8 @@ from typing import Any
 from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.spellings import canonical
 from shardtrace.ranks.consensus import announced, compare
-from shardtrace.ranks.mesh import choose_device, is_2d, resolve_groups
+from shardtrace.ranks.device import choose_device
+from shardtrace.ranks.mesh import is_2d, resolve_groups
 
 from torch import nn
 from torch.distributed import init_device_mesh

@@ -24,8 +24,10 @@ class InitPolicy:
 
     Args:
         device: the device of shards and buffers; with ``offload_policy``, the device that computes. Default, as in
-            FSDP2: the mesh's device type, else this rank's GPU (that of LOCAL_RANK) if there is one, else the CPU. A
-            model stays where it is if the process group was made without nccl.
+            FSDP2: the mesh's device type, else this rank's GPU if there is one, else the CPU. Its GPU is the one that
+            the process group is bound to, or the model is on, or ``torch.cuda.set_device`` has set (an index of 0 says
+            nothing), else LOCAL_RANK counts through those that this rank sees. A model stays where it is if the process
+            group was made without nccl.
         weights: values for all parameters and persistent buffers, of which each rank reads only its rows: a folder of
             safetensors files, one file, or a state dict (:func:`shardtrace.load_safetensors`). The model may be on the
             meta device (:func:`shardtrace.init_empty_weights`) and is then never whole. ``fsdp`` raises CheckpointError

@@ -1,8 +1,12 @@
 """Reporting the error of a failed rank to the others, so that they end with it and not with a broken connection.
 
 Note [Dead peers]: gloo's collectives raise when a connection breaks. Those of nccl wait for a lost rank until the
-timeout of the process group, and then end the process. Therefore a thread looks for the word of a failed rank. It
-aborts the collectives, so that the program goes on to the next line that asks, which raises.
+timeout of the process group, and then end the process. Therefore a thread looks for the word of a failed rank, and for
+ranks that show no sign of life. It prints the reason, and aborts all process groups, so that the program goes on to the
+next line that asks, which raises. A program that waits for something else is ended as torchrun ends it, by SIGTERM.
+
+Note [Last rank]: a rank that fails stays until the others have its word, because the store may go with it, or because
+torchrun ends the others when it is gone.
 
 Note [Long waits]: the same thread says what this rank waits for, if that takes long, and writes it into the store. A
 rank that compares something thus sees one that waits in a later communication, to which it will not come. All ranks of
@@ -14,6 +18,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -23,17 +29,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from passes.compat.failures import notes_of
-from passes.compat.versions import default_store
-from shardtrace.ranks.mesh import Groups, backend_for, is_alone
+from passes.compat.versions import default_store, own_connection
+from shardtrace.ranks.abort import abort_groups, asynchronous_error
+from shardtrace.ranks.life import Life
+from shardtrace.ranks.mesh import is_alone
 
-import torch
 import torch.distributed as dist
 
 KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
+WATCHING, HEARD = "shardtrace/watching", "shardtrace/heard"  # how many ranks look for this key, and have found it
 LOOK_UP = 1.0  # seconds between look-ups of this key
+PATIENCE = 5.0  # seconds for the others to hear a word, for an abort, for a store that does not answer, for a word
+GRACE = 8.0  # seconds in which a rank comes to a line that raises, after the abort
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
 DEADLOCK = "the ranks wait for each other: "
+LOST = "no sign of life from "
 SILENCE = 10.0  # seconds after which a rank says what it waits for
 LIBRARIES = ("torch", "thunder", "shardtrace", "passes", "contextlib")  # a line of the script is not in these
 LIKELY = (
@@ -48,7 +59,7 @@ class RankFailedError(RuntimeError):
 
 
 class _TellOthers:
-    """A ``sys.excepthook`` that first tells the other ranks which exception ends this one."""
+    """A ``sys.excepthook`` that tells the other ranks which exception ends this one: Note [Last rank]."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -57,12 +68,25 @@ class _TellOthers:
         self.watch: _Watch | None = None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.store is not None and not issubclass(kind, RankFailedError | KeyboardInterrupt):
-            with contextlib.suppress(RuntimeError):  # the store may have gone first, with the rank that held it
-                word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
-                self.store.compare_set(KEY, "", word)  # the first one counts
+        watch, store = self.watch, self.store
+        if watch is None or store is None or watch.in_fork() or issubclass(kind, KeyboardInterrupt):
+            return self.before(kind, error, trace)
+        watch.ends = True
+        word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
+        if watch.can_ask():
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
+                store.compare_set(KEY, "", word)  # the first one counts
         self.before(kind, error, trace)
-        time.sleep(LOOK_UP)  # the others read the word before the store goes with this process
+        if watch.can_ask():
+            _wait_until(lambda: store.add(HEARD, 0) >= store.add(WATCHING, 0) - 1, PATIENCE)
+        abort_groups(PATIENCE)  # kernels that wait for other ranks would keep the process
+
+
+def _wait_until(done: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        while not done() and time.monotonic() < end:
+            time.sleep(LONGEST_PAUSE)
 
 
 def tell_others_of_failure(group: dist.ProcessGroup) -> None:
@@ -72,58 +96,113 @@ def tell_others_of_failure(group: dist.ProcessGroup) -> None:
         return
     if not isinstance(sys.excepthook, _TellOthers):
         sys.excepthook = _TellOthers(sys.excepthook)
-    hook = sys.excepthook
-    hook.store, hook.rank = default_store(), dist.get_rank()
-    if hook.watch is None or not hook.watch.is_alive():
-        hook.watch = _Watch(hook.rank)
+    hook, store = sys.excepthook, default_store()
+    if hook.watch is None or not hook.watch.is_alive() or hook.store is not store:
+        hook.store, hook.rank = store, dist.get_rank()
+        hook.watch = _Watch(store)
         hook.watch.start()
         atexit.register(hook.watch.stop)
 
 
 class _Watch(threading.Thread):
     """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits for:
-    Note [Long waits]."""
+    Note [Long waits].
 
-    def __init__(self, rank: int) -> None:
+    ``ends`` tells that this rank ends by itself, because it has raised an error.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
         super().__init__(name="shardtrace-watch", daemon=True)
-        self.groups: list[dist.ProcessGroup] = []
-        self.reason = ""
-        self.waits = _Waits(rank)
-        self._own, self._over = f"rank {rank}: ", threading.Event()
+        self.reason, self.ends = "", False
+        self.rank = dist.get_rank()
+        self.waits = _Waits(self.rank)
+        self._life = Life(self.rank, dist.get_world_size())
+        self._default, self._store = store, own_connection(store)
+        self._store.add(WATCHING, 1)
+        self._over, self._process = threading.Event(), os.getpid()
 
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, or the process group
-            while not self.reason and not self._over.wait(LOOK_UP):
-                self._look(default_store())
+        answered = time.monotonic()
+        while not self.reason and not self._over.wait(LOOK_UP) and self._is_current():
+            try:
+                self.reason = self._look(self._store)
+                answered = time.monotonic()
+            except RuntimeError:
+                if time.monotonic() - answered >= PATIENCE:
+                    self.reason = f"{LOST}rank 0: the store that it held does not answer, so it may have been killed"
+        with contextlib.suppress(RuntimeError):
+            if not self.reason:
+                self._life.leave(self._store)
+                self._store.add(WATCHING, -1)
+            elif self.can_ask():
+                self._store.add(HEARD, 1)
+        if self.reason:
+            self._act()
 
-    def _look(self, store: dist.Store) -> None:
-        if store.check([KEY]) and not (word := store.get(KEY).decode()).startswith(self._own):
-            self.reason = word
-            for group in self.groups:
-                with contextlib.suppress(RuntimeError):  # it may be gone
-                    group.abort()
+    def _is_current(self) -> bool:
+        try:
+            return default_store() is self._default
+        except ValueError:  # there is no process group any more
+            return False
+
+    def _look(self, store: dist.Store) -> str:
+        """The word of another rank. Writes one for a rank that is lost, or that waits for something else."""
+        if self._life.first_is_stopped():
+            lost = self._life.waited_for_first()
+            return lost and LOST + lost
+        if store.check([KEY]):
+            word = store.get(KEY).decode()
+            return "" if word.startswith(f"rank {self.rank}: ") else word
+        if lost := self._life.look(store):
+            store.compare_set(KEY, "", LOST + lost)
+            store.add(WATCHING, -1)
         elif deadlock := self.waits.look(store):
             store.compare_set(KEY, "", DEADLOCK + deadlock)
+        return ""
+
+    def _act(self) -> None:
+        if not self.ends:
+            self._say(_failed_text(self.reason))
+        self._over.wait(LOOK_UP)  # the others hear it before a communicator closes
+        abort_groups(PATIENCE)
+        if self._over.wait(GRACE) or self.ends:
+            return
+        if self.waits.any() or not self.reason.startswith(LOST):  # such a rank may have ended as it should
+            self._say(f"ends, because it did not come to a line that raises this within {GRACE:g} s")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"shardtrace: rank {self.rank}: {text}\n")
+        sys.stderr.flush()
+
+    def can_ask(self) -> bool:
+        """False if the store has gone, or was stopped, with the rank that held it."""
+        return not self.reason.startswith(f"{LOST}rank 0: ")
+
+    def in_fork(self) -> bool:
+        return os.getpid() != self._process
 
     def stop(self) -> None:
+        if self.in_fork():
+            return
         self._over.set()
-        self.join()
-
-
-def watches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if a collective of ``group`` waits for a lost rank instead of raising: Note [Dead peers]."""
-    return not is_alone(group) and backend_for(group, {device.type}) != "gloo"
-
-
-def watch(groups: Groups) -> None:
-    """Aborts the collectives of ``groups`` when another rank has reported that it failed."""
-    found = _watch()
-    assert found is not None
-    found.groups += [g for g in dict.fromkeys(groups) if g is not None]
+        self.join(PATIENCE)
+        if self.rank == 0 and not (self.ends or self.reason):  # the store may go with it
+            _wait_until(lambda: self._store.add(WATCHING, 0) <= 0, 2 * LOOK_UP)
 
 
 def _watch() -> _Watch | None:
     return sys.excepthook.watch if isinstance(sys.excepthook, _TellOthers) else None
+
+
+def reason_to_stop() -> str:
+    """The word of another rank that has failed, or the error that has ended a collective, so that its results have no
+    meaning. Empty if neither is known by now. Waits neither for the device nor for other ranks."""
+    watch = _watch()
+    if watch is None:
+        return ""
+    error = "" if watch.reason else asynchronous_error()
+    return f"a collective was aborted ({error})" if error else watch.reason
 
 
 class _Waits:
@@ -147,6 +226,9 @@ class _Waits:
         self._now[get_ident()] = wait.outer
         if not wait.compares:
             self._finished[wait.group] = wait.number + 1
+
+    def any(self) -> bool:
+        return any(wait is not None for wait in list(self._now.values()))
 
     def look(self, store: dist.Store) -> str:
         """Says what this rank has waited for longer than ``SILENCE``. Returns the reason if a wait will never end."""
@@ -206,7 +288,7 @@ class communicating:
         if isinstance(error, RuntimeError):
             _raise_if_rank_failed(error, self.what)
         elif error is None and watch is not None and watch.reason:  # the results may be without meaning
-            raise _failed(watch.reason, self.what)
+            raise failed(watch.reason, self.what)
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
@@ -220,7 +302,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
         now = time.monotonic()
         if now >= min(deadline, look_up):
             if reason := _word():
-                raise _failed(reason)
+                raise failed(reason)
             if now >= deadline:
                 return False
             look_up = now + LOOK_UP
@@ -242,20 +324,32 @@ def _raise_if_rank_failed(error: RuntimeError, what: str) -> None:
     """Raises :class:`RankFailedError` if ``error`` means a broken connection."""
     if isinstance(error, RankFailedError) or not any(word in str(error) for word in NETWORK_ERRORS):
         return
-    watch = _watch()
-    reason = (watch.reason if watch is not None else "") or _word()
-    if not reason and "imed out" in str(error):
+    timed_out = "imed out" in str(error)
+    if (watch := _watch()) is not None and not timed_out:
+        watch.ends = True
+        _wait_until(lambda: bool(_word()), PATIENCE + 2 * LOOK_UP)  # of a rank that was killed, another one tells
+    reason = _word()
+    if not reason and timed_out:
         raise RankFailedError(f"the other ranks did not come to {what} in time. Perhaps {LIKELY}") from error
-    raise _failed(reason or "it left no word, so it may have been killed: see its output", what) from error
+    raise failed(reason or "it left no word, so it may have been killed: see its output", what) from error
 
 
-def _failed(reason: str, what: str = "") -> RankFailedError:
-    text = reason if reason.startswith(DEADLOCK) else f"another rank failed: {reason}"
+def failed(reason: str, what: str = "") -> RankFailedError:
+    if (watch := _watch()) is not None:
+        watch.ends = True
+    text = _failed_text(reason)
     return RankFailedError(f"{text} (noticed in {what})" if what else text)
+
+
+def _failed_text(reason: str) -> str:
+    return reason if reason.startswith(DEADLOCK) else f"another rank failed: {reason}"
 
 
 def _word() -> str:
     """The message of a failed rank, which it writes before its connections break."""
+    watch = _watch()
+    if watch is not None and watch.reason:
+        return watch.reason
     try:
         store = default_store()
         return store.get(KEY).decode() if store.check([KEY]) else ""

@@ -75,8 +75,6 @@ def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.
                 "there is no process group and no torchrun environment to make one from: start the script with "
                 "torchrun, call torch.distributed.init_process_group first, or pass mesh="
             )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         init_process_group(device, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
@@ -99,39 +97,6 @@ def mesh_of_nodes(ranks: int, mesh: Mesh | None, device: torch.device, *, timeou
 def is_2d(mesh: Mesh | None) -> TypeGuard[DeviceMesh]:
     """True for a mesh that a hybrid strategy needs."""
     return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
-
-
-def choose_device(
-    device: torch.device | str | None, mesh: Mesh | None, current: torch.device | None, *, on_host: bool = False
-) -> torch.device:
-    """The device of shards, as FSDP2 chooses it: ``device``, else the mesh's, else this rank's GPU, if there is one.
-
-    ``current`` is the device of the model. It stays there if the process group cannot reach GPUs through nccl, unless
-    it is in host memory on purpose (``on_host``).
-    """
-    if device is None and isinstance(mesh, DeviceMesh):
-        device = mesh.device_type
-    return resolve_device(device, None if on_host or _reaches_gpus(mesh) else current)
-
-
-def _reaches_gpus(mesh: Mesh | None) -> bool:
-    if not torch.cuda.is_available():
-        return False
-    group = mesh if isinstance(mesh, dist.ProcessGroup) else dist.group.WORLD
-    return group is None or "cuda:nccl" in dist.get_backend_config(group).split(",")
-
-
-def resolve_device(device: torch.device | str | None, current: torch.device | None) -> torch.device:
-    """``device``, else ``current`` unless it is meta, else the CUDA device of LOCAL_RANK or the CPU."""
-    if device is None:
-        if current is not None and current.type != "meta":
-            return current
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        current_index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", current_index)))
-    return resolved
 
 
 def backend_for(group: dist.ProcessGroup | None, devices: set[str]) -> str:

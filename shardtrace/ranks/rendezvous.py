@@ -20,6 +20,8 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
+from shardtrace.ranks.device import resolve_device, use_device
+
 import torch
 import torch.distributed as dist
 
@@ -32,8 +34,12 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     gloo.
 
     Unlike ``torch.distributed.init_process_group``, it also works after a restart of the ranks (``--max-restarts``).
+    A GPU becomes the current device before the group is made and is bound to it (``device_id``).
 
     Args:
+        device: "cuda" without an index is the GPU that ``torch.cuda.set_device`` has set, unless that is the first one.
+            Else LOCAL_RANK counts through the GPUs that this rank sees: if ``CUDA_VISIBLE_DEVICES`` shows it only one,
+            that is "cuda:0".
         timeout: seconds to wait for the other ranks: until they have started, and in each collective.
         options: further arguments of ``torch.distributed.init_process_group``.
 
@@ -42,9 +48,13 @@ def init_process_group(device: torch.device | str = "cpu", *, timeout: float = 3
     """
     if dist.is_initialized():
         return
+    device = resolve_device(options.get("device_id") or device, None)
+    if device.type == "cuda":
+        use_device(device)
+        options["device_id"] = device
     store, rank, world_size = next(dist.rendezvous("env://"))
     name = attempt_name(store, rank, world_size, timeout)
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     store = dist.PrefixStore(name, store)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **options)

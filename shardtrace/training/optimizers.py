@@ -1,4 +1,10 @@
-"""Optimizers that compute with a whole tensor, and would compute something else with a shard of it."""
+"""The steps of optimizers: refused with gradients that are none, and with a shard where a whole tensor is needed.
+
+Note [Aborted reductions]: nccl reduces while the program goes on, so a reduction may end without a result after the
+line that waits for it. Each step of an optimizer that holds shards raises, before it changes them and before it
+returns, if a collective has been aborted by then. It does not wait for the device. A reduction that is aborted later
+leaves parameters without meaning, and the next communication raises: a run continues from its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,10 @@ from typing import Any
 
 from passes.plan import Placement
 from shardtrace.model.state import link_of
+from shardtrace.ranks.failure import failed, reason_to_stop
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 # Placements with which such an optimizer is right. Muon orthogonalizes each tensor by itself, and does nothing to an
 # empty one. Adafactor divides by a tensor's number of elements. LBFGS takes inner products of all parameters together.
@@ -22,16 +29,25 @@ RIGHT_WITH: dict[str, tuple[Placement, ...]] = {
 
 
 @functools.cache  # once for each process
-def refuse_wrong_optimizers() -> None:
-    """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the shards that it holds.
+def refuse_wrong_steps() -> None:
+    """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the shards that it holds:
+    Note [Aborted reductions], and optimizers that compute with whole tensors.
 
-    The hook is torch's global one. Nothing is stored on an optimizer, so that it copies and pickles as before. An
-    optimizer that is not in the table pays one look-up per step.
+    The hooks are torch's global ones. Nothing is stored on an optimizer, so that it copies and pickles as before. An
+    optimizer that is not in the table pays a few look-ups per step.
     """
-    register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_pre_hook(_check_results)
+    register_optimizer_step_post_hook(_check_results)
+    register_optimizer_step_pre_hook(_check_optimizer)
 
 
-def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_results(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    reason = reason_to_stop()
+    if reason and any(link_of(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise failed(reason, "a step of an optimizer")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _refuse_whole_state(optimizer)
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
     if name is None:

@@ -21,11 +21,17 @@ SCRIPT = """
 import atexit
 import gc
 import os
+import signal
+import socket
 import sys
+import time
 import shardtrace, thunder, torch
 import torch.distributed as dist
 from datetime import timedelta
+from shardtrace.ranks import failure, life
 from torch import nn
+
+failure.GRACE = 100  # the machine may be busy
 
 def train(rank, store, where, failing):
     if not dist.is_initialized():
@@ -48,9 +54,40 @@ def train(rank, store, where, failing):
 def late(rank, store, where, failing):
     # over a backend that behaves like nccl: nothing raises by itself when a rank is lost
     from late import like_nccl
+    atexit.register(end_without_threads)
     dist.init_process_group("late", init_method=f"file://{store}", rank=rank, world_size=2)
     with like_nccl():
         train(rank, store, "backward", failing)
+
+def end_without_threads():
+    # those of the backend may still be in a call of gloo
+    sys.stdout.flush()
+    os._exit(int(hasattr(sys, "last_type")))
+
+def lost(rank, store, how, failing):
+    failure.LOOK_UP, failure.PATIENCE, life.STOPPED, sys.stderr = 0.1, 1.0, 3, sys.stdout
+    kind, _, backend = how.split()
+    limit = timedelta(seconds=100)
+    if backend == "gloo":
+        failure.GRACE = 0.5
+        limit = timedelta(seconds=2 if kind == "hung" else 100)
+    else:
+        from late import like_nccl
+        atexit.register(end_without_threads)
+        like_nccl().__enter__()
+    where = f"tcp://127.0.0.1:{ports[how]}"  # a stopped rank may hold the lock of a file
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=2, timeout=limit)
+    cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(8, 8)))
+    for step in range(5):
+        if step == 3 and rank == failing:  # a step that is not compared
+            time.sleep(0.3)  # the others have seen it
+            if kind == "killed":
+                os._exit(1)
+            if kind == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                pass
+        cmodel(torch.ones(2, 8)).sum().backward()
 
 def leave(rank, store, how, failing):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -72,7 +109,6 @@ def leave(rank, store, how, failing):
             raise
 
 def alone(rank, store, how, failing):
-    from shardtrace.ranks import failure
     failure.LOOK_UP, failure.SILENCE, sys.stderr = 0.1, 1.0, sys.stdout
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     cmodel = thunder.jit(shardtrace.fsdp(nn.Linear(8, 8)))
@@ -116,8 +152,11 @@ def killed(rank, store, how, failing):
         print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
         raise
 
-ranks = {}
+ports, ranks = {}, {}
 for run, how, failing in CASES:  # all at once
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports[how] = free.getsockname()[1]
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
@@ -127,7 +166,11 @@ for run, how, failing in CASES:  # all at once
             sys.exit()
         ranks.setdefault(how, []).append(pid)
 for how, pids in ranks.items():
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    codes = []
+    for pid in pids:
+        if how.startswith("stopped") and codes:
+            os.kill(pid, signal.SIGKILL)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     print(open(f"{how}.out").read() + f"exit codes {codes}", flush=True)
 """
 
@@ -167,8 +210,9 @@ def test_same_steps_are_run():
         compiled_steps(check_steps)("reduced")
 
 
-def run_ranks(folder, *cases):
-    """The output of the two ranks of each case. The ranks are forks of a process that has imported Thunder.
+def run_ranks(folder, *cases, codes=None):
+    """The output of the two ranks of each case, which end with these exit codes, or with [1, 1]. The ranks are forks of
+    a process that has imported Thunder.
 
     They run without torchrun, which would kill them with a signal.
     """
@@ -177,9 +221,9 @@ def run_ranks(folder, *cases):
     environment.pop("SHARDTRACE_CHECK_STEPS", None)
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    *parts, rest = done.stdout.split("exit codes [1, 1]\n")
-    assert (len(parts), rest) == (len(cases), ""), done.stdout + done.stderr
-    return parts
+    found = re.findall(r"exit codes (.*)\n", done.stdout)
+    assert found == (codes or len(cases) * ["[1, 1]"]), done.stdout + done.stderr
+    return re.split(r"exit codes .*\n", done.stdout)[:-1]
 
 
 def test_the_error_of_one_rank_ends_the_others(tmp_path):
@@ -189,6 +233,24 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
         assert "RankFailedError" not in own
         other = next(line for line in said if line.startswith(f"rank {1 - failing}: "))
         assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
+
+
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path):
+    """Rank 0 holds the store of the first case. Gloo has no abort: a rank that waits for a stopped one is ended, and so
+    is one that does not communicate for long."""
+    cases = ('(lost, "killed in late", 0)', '(lost, "stopped in late", 1)')
+    cases += ('(lost, "stopped in gloo", 1)', '(lost, "hung in gloo", 1)')
+    killed, nccl, gloo, hung = run_ranks(tmp_path, *cases, codes=["[1, 1]", "[1, -9]", "[-15, -9]", "[1, -15]"])
+    error = "another rank failed: no sign of life from rank {}: "
+    gone = error.format(0) + "the store that it held does not answer, so it may have been killed"
+    assert f"RankFailedError: {gone} (noticed in a collective of root)" in killed
+    stopped = error.format(1) + "its process has been stopped for 3 s"
+    assert f"RankFailedError: {stopped} (noticed in a collective of root)" in nccl
+    assert f"shardtrace: rank 0: {stopped}\n" in gloo
+    late = "RankFailedError: the other ranks did not come to a collective of root in time"
+    assert f"shardtrace: rank 1: another rank failed: rank 0: {late}" in hung
+    for said, rank in ((gloo, 0), (hung, 1)):
+        assert f"shardtrace: rank {rank}: ends, because it did not come to a line that raises this" in said
 
 
 def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
@@ -222,8 +284,8 @@ def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path)
     for said, where in zip(
         parts[3:], ("the norms of the gradients of all ranks", "a checkpoint to be saved"), strict=True
     ):
-        error = "another rank failed: it left no word, so it may have been killed: see its output"
-        assert f"rank 0: RankFailedError: {error} (noticed in {where})" in said
+        error = "no sign of life from rank 1: its process is gone and left no word, so it may have been killed"
+        assert f"rank 0: RankFailedError: another rank failed: {error}: see its output (noticed in {where})" in said
 
 
 T, V = "train", "evaluate"

@@ -1,7 +1,6 @@
 """Models on different process groups."""
 
 import shardtrace
-from shardtrace.ranks.mesh import choose_device
 
 import thunder
 import torch
@@ -28,21 +27,3 @@ def test_different_groups():
     if dist.get_rank() < 2:
         full = shardtrace.full_state_dict(narrow)
         torch.testing.assert_close(dict(full), expected, rtol=0, atol=0)
-
-
-def test_the_device_is_chosen_as_by_fsdp2(fake_ranks, monkeypatch):
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
-    assert choose_device(None, None, cpu) == cpu
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert choose_device(None, None, cpu) == gpu  # no process group yet: it will be one of nccl
-    assert choose_device("cpu", None, gpu) == cpu
-    fake_ranks(2)
-    assert choose_device(None, None, cpu) == cpu  # these ranks cannot reach GPUs
-    assert choose_device(None, None, cpu, on_host=True) == gpu
-    assert choose_device(None, None, torch.device("cuda:0")) == torch.device("cuda:0")
-    mesh = dist.init_device_mesh("cpu", (2,))
-    assert choose_device(None, mesh, gpu) == cpu
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    assert choose_device(None, None, cpu) == gpu

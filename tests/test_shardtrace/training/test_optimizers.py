@@ -2,8 +2,11 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
+from unittest import mock
 
 import shardtrace
+from shardtrace.ranks import failure
 
 import pytest
 import thunder
@@ -49,6 +52,27 @@ def test_refused_on_shards(fake_ranks, name, strategy):
         ):
             optimizer.step(lambda: torch.zeros(()))
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("reason", "aborted", "changed", "message"),
+    [
+        ("rank 1: ValueError: bad batch", [], False, "another rank failed: rank 1: ValueError: bad batch"),
+        ("", ["TIMEOUT"], False, "a collective was aborted .TIMEOUT."),
+        ("", ["", "TIMEOUT"], True, "a collective was aborted .TIMEOUT."),  # while the step ran
+    ],
+)
+def test_a_step_with_gradients_of_an_aborted_reduction(fake_ranks, monkeypatch, reason, aborted, changed, message):
+    fake_ranks(2)
+    model, other = with_gradients(shardtrace.fsdp(net())), with_gradients(net())
+    monkeypatch.setattr(failure, "_watch", lambda: SimpleNamespace(reason=reason, ends=False))
+    monkeypatch.setattr(failure, "asynchronous_error", mock.Mock(side_effect=aborted))
+    values = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(shardtrace.RankFailedError, match=message + ".* .noticed in a step of an optimizer"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(torch.equal(p, v) is not changed for p, v in zip(model.parameters(), values, strict=True))
+    monkeypatch.setattr(failure, "asynchronous_error", lambda: "TIMEOUT")
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # has nothing to do with other ranks
 
 
 def test_a_subclass_and_one_of_another_library(fake_ranks):

@@ -1,0 +1,55 @@
+"""The process groups of this process after a failure: their abort, and errors that nobody has waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def abort_groups(timeout: float) -> None:
+    """Ends the collectives of all process groups, of nccl's in the kernels that wait for another rank.
+
+    As ``_abort_process_group`` of torch, but the groups stay known, so that code that cleans up may still ask for its
+    rank. Communicators are aborted together because one could wait for the kernels of another. An abort can hang, hence
+    the ``timeout`` in seconds. Gloo's groups have none: their collectives end with the connections.
+    """
+    thread = threading.Thread(target=_abort, name="shardtrace-abort", daemon=True)
+    thread.start()
+    thread.join(timeout)
+
+
+def _abort() -> None:
+    names = c10d._world.pg_names
+    groups = sorted(names, key=lambda group: names[group], reverse=True)
+    nccl: list[Any] = [b for b in map(_backend, groups) if isinstance(b, getattr(c10d, "ProcessGroupNCCL", ()))]
+    for backend in nccl[:1]:
+        backend._group_start()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # it may be gone
+            group.abort()
+    for backend in nccl[:1]:
+        backend._group_end()
+
+
+def asynchronous_error() -> str:
+    """The name of the error that has ended a collective of some group of nccl, such as "TIMEOUT"; empty if there is
+    none. Does not wait for the device."""
+    for group in list(c10d._world.pg_names):
+        get_error = getattr(_backend(group), "get_error", None)
+        name: str = get_error().name if get_error is not None else "SUCCESS"
+        if name != "SUCCESS":
+            return name
+    return ""
+
+
+def _backend(group: dist.ProcessGroup) -> Any:
+    """What sends the tensors of a GPU for ``group``; None if nothing does."""
+    try:
+        return group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
