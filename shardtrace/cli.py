@@ -30,6 +30,7 @@ from typing import Any
 import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.compat.failures import notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
+from shardtrace import doctor
 from shardtrace.checking import Check, check
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
 from shardtrace.model.state import state_of, states_in
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "passes":
         print(_passes())
         return 0
+    if options.command == "doctor":
+        return doctor.main()
     if options.command == "check":
         options.world_size = 1  # of a script, up to its call
     elif options.world_size is None:
@@ -119,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
     _command(commands, "check", about, "as in shardtrace.fsdp")
     commands.add_parser("passes", help="lists the passes, in order")
+    commands.add_parser("doctor", help="says what works in this environment, and what to install")
     return parser
 
 

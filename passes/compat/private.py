@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from passes.compat.versions import CHECKPOINT_GENERATOR
+
 
 class Private(NamedTuple):
     """A private name: where it is, and what for. An ``attribute`` may be one that only instances have."""
@@ -74,6 +76,7 @@ TORCH = (
     Private("torch._subclasses.fake_tensor", "FakeTensorMode", "forward is recorded on tensors without memory"),
     Private("torch._subclasses.fake_tensor", "unset_fake_temporarily", "a module is tried on real tensors"),
     Private("torch.overrides", "_pop_mode_temporarily", "a call is recorded as a whole"),
+    Private("torch.utils.checkpoint", CHECKPOINT_GENERATOR, "what backward recomputes is recorded as such"),
     Private("torch.utils", "_pytree", "arguments and results of calls"),
     Private("torch.utils._pytree", "tree_leaves", "arguments and results of calls"),
     Private("torch.utils._pytree", "tree_map", "arguments and results of calls"),
