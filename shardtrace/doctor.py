@@ -29,7 +29,7 @@ EXTRAS = {  # packages that are imported, under the names of their distributions
     "docs": ("mkdocs", "mkdocs-material", "mkdocstrings"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 120  # for one look
+SECONDS = 300  # for one look, on a machine that is busy
 
 OF_TORCH = """
 import torch

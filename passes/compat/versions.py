@@ -99,10 +99,17 @@ def missing_nvfuser() -> str:
 
 
 def import_thunder() -> None:
-    """Imports Thunder without its warning about a library that it does not need."""
+    """Imports Thunder without its warning about a library that it does not need. Raises ImportError if this torch lacks
+    something else that Thunder looks up."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
-        import thunder  # noqa: F401
+        try:
+            import thunder  # noqa: F401
+        except AttributeError as error:
+            raise ImportError(
+                f"Thunder cannot be imported on torch {torch.__version__} ({error}): `shardtrace doctor` says which "
+                "releases work"
+            ) from error
 
 
 def functional_transform() -> Any:
