@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from passes.compat.versions import LAST_OF_NVFUSER
 from shardtrace import doctor
 from shardtrace.cli import main
 from shardtrace.doctor import EXTRAS, NVFUSER, PYTHON, THUNDER, TORCH, Finding
@@ -111,6 +112,7 @@ def test_releases_and_packages_are_those_of_the_project():
     assert f'requires-python = ">={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"' in project
     assert f'"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in project
     assert f'"lightning-thunder=={THUNDER}"' in project
+    assert NVFUSER == LAST_OF_NVFUSER
     assert f'nvfuser = ["torch=={NVFUSER[0]}.{NVFUSER[1]}.*"' in project
     extras = dict(re.findall(r"^(\w+) = \[(.*)\]", project, re.MULTILINE))
     for name, packages in EXTRAS.items():
