@@ -33,6 +33,7 @@ THUNDER = (
     Private("thunder.core.jit_ext", "_maybe_update_proxy_name", "likewise"),
     Private("thunder.core.module", "ThunderModule._model", "the module that was jitted"),
     Private("thunder.core.module", "ThunderModule._module_cache", "submodules that changed since the last trace"),
+    Private("thunder.core.module", "ThunderModule._overrides_parameters", "parameters that were replaced after fsdp"),
     Private("thunder.core.module", "ThunderModule._lc_transforms", "the transforms passed to thunder.jit"),
     Private("thunder.common", "CompileData._thunder_module_map", "the jitted modules of a compilation"),
     Private("thunder.core.proxies", "_thunder_device", "the device on which a meta tensor is traced"),
