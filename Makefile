@@ -25,6 +25,11 @@ NVFUSER_VENV ?= .venv-nvfuser
 NVFUSER_TORCH := 2.10.0
 NVFUSER_WHEEL := $(shell grep -o 'nvfuser-cu[^"]*' pyproject.toml)
 
+# make versions: of torch, VERSIONS_TESTS has files of tests
+VERSIONS ?= 2.10 2.11 2.12 2.13 2.14 2.15
+VERSIONS_VENV ?= .venv-versions
+VERSIONS_TESTS ?=
+
 # make sweep: SWEEP_ARGS has further options of tests/models/sweep.py
 MODELS_VENV ?= .venv-models
 FAMILY ?=
@@ -45,7 +50,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train moe test sweep operators fuzz nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test versions sweep operators fuzz nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -64,6 +69,9 @@ moe: $(VENV)/.examples  ## train a small mixture of experts (Mixtral) on 2 CPU r
 test: lint  ## check style and types, then run all tests
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --numprocesses=$(LANES) \
 		--dist=loadfile --no-loadscope-reorder
+
+versions:  ## run the tests on each release of torch, in environments of 4 GB each: VERSIONS="2.10 2.15" PYTHON=python3.12
+	$(PYTHON) tests/without_gpu/versions.py $(VERSIONS) --lanes $(LANES) --folder $(VERSIONS_VENV) $(if $(VERSIONS_TESTS),--tests $(VERSIONS_TESTS))
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
 	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
@@ -101,7 +109,7 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs
-	rm -rf $(VENV) $(NVFUSER_VENV) $(MODELS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NVFUSER_VENV) $(MODELS_VENV) $(VERSIONS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp records what is installed. It is checked again only when pyproject.toml changes. pip compiles with one core,

@@ -1,7 +1,7 @@
 """The compiler of shardtrace: passes over Thunder's traces that shard parameters and that insert, schedule and verify
 collectives. Pure: a trace in, a new trace out. Touches no module, optimizer, file or environment.
 
-``import passes`` (and so ``import shardtrace``) makes Thunder importable on torch 2.13: see :mod:`passes.compat`.
+``import passes``, and so ``import shardtrace``, makes Thunder importable on torch 2.13 to 2.15 (:mod:`passes.compat`).
 """
 
 from passes.compat.versions import import_thunder, install

@@ -7,7 +7,7 @@
     model(x, y).backward(); optimizer.step()           # the first call compiles the model
 
 ``thunder.jit(model)`` around it does the same. Import this package before ``thunder``: it makes Thunder importable on
-torch 2.13 (:mod:`passes.compat`).
+torch 2.13 to 2.15 (:mod:`passes.compat`).
 """
 
 import passes  # noqa: F401  first, because it makes Thunder importable

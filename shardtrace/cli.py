@@ -29,7 +29,7 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes.compat.failures import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.hardware import hardware
-from shardtrace import calibrate
+from shardtrace import calibrate, doctor
 from shardtrace.checking import Check, check
 from shardtrace.costs import rates_of
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "passes":
         print(_passes())
         return 0
+    if options.command == "doctor":
+        return doctor.main()
     if options.command == "calibrate":
         return calibrate.run(options.device)
     if options.command in ("inspect", "explain") and ":" not in options.target and (given := _flags(options)):
@@ -82,21 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "check":
         print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
     try:
-        if options.command == "check":
-            done = _check(options, arguments[cut + 1 :])
-            if os.environ.get("RANK", "0") == "0":
-                print(done)
-            return 0 if done.ok else 1
-        if options.command == "plan":
-            _plan(options, arguments[cut + 1 :])
-            return 0
-        shown = load(options, arguments[cut + 1 :])
-        if options.command == "explain":
-            print(shown)
-        else:
-            print(f"wrote {shown.to_html(options.out)}")
-            if options.chrome_trace:
-                print(f"wrote {shown.to_chrome_trace(options.chrome_trace)}")
+        return _run(options, arguments[cut + 1 :])
     except (TargetError, NothingCompiledError) as error:
         print(f"shardtrace: {error}", file=sys.stderr)
         return 1
@@ -110,6 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"shardtrace: {type(error).__name__}: {error} (--traceback shows where){notes_of(error)}", file=sys.stderr
         )
         return 1
+
+
+def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
+    if options.command == "check":
+        done = _check(options, script_arguments)
+        if os.environ.get("RANK", "0") == "0":
+            print(done)
+        return 0 if done.ok else 1
+    if options.command == "plan":
+        _plan(options, script_arguments)
+        return 0
+    shown = load(options, script_arguments)
+    if options.command == "explain":
+        print(shown)
+    else:
+        print(f"wrote {shown.to_html(options.out)}")
+        if options.chrome_trace:
+            print(f"wrote {shown.to_chrome_trace(options.chrome_trace)}")
     return 0
 
 
@@ -136,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("calibrate", help=about, description=calibrate.__doc__, formatter_class=_Format)
     command.add_argument("--device", metavar="D", help=calibrate.DEVICE)
     commands.add_parser("passes", help="lists the passes, in order")
+    commands.add_parser("doctor", help="says what works in this environment, and what to install")
     return parser
 
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["shardtrace.model"],
     ["shardtrace.training"],
     ["shardtrace.checkpoint"],
-    ["shardtrace.api"],
+    ["shardtrace.api", "shardtrace.doctor"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
     ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.parallel", "shardtrace.plugins", "shardtrace.report"],

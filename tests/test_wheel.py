@@ -37,7 +37,7 @@ def wheel(tmp_path_factory):
 def test_contents(wheel):
     files = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in files if ".dist-info" not in name}
-    assert packages == {"shardtrace", "passes"}
+    assert packages == {"shardtrace", "passes", "shardtrace_command.py"}
     assert {"shardtrace/py.typed", "passes/py.typed"} <= set(files)
     assert {"shardtrace/inspector/page.css", "shardtrace/inspector/page.js"} <= set(files)
     assert any(name.endswith("LICENSE") for name in files)

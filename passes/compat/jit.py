@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+
+from passes.compat.versions import missing_nvfuser
 
 import torch
 from thunder.core import dtypes
@@ -180,16 +183,32 @@ def _usual_attention(query: Any, key: Any, value: Any, mask: Any, *options: Any)
 
 
 def replace_missing_fuser() -> None:
-    """Gives Thunder's recipes its default executors in place of a fuser that is missing, for which Thunder 0.2.6 hands
-    itself None. Its default recipe names nvFuser."""
-    from thunder.extend import get_default_executors
+    """Lets Thunder take its default executors in place of nvFuser where that is missing, and warns whoever asks for it.
+    Thunder 0.2.6 raises an error for its name. Its recipes, of which the default one names it, hand themselves None."""
+    import thunder
+    from thunder.extend import get_default_executors, get_executor
     from thunder.recipes import BaseRecipe
 
-    setup = BaseRecipe.setup_executors
+    if get_executor("nvfuser") is not None:
+        return
+    resolve, setup = thunder.resolve_executors, BaseRecipe.setup_executors
+
+    @functools.wraps(resolve)
+    def resolve_executors(executors: Any) -> tuple[Any, ...]:
+        if executors is None or "nvfuser" not in executors:
+            return resolve(executors)
+        warnings.warn(missing_nvfuser(), stacklevel=3)
+        others = resolve([e for e in executors if e != "nvfuser"])
+        return tuple(dict.fromkeys((*others, *get_default_executors())))
 
     @functools.wraps(setup)
     def setup_executors(self: Any) -> list[Any]:
-        found = setup(self)
-        return [e for e in found if e is not None] + (list(get_default_executors()) if None in found else [])
+        if "nvfuser" not in self.executor_names:
+            return setup(self)
+        if torch.cuda.is_available():  # else nobody expects it of the default recipe
+            warnings.warn(missing_nvfuser(), stacklevel=2)
+        with mock.patch.object(self, "executor_names", [n for n in self.executor_names if n != "nvfuser"]):
+            return [*setup(self), *get_default_executors()]
 
+    thunder.resolve_executors = resolve_executors
     BaseRecipe.setup_executors = setup_executors

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from passes.compat.versions import CHECKPOINT_GENERATOR
+
 
 class Private(NamedTuple):
     """A private name: where it is, and what for. An ``attribute`` may be one that only instances have."""
@@ -31,6 +33,7 @@ THUNDER = (
     Private("thunder.core.jit_ext", "_maybe_update_proxy_name", "likewise"),
     Private("thunder.core.module", "ThunderModule._model", "the module that was jitted"),
     Private("thunder.core.module", "ThunderModule._module_cache", "submodules that changed since the last trace"),
+    Private("thunder.core.module", "ThunderModule._overrides_parameters", "parameters that were replaced after fsdp"),
     Private("thunder.core.module", "ThunderModule._lc_transforms", "the transforms passed to thunder.jit"),
     Private("thunder.common", "CompileData._thunder_module_map", "the jitted modules of a compilation"),
     Private("thunder.core.proxies", "_thunder_device", "the device on which a meta tensor is traced"),
@@ -74,6 +77,7 @@ TORCH = (
     Private("torch._subclasses.fake_tensor", "FakeTensorMode", "forward is recorded on tensors without memory"),
     Private("torch._subclasses.fake_tensor", "unset_fake_temporarily", "a module is tried on real tensors"),
     Private("torch.overrides", "_pop_mode_temporarily", "a call is recorded as a whole"),
+    Private("torch.utils.checkpoint", CHECKPOINT_GENERATOR, "what backward recomputes is recorded as such"),
     Private("torch.utils", "_pytree", "arguments and results of calls"),
     Private("torch.utils._pytree", "tree_leaves", "arguments and results of calls"),
     Private("torch.utils._pytree", "tree_map", "arguments and results of calls"),

@@ -1,12 +1,14 @@
 """What depends on the release of torch: stand-ins that let Thunder be imported, functions that were renamed.
 
-lightning-thunder 0.2.6 looks up every method of ``torch.Tensor`` that it knows when it is imported, to map it to its
-own symbol or to mark it as unsupported. torch 2.13 removed named tensors, and with them five of those methods, so that
-``import thunder`` raises AttributeError. :func:`install` sets a stand-in for each missing method: a function that has
-the method's name (Thunder checks it) and raises AttributeError when it is called. It does nothing on torch up to 2.12.
+lightning-thunder 0.2.6 looks up names of torch when it is imported, so that ``import thunder`` raises AttributeError if
+one is missing. :func:`install` adds what this release of torch lacks:
 
-torch 2.13 also renamed two collectives. :data:`all_gather_single` and :data:`reduce_scatter_single` are these functions
-under the name that this torch has.
+- torch 2.13 removed named tensors, and with them five methods of ``torch.Tensor``. A stand-in has the method's name
+  (Thunder checks it) and raises AttributeError when it is called.
+- torch 2.14 wrote ``apply`` of ``torch.autograd.Function`` in C++. Thunder reads ``apply.__func__``, which methods of
+  Python have. The stand-in calls the method of C++, as that of earlier releases did.
+
+It does nothing on torch up to 2.12. The names below are what torch has renamed, as this release calls it.
 
 This module is imported before Thunder can be.
 """
@@ -24,10 +26,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import profiler
+from torch.autograd import Function, profiler
+from torch.utils import checkpoint
 
+# torch 2.13
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# torch 2.14: runs around what backward recomputes
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoint, f"{CHECKPOINT_GENERATOR}_impl"):
+    CHECKPOINT_GENERATOR += "_impl"
+
+# torch 2.14: a reference to ``apply`` from before :func:`install` then calls no function of Python that can be replaced
+APPLIES_IN_CPP = not hasattr(Function.apply, "__func__")
+
+LAST_OF_NVFUSER = (2, 10)  # torch that it is built for
 
 REMOVED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
@@ -41,11 +55,19 @@ def _stand_in(name: str) -> Callable[..., Any]:
     return method
 
 
+@classmethod  # type: ignore[misc]
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(Function, cls).apply(*args, **kwargs)
+
+
 def install() -> tuple[str, ...]:
-    """Adds the missing methods to ``torch.Tensor`` and returns their names (empty if none is missing)."""
+    """Adds what is missing for Thunder. Returns the names of missing methods of ``torch.Tensor`` (empty if there are
+    none)."""
     missing = tuple(name for name in REMOVED_METHODS if not hasattr(torch.Tensor, name))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
+    if APPLIES_IN_CPP:
+        Function.apply = _apply  # type: ignore[method-assign]
     _name_nvfuser()
     return missing
 
@@ -63,11 +85,31 @@ def _name_nvfuser() -> None:
             sys.modules["nvfuser"] = import_module("nvfuser_direct")
 
 
+def missing_nvfuser() -> str:
+    """What to do without nvFuser, for a warning."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    if release > LAST_OF_NVFUSER:
+        why = "nvFuser is not built for torch {}.{} (the last was {}.{})".format(*release, *LAST_OF_NVFUSER)
+    else:
+        why = "nvFuser is missing, or there is no CUDA device (pip install 'shardtrace[nvfuser]')"
+    return (
+        f"{why}: Thunder's default executors are used in its place. To fuse without it: "
+        'thunder.jit(model, executors=["sdpa", "torch_kernels", "torchcompile"])'
+    )
+
+
 def import_thunder() -> None:
-    """Imports Thunder without its warning about a library that it does not need."""
+    """Imports Thunder without its warning about a library that it does not need. Raises ImportError if this torch lacks
+    something else that Thunder looks up."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
-        import thunder  # noqa: F401
+        try:
+            import thunder  # noqa: F401
+        except AttributeError as error:
+            raise ImportError(
+                f"Thunder cannot be imported on torch {torch.__version__} ({error}): `shardtrace doctor` says which "
+                "releases work"
+            ) from error
 
 
 def functional_transform() -> Any:

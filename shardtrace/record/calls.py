@@ -52,6 +52,21 @@ class Call:
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A function that computes its gradient itself, equal to another one of the same owner."""
+
+    owner: Any
+    function: Callable[..., Any] = field(compare=False)
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.owner, "__name__", None) or getattr(self.owner, "name", "scripted"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
 @dataclass(eq=False)
 class Span:
     """The call of a module: ``calls[begin:end]`` were made inside."""

@@ -11,15 +11,14 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from threading import get_ident
 from typing import Any
 from unittest import mock
 
-from passes.compat.versions import Fakes, functional_transform
+from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import Call, Place, Record, Span, storage
+from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
@@ -30,7 +29,7 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
@@ -249,6 +248,14 @@ class Recorder(TorchFunctionMode):
 
         return refuse
 
+    def check_apply(self, function: type) -> None:
+        """Raises NotImplementedError if torch is about to run the forward of an autograd function unseen."""
+        if not self._inside and functional_transform() is None:
+            raise NotImplementedError(
+                f"forward calls {function.__name__}.apply by a reference from before shardtrace was imported: import "
+                "shardtrace first, so that its backward is seen"
+            )
+
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Around what ``torch.utils.checkpoint`` runs."""
@@ -258,21 +265,6 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._checkpoints.pop()
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A function that computes its gradient itself, equal to another one of the same owner."""
-
-    owner: Any
-    function: Callable[..., Any] = field(compare=False)
-
-    @property
-    def __name__(self) -> str:
-        return str(getattr(self.owner, "__name__", None) or getattr(self.owner, "name", "scripted"))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def record(
@@ -352,11 +344,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     def is_compiling(*args: Any) -> bool:
         return compiling
 
+    def attribute(function: type, name: str) -> Any:
+        if name == "forward":
+            recorder.check_apply(function)
+        return type.__getattribute__(function, name)
+
     seed = recorder.refusing(torch.manual_seed, SEED)
     generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
-        (checkpoints, "_checkpoint_without_reentrant_generator", checkpoint),
+        (checkpoints, CHECKPOINT_GENERATOR, checkpoint),
         (torch, "manual_seed", seed),
         (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
@@ -371,6 +368,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
         (torch, "Generator", generators),
+        *([(FunctionMeta, "__getattribute__", here(attribute, type.__getattribute__))] if APPLIES_IN_CPP else []),
     ]
     with ExitStack() as stack:
         for owner, name, new in patches:

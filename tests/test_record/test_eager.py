@@ -6,6 +6,7 @@ import logging
 import shardtrace
 from passes.compat.failures import notes_of
 from passes.runner import FirstStage
+from shardtrace.record import recorder
 
 import pytest
 import thunder
@@ -383,6 +384,7 @@ class Cube(torch.autograd.Function):
 
 
 cube = Cube.apply  # before any recording
+cube_in_cpp = torch._C._FunctionBase.__dict__["apply"].__get__(None, Cube)  # of torch 2.14, before shardtrace
 
 
 class Cubes(nn.Module):
@@ -390,14 +392,22 @@ class Cubes(nn.Module):
         return cube(x)
 
 
-def test_a_reference_to_the_apply_of_an_autograd_function(single_rank):
-    """It is one call with its own backward: its forward alone would have another gradient."""
-    model = nn.Sequential(nn.Linear(4, 4), Cubes(), nn.Linear(4, 4))
+class CubesInCpp(nn.Module):
+    def forward(self, x):
+        return cube_in_cpp(x)
+
+
+@pytest.mark.parametrize(("cubes", "by_torch"), [(Cubes, False), (CubesInCpp, True)])
+def test_a_reference_to_the_apply_of_an_autograd_function(cubes, by_torch, single_rank, monkeypatch):
+    """It is one call with its own backward: its forward alone would have another gradient. A reference of which nothing
+    can be seen is left to torch with its module."""
+    monkeypatch.setattr(recorder, "APPLIES_IN_CPP", recorder.APPLIES_IN_CPP or by_torch)
+    model = nn.Sequential(nn.Linear(4, 4), cubes(), nn.Linear(4, 4))
     expected = copy.deepcopy(model)
     x = torch.randn(3, 4)
     jitted = thunder.jit(shardtrace.fsdp(model))
     jitted(x).sum().backward()
-    assert not any("eager" in b.sym.name for b in thunder.last_traces(jitted)[0].bound_symbols)
+    assert any("eager" in b.sym.name for b in thunder.last_traces(jitted)[0].bound_symbols) == by_torch
     expected(x).sum().backward()
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)

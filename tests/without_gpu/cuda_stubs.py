@@ -16,18 +16,20 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-STUBBED = re.compile(r"lib(cublas|cublasLt|cudnn|cufft|cufile|cupti|curand|cusparse|cusparseLt|nccl|nvshmem_host)\.so")
-FUNCTIONS = re.compile(r"cu|nccl|nvshmem")
+STUBBED = re.compile(
+    r"lib(cublas|cublasLt|cudnn|cufft|cufile|cupti|curand|cusparse|cusparseLt|nccl|nvrtc|nvshmem_host)\.so"
+)
+FUNCTIONS = re.compile(r"cu|nccl|nvrtc|nvshmem")
 FAILURE = 999  # what each function returns; CUDA's "unknown error"
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    torch, cudart = _package("torch"), _package("nvidia") / "cuda_runtime" / "lib"  # neither is imported
+    torch, (cudart,) = _package("torch"), _package("nvidia").glob("*/lib/libcudart.so.*")  # neither is imported
     users = [*torch.glob("lib/*.so"), *torch.glob("_C*.so")]
     libraries = sorted({name for path in users for name in _needed(path) if STUBBED.match(name)})
     version_of = {library: version for path in users for library, version in _versions(path) if library in libraries}
-    known = {name for path in [*users, *cudart.glob("*.so.*")] for name, _, defined in _symbols(path) if defined}
+    known = {name for path in [*users, cudart] for name, _, defined in _symbols(path) if defined}
     missing: dict[str, set[str]] = defaultdict(set)  # functions, by version
     for path in users:
         for name, version, defined in _symbols(path):

@@ -8,6 +8,8 @@ from pathlib import Path
 from passes.compat.private import THUNDER, TORCH
 
 import pytest
+import thunder
+import torch
 
 ROOT = Path(__file__).parents[3]
 COMPAT = ROOT / "passes" / "compat"
@@ -15,6 +17,7 @@ SOURCES = sorted(p for package in ("passes", "shardtrace") for p in (ROOT / pack
 OTHERS = {"_asdict", "_fields", "_replace"}  # of NamedTuples
 OTHERS |= {"_current_frames", "_getframe"}  # of Python
 OTHERS |= {"_C", "_autograd", "_functorch", "_dynamo"}  # modules, whose names are listed
+NEVER_THERE = ("torch.TensorProxy", "torch._dynamo.eval_frame.guarded_backend_cache")  # for torch before 2.3; a slip
 OURS = {"_hold", "_shardtrace_real", "_timed"}
 
 
@@ -53,6 +56,42 @@ def test_each_private_name_that_is_used_is_listed():
         p.name: private_imports(p, "torch") | private_imports(p, "thunder") | private_attributes(p) for p in SOURCES
     }
     assert {name: names - known for name, names in used.items() if names - known} == {}
+
+
+def dotted(node):
+    """``torch.nn.Linear`` of an expression that names it; None for others."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) and node.id == "torch" else None
+
+
+def used_of_torch(path):
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Attribute) and (name := dotted(node)):
+            yield name
+
+
+def exists(name):
+    owner, so_far = torch, "torch"
+    for part in name.split(".")[1:]:
+        so_far += f".{part}"
+        try:
+            owner = getattr(owner, part) if hasattr(owner, part) else import_module(so_far)
+        except ImportError:
+            return False
+    return True
+
+
+def test_names_of_torch_that_thunder_uses_exist():
+    """Most are looked up when they are needed, not when Thunder is imported."""
+    sources = [p for p in Path(thunder.__file__).parent.rglob("*.py") if not {"tests", "benchmarks"} & {*p.parts}]
+    names = {name for path in sources for name in used_of_torch(path)}
+    assert {"torch.autograd.function.Function.apply.__func__", "torch.Tensor.add_"} <= names
+    assert [name for name in sorted(names) if not exists(name) and not name.startswith(NEVER_THERE)] == []
 
 
 def test_only_compat_uses_private_names_of_thunder():
