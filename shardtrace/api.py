@@ -29,6 +29,7 @@ from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.failure import watch, watches
 from shardtrace.ranks.mesh import Mesh
 from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.trainers.accelerate import join_trainers
 from shardtrace.training.clipping import share_norms
 from shardtrace.training.methods import METHODS
 from shardtrace.training.optimizers import refuse_wrong_optimizers
@@ -187,6 +188,7 @@ def _guard_process(target: Target) -> None:
     refuse_wrong_optimizers()
     refuse_wrappers()
     share_overflows()
+    join_trainers()
 
 
 def _jit_again(jitted: ThunderModule) -> ThunderModule:
