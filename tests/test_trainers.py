@@ -72,7 +72,9 @@ def test_adapters_of_peft_and_smoothed_labels(tmp_path):
     options = [*PLAIN, "--lora", "--label_smoothing_factor=0.1", "--max_steps=2", "--save_strategy=no"]
     for ranks, folder in enumerate((one, two), 1):
         run_script(
-            script, [*options, f"--output_dir={folder}", f"--per_device_train_batch_size={8 // ranks}"], world_size=ranks
+            script,
+            [*options, f"--output_dir={folder}", f"--per_device_train_batch_size={8 // ranks}"],
+            world_size=ranks,
         )
     assert_equal(*(load_file(folder / "adapter_model.safetensors") for folder in (two, one)))
 
@@ -87,7 +89,8 @@ def test_a_loop_with_accelerate(tmp_path):
     run_script(script, [*options, "--epochs=1", f"--save={tmp_path}/begun"], world_size=1)
     resume = [*options, "--epochs=2", "--first-epoch=1", f"--load={tmp_path}/begun/state"]
     expected, printed = (
-        run_script(script, [*resume, f"--save={folder}"], world_size=ranks) for ranks, folder in enumerate((one, two), 1)
+        run_script(script, [*resume, f"--save={folder}"], world_size=ranks)
+        for ranks, folder in enumerate((one, two), 1)
     )
     assert_equal(*([float(number) for number in re.findall(r"-?\d\.\d+", text)] for text in (printed, expected)))
     for file in ("model/model.safetensors", "state/model.safetensors"):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from windows import VOCABULARY, Windows
 
 try:
-    import shardtrace.lightning  # registers the strategy
+    import shardtrace.lightning  # noqa: F401  registers the strategy
 
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -62,7 +62,7 @@ class Model(LightningModule):
     def batches(self, windows: Windows) -> DataLoader[dict[str, Tensor]]:
         """The same windows in the same order for any number of ranks, each of which has its share of a batch."""
         ranks = self.trainer.world_size
-        share = DistributedSampler(windows, ranks, self.trainer.global_rank, shuffle=False)
+        share: DistributedSampler[Any] = DistributedSampler(windows, ranks, self.trainer.global_rank, shuffle=False)
         return DataLoader(windows, batch_size=BATCH // ranks, sampler=share)
 
 

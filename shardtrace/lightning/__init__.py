@@ -18,6 +18,4 @@ from lightning.pytorch.strategies import StrategyRegistry
 __all__ = ["ShardtraceStrategy", "ShardtraceTrainerStrategy", "jitted"]
 
 for registry, strategy in (STRATEGY_REGISTRY, ShardtraceStrategy), (StrategyRegistry, ShardtraceTrainerStrategy):
-    registry.register(
-        "shardtrace", strategy, description="FSDP by shardtrace, compiled by Thunder", override=True
-    )
+    registry.register("shardtrace", strategy, description="FSDP by shardtrace, compiled by Thunder", override=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from shardtrace.api import fsdp
@@ -33,9 +34,9 @@ def check_precision(precision: Any) -> None:
         )
 
 
-def seconds(strategy: Any) -> float:
+def seconds(timeout: timedelta | None) -> float:
     """How long ranks wait for each other."""
-    return 300.0 if strategy._timeout is None else float(strategy._timeout.total_seconds())
+    return 300.0 if timeout is None else timeout.total_seconds()
 
 
 @contextmanager
@@ -45,9 +46,7 @@ def environment(strategy: Any) -> Iterator[None]:
         # torchrun may restart ranks, which Lightning's own group does not survive
         device = strategy.root_device
         strategy.accelerator.setup_device(device)
-        init_process_group(
-            device, timeout=seconds(strategy), **({"device_id": device} if device.type == "cuda" else {})
-        )
+        init_process_group(device, timeout=strategy.seconds, **({"device_id": device} if device.type == "cuda" else {}))
     yield
     if isinstance(strategy.mesh, tuple):
         strategy.mesh = init_device_mesh(
@@ -73,5 +72,5 @@ def sharded(strategy: Any, module: M, precision: str) -> M:
     policy = _POLICIES.get(precision)
     options = {**({"mp_policy": policy} if policy is not None else {}), **strategy.options}
     init = replace(options.pop("init_policy", InitPolicy()), device=strategy.root_device)
-    checks = replace(options.pop("checks", Checks()), timeout=seconds(strategy))
+    checks = replace(options.pop("checks", Checks()), timeout=strategy.seconds)
     return fsdp(module, mesh=strategy.mesh, init_policy=init, checks=checks, **options)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from passes.compat.jit import jitted_module
 from shardtrace.lightning import checkpoint
-from shardtrace.lightning.sharding import building, check_precision, environment, sharded
+from shardtrace.lightning.sharding import building, check_precision, environment, seconds, sharded
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.clipping import clip_grad_norm_
 
@@ -84,7 +84,7 @@ class ShardtraceStrategy(DDPStrategy):
         )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}")
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control, self.seconds = _NoSync(), seconds(timeout)
         self.state_dict_type, self.jit, self.executors, self.mesh = state_dict_type, jit, executors, mesh
         self.options = {"sharding_strategy": sharding_strategy, **options}
 

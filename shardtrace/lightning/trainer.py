@@ -1,4 +1,4 @@
-"""The strategy for Lightning's Trainer: its LightningModule is sharded, and what the steps of it call compiles itself."""
+"""The strategy for Lightning's Trainer: it shards the LightningModule, whose steps call what compiles itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
-from shardtrace.lightning.sharding import building, check_precision, environment, sharded
+from shardtrace.lightning.sharding import building, check_precision, environment, seconds, sharded
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import Trainer
@@ -52,9 +51,8 @@ class ShardtraceTrainerStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
     ) -> None:
-        super().__init__(
-            timeout=timeout, process_group_backend=process_group_backend, start_method=start_method
-        )
+        super().__init__(timeout=timeout, process_group_backend=process_group_backend, start_method=start_method)
+        self.seconds = seconds(timeout)
         self.mesh, self.options = mesh, {"sharding_strategy": sharding_strategy, **options}
 
     # ---- processes ----
@@ -117,7 +115,9 @@ class ShardtraceTrainerStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of the optimizer in a single process on the first rank. A collective."""
-        return full_optimizer_state_dict(self._module, _torchs(optimizer), rank0_only=True, cpu=True)
+        return full_optimizer_state_dict(
+            self._module, getattr(optimizer, "_optimizer", optimizer), rank0_only=True, cpu=True
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
@@ -127,8 +127,3 @@ class ShardtraceTrainerStrategy(DDPStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-def _torchs(optimizer: Any) -> Optimizer:
-    """The optimizer inside Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ def saved_whole(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         for optimizer in optimizers:
             if (model := model_of(optimizer)) is not None:
                 whole = full_optimizer_state_dict(model, optimizer, rank0_only=True, cpu=True)
-                stack.callback(_torchs(optimizer).register_state_dict_post_hook(lambda _, __, w=whole: w).remove)
+                hook = functools.partial(_given, whole)
+                stack.callback(_torchs(optimizer).register_state_dict_post_hook(hook).remove)
         yield
 
 
@@ -39,12 +41,17 @@ def loaded_whole(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     with ExitStack() as stack:
         for optimizer in optimizers:
             if (model := model_of(optimizer)) is not None:
-
-                def own(_: Any, whole: dict[str, Any], optimizer: Any = optimizer, model: Any = model) -> Any:
-                    return own_optimizer_state_dict(model, optimizer, whole)
-
-                stack.callback(_torchs(optimizer).register_load_state_dict_pre_hook(own).remove)
+                hook = functools.partial(_own, model)
+                stack.callback(_torchs(optimizer).register_load_state_dict_pre_hook(hook).remove)
         yield
+
+
+def _given(whole: dict[str, Any], _: Optimizer, __: dict[str, Any]) -> dict[str, Any]:
+    return whole
+
+
+def _own(model: nn.Module, optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+    return own_optimizer_state_dict(model, optimizer, whole)
 
 
 def _torchs(optimizer: Any) -> Optimizer:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ONCE = (
     "is sharded, and its gradients are reduced already: call thunder.jit on the model itself, or leave out "
-    "shardtrace.fsdp (Accelerator.prepare(model) puts DistributedDataParallel around it: prepare only the data loader)"
+    "shardtrace.fsdp. (accelerate and its Trainer take it as it is if accelerate is imported before fsdp is called.)"
 )
 STATE = (
     "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "
