@@ -105,6 +105,7 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	$(BIN)/mypy
 	$(BIN)/mypy examples/gpt2
 	$(BIN)/mypy examples/mnist
+	$(BIN)/mypy examples/trainers
 	$(BIN)/mypy examples/huggingface.py examples/litgpt_finetune.py examples/lightning_pretrain.py
 	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 

@@ -28,6 +28,7 @@ from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh
 from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.trainers.accelerate import join_trainers
 from shardtrace.training.clipping import share_norms
 from shardtrace.training.methods import METHODS
 from shardtrace.training.optimizers import refuse_wrong_steps
@@ -184,6 +185,7 @@ def _guard_process() -> None:
     refuse_wrong_steps()
     refuse_wrappers()
     share_overflows()
+    join_trainers()
 
 
 def _jit_again(jitted: ThunderModule) -> ThunderModule:

@@ -25,6 +25,7 @@ FLOORS = [
     ["shardtrace.model"],
     ["shardtrace.training"],
     ["shardtrace.checkpoint"],
+    ["shardtrace.trainers"],
     ["shardtrace.api", "shardtrace.doctor"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],

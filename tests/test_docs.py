@@ -148,8 +148,9 @@ def test_first_script_runs(page, tmp_path):
     script = SCRIPT.search(page.read_text())[1]
     if page.stem == "README":
         script = README_NEEDS + script
-    if "transformers" in script:
-        pytest.importorskip("transformers", reason="pip install 'shardtrace[hf]'")
+    for package, extra in {"transformers": "hf", "accelerate": "examples"}.items():
+        if package in script:
+            pytest.importorskip(package, reason=f"pip install 'shardtrace[{extra}]'")
     file = tmp_path / "script.py"
     file.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{script}")
     printed = run_script(file, [], 2)
@@ -236,7 +237,7 @@ CHANGE = re.compile(
     r"mock\.patch|\bsetattr\(torch|sys\.modules\[\S+ =|sys\.excepthook =|atexit\.register|sys\.set\w+\(|mallopt\(|"
     r"set_default_dtype\(|addFilter\(|register_(?:optimizer_|module_|general_jit_|plugin|state_dict_|load_state)\w*\(|"
     r"register_prehook\(|\.__class__ = |executors_list = |_constraints = |autocast_stack = |random\.setstate\(|"
-    r"\b(?:BaseRecipe|ThunderModule|FSDPParamGroup|GradScaler|clip_grad|torchs_state_dict|wrapper|transform)\.\w+ = "
+    r"\b(?:BaseRecipe|ThunderModule|FSDPParamGroup|GradScaler|clip_grad|torchs_state_dict|wrapper|transform|cls)\.\w+ = "
 )
 
 

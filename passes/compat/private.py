@@ -109,3 +109,14 @@ TORCH = (
     Private("torch.distributed.checkpoint.state_dict", "_verify_options", "torch's state dicts refuse shards"),
     Private("torch.testing._internal.distributed.fake_pg", "FakeStore", "fake ranks"),
 )
+
+TRAINERS = (
+    Private("accelerate.accelerator", "Accelerator._models", "loads sharded models"),
+    Private("accelerate.accelerator", "Accelerator._optimizers", "saves and loads their states whole"),
+    Private("transformers.trainer", "Trainer._save", "is given whole parameters"),
+    Private("transformers.trainer", "Trainer._save_optimizer_and_scheduler", "saves the state whole"),
+    Private("transformers.trainer", "Trainer._load_optimizer_and_scheduler", "each rank reads its rows"),
+    Private("lightning.pytorch.strategies", "DDPStrategy._setup_model", "shards the module"),
+    Private("lightning.pytorch.strategies", "ParallelStrategy._layer_sync", "is refused"),
+    Private("lightning.pytorch.core.optimizer", "LightningOptimizer._optimizer", "the optimizer of torch"),
+)

@@ -55,7 +55,7 @@ class Runtime(Protocol):
     def announce(self, error: str) -> None:
         """Makes the other ranks raise ``error`` when they reach :meth:`compare_trace`."""
 
-    def communicating(self, bucket: str) -> AbstractContextManager[None]:
+    def communicating(self, bucket: str) -> AbstractContextManager[Any]:
         """Surrounds a collective of ``bucket``. Raises a better error if another rank is the cause that it failed, or
         that it was aborted and gave no results."""
         ...
@@ -83,5 +83,5 @@ class PlainRuntime:
 
     def announce(self, error: str) -> None: ...
 
-    def communicating(self, bucket: str) -> AbstractContextManager[None]:
+    def communicating(self, bucket: str) -> AbstractContextManager[Any]:
         return nullcontext()

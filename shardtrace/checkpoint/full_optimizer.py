@@ -77,15 +77,22 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     Raises:
         CheckpointError: on every rank, naming the parameter or key that does not fit; nothing has been loaded then.
     """
+    load_optimizer(optimizer, own_optimizer_state_dict(model, optimizer, state_dict))
+
+
+def own_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of the state dict of an optimizer of the unsharded model, which every rank passes.
+
+    Raises CheckpointError as :func:`load_full_optimizer_state_dict` does.
+    """
     state = model_state(model)
     with agreement(state, f"the state of the {type(optimizer).__name__} to load"):
         try:
-            mine = _mine(optimizer, state, state_dict)
+            return _mine(optimizer, state, state_dict)
         except (KeyError, TypeError, AttributeError, ValueError) as problem:
             raise CheckpointError(
                 f"this is no state dict of an optimizer: {type(problem).__name__}: {problem}"
             ) from None
-    load_optimizer(optimizer, mine)
 
 
 def _kinds(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, tuple[torch.dtype | None, Any]]:

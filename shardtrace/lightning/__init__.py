@@ -1,9 +1,10 @@
-"""A strategy for Lightning Fabric. Importing this module registers it as "shardtrace". ::
+"""Strategies for Lightning's Fabric and Trainer. Importing this module registers both as "shardtrace". ::
 
     import shardtrace.lightning
     from lightning.fabric import Fabric
 
     fabric = Fabric(strategy="shardtrace", devices=2)  # or strategy=ShardtraceStrategy(sharding_strategy="zero2")
+    trainer = lightning.pytorch.Trainer(strategy="shardtrace", devices=2)  # or ShardtraceTrainerStrategy(...)
 
 Needs Lightning: ``pip install 'shardtrace[lightning]'``.
 """
@@ -13,14 +14,12 @@ from shardtrace.options.extras import needs
 needs("lightning", extra="lightning", what="shardtrace.lightning")
 
 from shardtrace.lightning.strategy import ShardtraceStrategy, jitted  # noqa: E402
+from shardtrace.lightning.trainer import ShardtraceTrainerStrategy  # noqa: E402
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
-__all__ = ["ShardtraceStrategy", "jitted"]
+__all__ = ["ShardtraceStrategy", "ShardtraceTrainerStrategy", "jitted"]
 
-STRATEGY_REGISTRY.register(
-    "shardtrace",
-    ShardtraceStrategy,
-    description="FSDP by shardtrace, compiled by Thunder",
-    override=True,
-)
+for registry, strategy in (STRATEGY_REGISTRY, ShardtraceStrategy), (StrategyRegistry, ShardtraceTrainerStrategy):
+    registry.register("shardtrace", strategy, description="FSDP by shardtrace, compiled by Thunder", override=True)

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from passes.compat.jit import jitted_module
-from shardtrace.api import fsdp
 from shardtrace.lightning import checkpoint
-from shardtrace.model.empty_weights import init_empty_weights
-from shardtrace.model.state import state_of
-from shardtrace.options.policies import Checks, InitPolicy
-from shardtrace.ranks.rendezvous import init_process_group
+from shardtrace.lightning.sharding import building, check_precision, environment, seconds, sharded
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.clipping import clip_grad_norm_
 
 import thunder
 import torch
-import torch.distributed as dist
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-
-# A mixed precision also gathers parameters and reduces gradients in the lower one, as Fabric's FSDPStrategy does.
-_POLICIES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class ShardtraceStrategy(DDPStrategy):
@@ -93,7 +84,7 @@ class ShardtraceStrategy(DDPStrategy):
         )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}")
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control, self.seconds = _NoSync(), seconds(timeout)
         self.state_dict_type, self.jit, self.executors, self.mesh = state_dict_type, jit, executors, mesh
         self.options = {"sharding_strategy": sharding_strategy, **options}
 
@@ -105,12 +96,7 @@ class ShardtraceStrategy(DDPStrategy):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        known = (DoublePrecision, HalfPrecision, MixedPrecision)  # others replace layers or choose their kernels
-        if precision is not None and type(precision) is not Precision and not isinstance(precision, known):
-            raise TypeError(
-                f"ShardtraceStrategy does not work with {type(precision).__name__}: use precision='32-true', "
-                "'64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
-            )
+        check_precision(precision)
         self._precision = precision
 
     @property
@@ -122,41 +108,21 @@ class ShardtraceStrategy(DDPStrategy):
         raise TypeError(f"ShardtraceStrategy writes checkpoints itself, without {type(io).__name__}: leave it out")
 
     def setup_environment(self) -> None:
-        if dist.is_torchelastic_launched() and self._process_group_backend is None:
-            # torchrun may restart ranks, which Fabric's own group does not survive
-            assert self.accelerator is not None
-            self.accelerator.setup_device(self.root_device)
-            init_process_group(self.root_device, timeout=self._seconds)
-        super().setup_environment()
-        if isinstance(self.mesh, tuple):
-            self.mesh = init_device_mesh(self.root_device.type, self.mesh, mesh_dim_names=("replicate", "shard"))
-
-    @property
-    def _seconds(self) -> float:
-        return 300.0 if self._timeout is None else self._timeout.total_seconds()
+        with environment(self):
+            super().setup_environment()
 
     # ---- the model ----
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Modules are built in host memory, or without memory for their parameters (``empty_init=True``)."""
-        stack = ExitStack()
-        stack.enter_context(self.precision.module_init_context())
-        if empty_init:
-            stack.enter_context(init_empty_weights())
-        return stack
+        return building(self.precision.module_init_context(), empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leaves the module where it is: ``setup_module`` moves shards, so that no device holds the whole module."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shards the module in place, unless it is sharded already, and compiles it."""
-        if state_of(module) is None:
-            policy = _POLICIES.get(self.precision.precision)
-            options = {**({"mp_policy": policy} if policy is not None else {}), **self.options}
-            assert not isinstance(self.mesh, tuple)  # setup_environment made a mesh of it
-            init = replace(options.pop("init_policy", InitPolicy()), device=self.root_device)
-            checks = replace(options.pop("checks", Checks()), timeout=self._seconds)
-            module = fsdp(module, mesh=self.mesh, init_policy=init, checks=checks, **options)
+        module = sharded(self, module, self.precision.precision)
         if not isinstance(module, ThunderModule):
             if not self.jit:
                 return module

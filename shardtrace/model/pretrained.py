@@ -18,7 +18,7 @@ def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments.get("state_dict")
+        given = kwargs.get("state_dict", signature.bind(self, *args, **kwargs).arguments.get("state_dict"))
         if given is None and any(e.home.is_spread for s in _states(self) if not s.unsharded for e in s.entries):
             takes_values = "state_dict" in signature.parameters
             whole = "pass state_dict=shardtrace.full_state_dict(model), or " if takes_values else ""

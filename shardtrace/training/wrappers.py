@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ONCE = (
     "is sharded, and its gradients are reduced already: call the model itself, without a wrapper, or leave out "
-    "shardtrace.fsdp"
+    "shardtrace.fsdp. (accelerate and its Trainer take it as it is if accelerate is imported before fsdp is called.)"
 )
 STATE = (
     "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "

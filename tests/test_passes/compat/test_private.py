@@ -5,7 +5,7 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 
-from passes.compat.private import THUNDER, TORCH
+from passes.compat.private import THUNDER, TORCH, TRAINERS
 
 import pytest
 import thunder
@@ -21,9 +21,12 @@ NEVER_THERE = ("torch.TensorProxy", "torch._dynamo.eval_frame.guarded_backend_ca
 OURS = {"_hold", "_shardtrace_real", "_timed"}
 
 
-@pytest.mark.parametrize("private", [*THUNDER, *TORCH], ids=lambda p: f"{p.module}.{p.attribute}")
+@pytest.mark.parametrize("private", [*THUNDER, *TORCH, *TRAINERS], ids=lambda p: f"{p.module}.{p.attribute}")
 def test_a_private_name_exists(private):
     *parents, name = private.attribute.split(".")
+    library = private.module.split(".")[0]
+    for needed in ("accelerate", library) if library == "transformers" else (library,):  # its Trainer imports the first
+        pytest.importorskip(needed, reason="pip install 'shardtrace[examples]'")
     owner = import_module(private.module)
     for parent in parents:
         owner = getattr(owner, parent)

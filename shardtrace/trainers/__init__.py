@@ -1,0 +1,1 @@
+"""What trainers of other libraries need to train a sharded model. None of these libraries is imported here."""
