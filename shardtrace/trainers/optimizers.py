@@ -35,10 +35,6 @@ def saved_whole(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         yield
 
 
-def _given(state: dict[str, Any], *_: Any) -> dict[str, Any]:
-    return state
-
-
 @contextmanager
 def loaded_whole(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Lets ``load_state_dict`` of the optimizers take the state of a single process. Every rank must call it."""
