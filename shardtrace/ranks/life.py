@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 KEY = "shardtrace/life"
 LEFT = "left"  # the last sign of a rank that ends as it should
-STOPPED, SILENCE = 8, 60  # looks, one each second: of a stopped process, and of one that shows no sign
+STOPPED, SILENCE = 8, 300  # looks, one each second: of a stopped process, and of one that shows no sign
 
 
 class Life:

@@ -81,7 +81,7 @@ def test_a_rank_of_another_machine(monkeypatch, process):
     store, (mine, other) = ranks(monkeypatch, process)
     monkeypatch.setattr(life, "_machine", lambda: "another")
     assert looks(mine, store, life.SILENCE) == []
-    assert mine.look(store) == "rank 1: it has shown no sign of life for 60 s"
+    assert mine.look(store) == "rank 1: it has shown no sign of life for 300 s"
     other.look(store)
     assert mine.look(store) == ""
 
