@@ -369,7 +369,7 @@ def test_the_command(tmp_path, capsys):
     assert shardtrace.TrainingPlan.from_json(out).world_size == 2
     assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--allow", "gather-dtype=int8,fp8"]) == 0
     assert "rounds   nothing (allowed: gather_dtype int8, fp8)" in capsys.readouterr().out
-    assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "10"]) == 1
+    assert main(["plan", target, "--world-size", "2", "--device", "cpu", "--memory", "10B"]) == 1
     assert "fits into 10 B" in capsys.readouterr().err
 
 
