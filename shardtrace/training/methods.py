@@ -37,6 +37,9 @@ ELSEWHERE = {
     "set_symm_mem_for_comm": "leave it out",
     "set_post_optim_event": "leave it out: the schedule orders the streams",
     "set_is_last_backward": "leave it out: gradients are whole when backward returns",
+    "set_manual_backward_finalization": "leave it out: gradients are whole when backward returns",
+    "finalize_backward": "leave it out: gradients are whole when backward returns",
+    "set_keep_unsharded_storage": "leave it out: gathered parameters are in new memory",
 }
 
 
