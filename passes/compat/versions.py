@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -126,6 +126,26 @@ def own_connection(store: dist.Store) -> dist.Store:
     """The same store over another connection: one waits for the answer to one question at a time."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs of torch 2.13
     return clone
+
+
+@contextmanager
+def aborted_together(group: Any, backend: Any) -> Iterator[None]:
+    """Around the abort of several communicators of nccl, so that none waits for the kernels of another.
+
+    ``group`` is one of the process groups, ``backend`` its nccl, which has no start and end of its own since torch 2.14.
+    """
+    start, end = (getattr(backend, name, None) for name in ("_group_start", "_group_end"))
+    if start is None or end is None:
+        c10d = dist.distributed_c10d
+        c10d._world.pg_coalesce_state.pop(group, None)
+        with c10d._coalescing_manager(group, torch.device("cuda")):
+            yield
+        return
+    start()
+    try:
+        yield
+    finally:
+        end()
 
 
 def keeps_graph() -> bool:

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from typing import Any
 
+from passes.compat.versions import aborted_together
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -26,14 +28,12 @@ def abort_groups(timeout: float) -> None:
 def _abort() -> None:
     names = c10d._world.pg_names
     groups = sorted(names, key=lambda group: names[group], reverse=True)
-    nccl: list[Any] = [b for b in map(_backend, groups) if isinstance(b, getattr(c10d, "ProcessGroupNCCL", ()))]
-    for backend in nccl[:1]:
-        backend._group_start()
-    for group in groups:
-        with contextlib.suppress(RuntimeError):  # it may be gone
-            group.abort()
-    for backend in nccl[:1]:
-        backend._group_end()
+    pairs = [(group, _backend(group)) for group in groups]
+    nccl = [pair for pair in pairs if isinstance(pair[1], getattr(c10d, "ProcessGroupNCCL", ()))]
+    with aborted_together(*nccl[0]) if nccl else contextlib.nullcontext():
+        for group in groups:
+            with contextlib.suppress(RuntimeError):  # it may be gone
+                group.abort()
 
 
 def asynchronous_error() -> str:

@@ -1,8 +1,10 @@
 """The abort of all process groups, with recorders in the place of groups of nccl."""
 
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
+from unittest.mock import call
 
 from shardtrace.ranks import abort
 from shardtrace.ranks.abort import abort_groups, asynchronous_error
@@ -45,6 +47,24 @@ def test_all_groups_are_aborted_and_those_of_nccl_together(groups):
     seen.shard.side_effect = RuntimeError("was destroyed")
     abort_groups(10.0)
     assert [name for name, _, _ in seen.mock_calls] == ["group_start", "gloo", "shard", "everyone", "group_end"]
+
+
+def test_nccl_of_torch_2_14_aborts_in_a_region_of_the_process_group(groups, monkeypatch):
+    class Nccl:
+        """Without start and end."""
+
+    @contextmanager
+    def manager(group, device):
+        seen.begin(device.type)
+        yield
+        seen.end()
+
+    seen = groups(everyone=Nccl(), shard=Nccl())
+    monkeypatch.setattr(abort.c10d, "ProcessGroupNCCL", Nccl)
+    monkeypatch.setattr(abort.c10d._world, "pg_coalesce_state", {}, raising=False)
+    monkeypatch.setattr(abort.c10d, "_coalescing_manager", manager)
+    abort_groups(10.0)
+    assert seen.mock_calls == [call.begin("cuda"), call.shard(), call.everyone(), call.end()]
 
 
 def test_an_abort_that_hangs_does_not_hold_the_program(groups):
