@@ -132,7 +132,7 @@ def own_connection(store: dist.Store) -> dist.Store:
 def aborted_together(group: Any, backend: Any) -> Iterator[None]:
     """Around the abort of several communicators of nccl, so that none waits for the kernels of another.
 
-    ``group`` is one of the process groups, ``backend`` its nccl, which has no start and end of its own since torch 2.14.
+    ``group`` is one of the process groups, ``backend`` its nccl. Since torch 2.14 that has no start and end of its own.
     """
     start, end = (getattr(backend, name, None) for name in ("_group_start", "_group_end"))
     if start is None or end is None:
