@@ -30,6 +30,13 @@ class Outer(nn.Module):
         return path, self.state_dict()
 
 
+class Adapted(Saved):
+    """Like peft: it takes the state dict among other keywords."""
+
+    def save_pretrained(self, path, **kwargs):
+        return path, kwargs.get("state_dict") or self.state_dict()
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "owner"])
 def test_shards_are_not_written(fake_ranks, strategy):
     fake_ranks(2)
@@ -41,6 +48,8 @@ def test_shards_are_not_written(fake_ranks, strategy):
         model.inner[0].save_pretrained("here")
     values = {"linear.weight": 0}
     assert model.inner[0].save_pretrained("here", values) == ("here", values)
+    adapted = shardtrace.fsdp(Adapted(), sharding_strategy=strategy)
+    assert adapted.save_pretrained("here", state_dict=values) == ("here", values)
     with shardtrace.full_params(model):
         assert model.save_pretrained("here")[1]["inner.0.linear.weight"].shape == (4, 4)
 

@@ -31,7 +31,7 @@ def test_each_is_refused(fake_ranks):
         lambda: fully_shard(thunder.jit(sharded())),
         lambda: ddp(cmodel),
     ):
-        with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call thunder.jit on the model itself"):
+        with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call the model itself, without a wrapper"):
             wrap()
     assert all(map(torch.equal, before, model.parameters()))
     optimizer = torch.optim.SGD(model.parameters())
