@@ -1,6 +1,6 @@
 """What several GPUs must show: a rank on each, over nccl. With the device "cpu" over a backend that behaves like nccl.
 
-``tests/gpu/test_ranks.py`` runs these functions on GPUs; ``SHARDTRACE_GPU_TESTS_ON=cpu`` rehearses them there, and
+``tests/gpu/test_several_gpus.py`` runs these functions on GPUs; ``SHARDTRACE_GPU_TESTS_ON=cpu`` rehearses them there, and
 ``tests/test_proof.py`` does so for some.
 """
 

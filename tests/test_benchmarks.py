@@ -247,7 +247,7 @@ def test_a_llama_in_bf16(module, monkeypatch, tmp_path, capsys):
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last[:5] == ["shardtrace", "zero3", "single", "eager", f"{ours['seconds'][0] / eager['seconds'][0]:.3f}"]
     parameters = sum(
-        p.numel() for p in module("llama").make_llama(bf16.MODELS["1B"], torch.device("meta")).parameters()
+        p.numel() for p in module("hf_llama").make_llama(bf16.MODELS["1B"], torch.device("meta")).parameters()
     )
     assert parameters == pytest.approx(1.04e9, rel=0.01)
 

@@ -68,7 +68,7 @@ step time  shardtrace zero3 nvfuser  200.0 ms: 0.50 of FSDP2 eager, 2.00 of torc
     )
 
 
-# ---- several GPUs: tests/gpu/test_ranks.py ----
+# ---- several GPUs: tests/gpu/test_several_gpus.py ----
 
 
 def test_ranks_of_a_gpu_each(two_ranks):

@@ -28,7 +28,7 @@ from transformers.models.resnet import ResNetConfig, ResNetForImageClassificatio
 from transformers.models.vit import ViTConfig, ViTForImageClassification
 
 from contenders import with_kernels
-from llama import WithLoss
+from hf_llama import WithLoss
 from measure import interleaved
 from memory import metered
 from model import GPT, GPTConfig

@@ -24,7 +24,7 @@ N_BATCHES = 4  # batches, used in turn
 def make_model(sizes: Sizes, device: torch.device) -> Any:
     torch.manual_seed(0)  # every rank and every contender starts from the same values
     if sizes.model == "Llama":
-        from llama import make_llama  # transformers takes seconds to import
+        from hf_llama import make_llama  # transformers takes seconds to import
 
         return make_llama(sizes, device)
     model = GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, sizes.seq, sizes.vocab))

@@ -112,8 +112,8 @@ def parse_rules(value: Any) -> Rules:
 def assign(
     rules: Rules, parameters: Mapping[str, nn.Parameter], names: Names = MappingProxyType({})
 ) -> dict[str, ShardingStrategy]:
-    """The strategy of the first pattern that matches any of a parameter's names, by its first name. The parameters are
-    whole. ``names`` are those of parameters that have several.
+    """The strategy of the first pattern that matches any of a parameter's names, by its first name, or of the first
+    predicate on that one. The parameters are whole. ``names`` are those of parameters that have several.
 
     Raises ValueError that names the patterns that match nothing, a parameter that no pattern matches, or one whose
     names match patterns of different strategies.
@@ -122,8 +122,9 @@ def assign(
     unused = [pattern for pattern, _ in rules]
     for name, parameter in parameters.items():
         every = names.get(name, (name,))
-        matching = [(p, strategy) for p, strategy in rules if any(_matches(p, n, parameter) for n in every)]
-        refuse_conflict("sharding_strategy", every, rules, partial(_matches, parameter=parameter))
+        matches = partial(_matches, parameter=parameter, first=name)
+        matching = [(p, strategy) for p, strategy in rules if any(matches(p, n) for n in every)]
+        refuse_conflict("sharding_strategy", every, rules, matches)
         if not matching:
             raise ValueError(f"no pattern of sharding_strategy matches parameter {name!r}: add '*' as the last one")
         unused = [pattern for pattern in unused if all(pattern != matched for matched, _ in matching)]
@@ -150,8 +151,11 @@ def refuse_conflict(
             )
 
 
-def _matches(pattern: Pattern, name: str, parameter: nn.Parameter) -> bool:
-    return fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, parameter))
+def _matches(pattern: Pattern, name: str, parameter: nn.Parameter, first: str) -> bool:
+    """Predicates see the ``first`` name of a parameter only, as in ``split_parameters``."""
+    if isinstance(pattern, str):
+        return fnmatchcase(name, pattern)
+    return name == first and bool(pattern(name, parameter))
 
 
 def _name(predicate: Callable[..., Any]) -> str:

@@ -246,4 +246,5 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
         changes = [new for old, new in itertools.pairwise(totals) if new != old]
         assert_passed_through(changes, levels)
     shards = sum(p.numel() * p.element_size() for p in cmodel.parameters())
-    assert memory.backward.lines[-1].gradients == shards + kept
+    padding = 0.01 if wires else 0  # rounded gradients are views of whole blocks
+    assert memory.backward.lines[-1].gradients == pytest.approx(shards + kept, rel=padding)
