@@ -88,8 +88,15 @@ class ShardedState:
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
             self.replaced |= {old.shard: new.shard for old, new in changed if new.shard is not old.shard}
-            self.runtime.generation += 1  # no compiled step fits any more
+            before = self.runtime
+            if before.kept.by_place:
+                raise RuntimeError(
+                    f"parameter {changed[0][0].name!r} was replaced or converted before the gradients that no_sync has "
+                    "added up were reduced: do that after the step that reduces them"
+                )
+            before.generation += 1  # no compiled step fits any more
             self._take(entries)
+            self.runtime.keep = before.keep
             self.__dict__.pop("places", None)
             self.claim_shards()
 

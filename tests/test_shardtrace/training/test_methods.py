@@ -76,6 +76,22 @@ def test_conversion_after_sharding():
 
 
 @on_ranks(2)
+def test_conversion_while_gradients_add_up():
+    model = shardtrace.fsdp(net())
+    with model.no_sync():
+        model(X).sum().backward()
+    model.double()
+    with pytest.raises(RuntimeError, match=r"'0.weight' was replaced or converted before the gradients that no_sync"):
+        model(X.double())
+    model.float()
+    model(X).sum().backward()
+    model.set_requires_gradient_sync(False)
+    model.double().zero_grad()
+    model(X.double()).sum().backward()
+    assert model[0].weight.grad is None
+
+
+@on_ranks(2)
 def test_parameters_that_are_replaced():
     """By whole values, and by those of a shard."""
     eager = net()
