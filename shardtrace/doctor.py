@@ -110,7 +110,7 @@ def examine() -> list[Finding]:
 
 
 def look(code: str) -> dict[str, Any]:
-    """What ``code`` leaves in ``found``, run in a process of its own. If it fails: ``{"error": its last line}``."""
+    """Runs ``code`` in a process of its own and returns its ``found``; if it fails, ``{"error": its last line}``."""
     ask = [sys.executable, "-W", "ignore", "-c", f"{code}\nimport json; print('\\n' + json.dumps(found))"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=SECONDS)

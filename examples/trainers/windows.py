@@ -1,4 +1,4 @@
-"""Windows of a text, as the trainers' examples learn it: bytes, and a class for each window."""
+"""The data of the trainers' examples: windows of a text as bytes, each with a class."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _name_nvfuser() -> None:
 
 
 def missing_nvfuser() -> str:
-    """What to do without nvFuser, for a warning."""
+    """The text of the warning that nvFuser is missing."""
     release = tuple(map(int, torch.__version__.split(".")[:2]))
     if release > LAST_OF_NVFUSER:
         why = "nvFuser is not built for torch {}.{} (the last was {}.{})".format(*release, *LAST_OF_NVFUSER)

@@ -19,8 +19,8 @@ class Gradients(Enum):
 
 
 class Level(Enum):
-    """Of the gradients that are kept: those of whole parameters, which nothing has reduced; or those of shards, which
-    are still to be reduced over the replicas of a hybrid strategy."""
+    """How far kept gradients are reduced. WHOLE: not at all, they are those of whole parameters. REPLICAS: to shards,
+    but not over the replicas of a hybrid strategy."""
 
     WHOLE = "whole"
     REPLICAS = "replicas"

@@ -130,7 +130,7 @@ class Setup(NamedTuple):
 
     @property
     def rates(self) -> str:
-        """What predicted times rest on, in words."""
+        """The rates behind the predicted times, in words."""
         return f"predicted with the rates of {describe(self.cost)}"
 
 

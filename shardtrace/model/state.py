@@ -202,10 +202,15 @@ class ShardedState:
 
     def is_to_run(self) -> bool:
         """Whether a call that begins now is to run a compiled step. With gradients, it ends ``unshard``."""
-        if self.whole is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.reshard()
+        return self.holds_shards
+
+    def reshard(self) -> None:
+        """Ends ``unshard``, if it was called."""
+        if self.whole is not None:
             self.whole.__exit__(None, None, None)
             self.whole = None
-        return self.holds_shards
 
     def jit_options(self, name: str) -> Mapping[str, Any]:
         """The arguments of ``thunder.jit`` for the call of ``name``. Raises RuntimeError if it may not compile

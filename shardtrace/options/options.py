@@ -73,7 +73,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         comm=comm,
         compile=given["compile_policy"],
         checks=checks,
-        nodes_of=ranks_after_forward(spelling),
+        nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )
 
 

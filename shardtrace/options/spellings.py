@@ -17,7 +17,7 @@ def _same(value: Any) -> Any:
 
 def _resharded(value: Any) -> str:
     """The strategy for FSDP2's ``reshard_after_forward``."""
-    if ranks_after_forward({"reshard_after_forward": value}) is not None:
+    if ranks_after_forward(value) is not None:
         return "zero3_secondary"
     if not isinstance(value, bool):
         raise ValueError(
@@ -51,9 +51,8 @@ REFUSED = {  # of FSDP2
 FIELDS = {name: name for name in HOMES} | {"check_steps": "steps", "check_recording": "recording"}
 
 
-def ranks_after_forward(spelling: Mapping[str, Any]) -> int | None:
-    """The number of ranks in FSDP2's ``reshard_after_forward=N``; None if it is no number."""
-    value = spelling.get("reshard_after_forward")
+def ranks_after_forward(value: Any) -> int | None:
+    """The number of ranks in FSDP2's ``reshard_after_forward=N``; None if the ``value`` is no such number."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else None
 
 

@@ -100,10 +100,7 @@ def unshard(self: nn.Module, async_op: bool = False) -> None:
 
 def reshard(self: nn.Module) -> None:
     """Makes the parameters shards again after ``unshard()``; nothing if they are."""
-    state = own_state(self)
-    if state.whole is not None:
-        state.whole.__exit__(None, None, None)
-        state.whole = None
+    own_state(self).reshard()
 
 
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
