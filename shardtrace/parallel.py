@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from passes.plan import Keep
 from shardtrace.api import fsdp
-from shardtrace.model.state import own_state
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.mesh import Mesh
-from shardtrace.training.accumulation import no_sync
+from shardtrace.training.accumulation import no_sync, set_sync, syncs
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
@@ -62,8 +60,8 @@ class DistributedDataParallel(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """False: steps are as inside :meth:`no_sync`, until it is True again."""
-        return own_state(self.module).runtime.keep is None
+        return syncs(self.module)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        own_state(self.module).runtime.keep = None if value else Keep()
+        set_sync(self.module, value)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from passes.compat.jit import unjitted
 from passes.plan import Keep, Level
-from shardtrace.model.state import ShardedState, link_of, part_of, state_of, states_in
+from shardtrace.model.state import ShardedState, link_of, own_state, part_of, state_of, states_in
 
 from torch import nn
 
@@ -77,3 +77,13 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
     elif not keep:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
     return keep
+
+
+def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:
+    """Until it is called again, steps of a sharded model reduce gradients, or are as inside :func:`no_sync`."""
+    own_state(module).runtime.keep = None if sync else Keep(level)
+
+
+def syncs(module: nn.Module) -> bool:
+    """Whether steps of a sharded model reduce gradients in full."""
+    return own_state(module).runtime.keep is None

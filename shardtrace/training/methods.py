@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
-from passes.plan import Keep, Level
+from passes.plan import Level
 from shardtrace.model.classes import Methods
 from shardtrace.model.compiled import compiling
 from shardtrace.model.state import own_state, part_of, state_of
-from shardtrace.training.accumulation import no_sync
+from shardtrace.training.accumulation import no_sync, set_sync, syncs
 from shardtrace.training.full import full_params
 
 from torch import nn
@@ -106,7 +106,7 @@ def reshard(self: nn.Module) -> None:
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
     def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool) -> None:
         """FSDP2's switch. False: steps are as in ``shardtrace.no_sync`` until it is set to True again."""
-        own_state(self).runtime.keep = None if requires_gradient_sync else Keep()
+        set_sync(self, requires_gradient_sync)
 
     return set_requires_gradient_sync
 
@@ -114,21 +114,14 @@ def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
 def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
     def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool) -> None:
         """FSDP2's switch. False: steps are as in ``no_sync(model, reduce_each="shard")`` until it is set to True."""
-        own_state(self).runtime.keep = None if requires_all_reduce else Keep(Level.REPLICAS)
+        set_sync(self, requires_all_reduce, Level.REPLICAS)
 
     return set_requires_all_reduce
 
 
 def _require_backward_grad_sync(_: Any) -> property:
     """The attribute of DistributedDataParallel by which scripts accumulate gradients."""
-
-    def get(self: nn.Module) -> bool:
-        return own_state(self).runtime.keep is None
-
-    def put(self: nn.Module, value: bool) -> None:
-        own_state(self).runtime.keep = None if value else Keep()
-
-    return property(get, put)
+    return property(syncs, set_sync)
 
 
 def _refused(name: str, instead: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
