@@ -39,6 +39,9 @@ SWEEP_ARGS ?=
 # make fuzz
 PROGRAMS ?= 500
 
+# make mutants
+MUTANTS ?= 5000
+
 # make operators: OPERATORS_ARGS has further options of tests/operators/run.py, such as --missing
 ONLY ?=
 OPERATORS_ARGS ?=
@@ -50,7 +53,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train moe test versions sweep operators fuzz nvfuser-check bench gpu notebooks docs lint clean
+.PHONY: help train moe test versions sweep operators fuzz mutants nvfuser-check bench gpu notebooks docs lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list the commands
@@ -75,6 +78,9 @@ versions:  ## run the tests on each release of torch, in environments of 4 GB ea
 
 sweep: $(MODELS_VENV)/.ready  ## train third-party models one step on two ranks and compare with eager PyTorch: FAMILY=hf-causal PATTERN='llama*'
 	$(MODELS_VENV)/bin/python tests/models/sweep.py $(if $(FAMILY),--family $(FAMILY)) $(if $(PATTERN),--pattern $(PATTERN)) $(SWEEP_ARGS)
+
+mutants: $(VENV)/.dev  ## make 5,000 wrong steps out of right ones; each must be found: MUTANTS=500
+	$(BIN)/python tests/mutants/run.py --number $(MUTANTS)
 
 operators: $(VENV)/.dev  ## hold torch's databases of operators and modules under fsdp against eager PyTorch, half an hour: ONLY='nn_functional_*'
 	$(BIN)/python tests/operators/run.py --jobs $(LANES) $(if $(ONLY),--only $(ONLY)) $(OPERATORS_ARGS)

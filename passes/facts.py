@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from passes.insert_guards import Guard
 from passes.keep_secondary import Kept
 from passes.plan import TracedParameters
 from passes.plan.step import Unused
+from passes.proof.prove import Proof, Record
 from passes.rebuild_result import Rebuild
 from passes.save_shards import Swapped
 from passes.set_state import Setter
@@ -39,6 +41,11 @@ class Facts:
     at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
+    proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
+    record: Record | None = None  # the computation before the first and after the last pass before autodiff
+    context: Context | None = None  # Thunder's variables of the compilation
+    proofs: list[Proof] = field(default_factory=list)  # the results
+    forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
     kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
 
 
@@ -47,6 +54,7 @@ class Compilation:
 
     def __init__(self) -> None:
         self.facts = Facts()
+        self.finished: list[Facts] = []  # of all calls that were compiled
         self._coming, self._tracing = Facts(), None
 
     def trace(self, tracing: Any) -> Facts:
@@ -58,8 +66,10 @@ class Compilation:
     def end_tracing(self) -> None:
         """Gives the passes the facts of the call that was traced; none if it called no sharded model."""
         self.facts, self._coming, self._tracing = self._coming, Facts(), None
+        self.finished.append(self.facts)
         for refuse in self.facts.at_end:
             refuse()
+        self.facts.known = {}
 
     def bound(self, run: Run, **options: Any) -> Callable[[TraceCtx], TraceCtx]:
         """A pass with the facts that it uses, and those of the ``options`` that it has."""

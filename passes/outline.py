@@ -81,6 +81,7 @@ class Variant:
 
     def __init__(self, name: str, block: Block, needs: Needs, inner: Inner) -> None:
         self.name, self.block, self.needs, self.inner = name, block, needs, inner
+        self.differentiated: TraceCtx | None = None  # what autodiff has got
 
     @cached_property
     def symbol(self) -> Symbol:
@@ -97,7 +98,7 @@ class Variant:
 
     @cached_property
     def plain(self) -> Part:
-        stages = _Stages(_prepared(self.block, NOTHING))
+        stages = _Stages(prepared(self.block, NOTHING))
         for run in self.inner.before(()):
             stages.run(run)
         *lines, last = stages.last.bound_symbols
@@ -135,9 +136,10 @@ class Variant:
     @cached_property
     def parts(self) -> Parts:
         needs, name = self.needs, self.name
-        stages = _Stages(_prepared(self.block, needs))
+        stages = _Stages(prepared(self.block, needs))
         for run in self.inner.before({self.block.inputs[i].name for i in needs.regathered}):
             stages.run(run)
+        self.differentiated = stages.last
         stages.run(grad_transform_on_trace)
         stages.add(transform_for_execution(stages.last, compile_data_and_stats()[0].executors_list))
         forward, backward = split_into_forward_and_backward(_with_all_outputs(stages.last))
@@ -172,19 +174,15 @@ class _Stages:
         return self.traces[-1]
 
     def run(self, run: Run) -> None:
-        self.add(run(self.last), _name_of(run))
+        name = getattr(getattr(run, "func", run), "__name__", "")  # of a function, or of a partial one
+        self.add(run(self.last), name if name.isidentifier() else "outline")
 
-    def add(self, new: TraceCtx, name: str = "outline") -> None:
+    def add(self, new: TraceCtx, name: str = "outline", *, sign: bool = False) -> None:
         if new is self.last:
             return
-        if new.get_provenance() is None:
+        if sign or new.get_provenance() is None:
             new.set_provenance(TraceProvenance(f"shardtrace: {name}"))
         self.traces.append(new)
-
-
-def _name_of(run: Run) -> str:
-    name: str = getattr(getattr(run, "func", run), "__name__", "")  # of a function, or of a partial one
-    return name if name.isidentifier() else "outline"
 
 
 class BlockExecutor(OperatorExecutor):
@@ -224,22 +222,30 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
     lines = computation.bound_symbols
     if not any(block_of(b) for b in lines):
         return computation
-    differentiated, read = _differentiated(computation), _with_gradients(lines)
     again = {o.name for b in lines if b.sym.id == synchronize.id and b.args[1].plan.regather for o in b.flat_proxy_outs}
     new = from_trace(computation)
-    for bsym in _without_new_names(lines):
+    for bsym, needs in needs_of_calls(computation):
         block = block_of(bsym)
-        if block is not None:
-            needs = NOTHING
-            if not is_constant_for_vjp(bsym):
-                needs = Needs(
-                    frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated),
-                    frozenset(i for i, o in enumerate(bsym.output) if o.name in read),
-                    frozenset(i for i, a in enumerate(bsym.args) if a.name in again),
-                )
+        if block is not None and needs is not None:
+            if needs is not NOTHING:
+                needs = needs._replace(regathered=frozenset(i for i, a in enumerate(bsym.args) if a.name in again))
             bsym = bsym.from_bsym(sym=_variant(block, needs, inner, new).symbol)
         new.bound_symbols.append(bsym)
     return new
+
+
+def needs_of_calls(computation: TraceCtx) -> Iterator[tuple[BoundSymbol, Needs | None]]:
+    """The lines of a computation; with each call of a block, what it needs of gradients."""
+    differentiated, read = _differentiated(computation), _with_gradients(computation.bound_symbols)
+    for bsym in _without_new_names(computation.bound_symbols):
+        block = block_of(bsym)
+        if block is None:
+            yield bsym, None
+        elif is_constant_for_vjp(bsym):
+            yield bsym, NOTHING
+        else:
+            gradients = frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated)
+            yield bsym, Needs(gradients, frozenset(i for i, o in enumerate(bsym.output) if o.name in read), frozenset())
 
 
 def _without_new_names(lines: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
@@ -299,7 +305,7 @@ def _with_lines(trace: TraceCtx, lines: Sequence[BoundSymbol]) -> TraceCtx:
     return new
 
 
-def _prepared(block: Block, needs: Needs) -> TraceCtx:
+def prepared(block: Block, needs: Needs) -> TraceCtx:
     """The block's trace as Thunder's autodiff takes it: with marks on the inputs that need a gradient, and only the
     outputs that get one as results. The others are listed with them."""
     new = from_trace(block.trace)
@@ -312,7 +318,7 @@ def _prepared(block: Block, needs: Needs) -> TraceCtx:
     new.bound_symbols = [
         prims.unpack_trivial.bind(swap[b.output.name], name=b.output.name, output=swap[b.output.name])
         if is_unpack(b)
-        else _copy(b)
+        else copy_of(b)
         for b in lines
     ]
     results = tuple(o for i, o in enumerate(block.outputs) if i in needs.outputs)
@@ -322,9 +328,10 @@ def _prepared(block: Block, needs: Needs) -> TraceCtx:
     return new
 
 
-def _copy(bsym: BoundSymbol) -> BoundSymbol:
-    """A copy whose parts and tags, which Thunder's passes change in place, are its own."""
-    return bsym.from_bsym(subsymbols=[_copy(part) for part in bsym.subsymbols], tags=set(bsym.tags))
+def copy_of(bsym: BoundSymbol, *, tags: bool = True) -> BoundSymbol:
+    """A copy with parts and tags of its own, which Thunder's passes change in place. ``tags``: whether it has any."""
+    parts = [copy_of(part, tags=tags) for part in bsym.subsymbols]
+    return bsym.from_bsym(subsymbols=parts, tags=set(bsym.tags) if tags else set())
 
 
 def _as_input(proxy: TensorProxy, differentiated: bool) -> TensorProxy:
@@ -350,7 +357,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
     returned = (*outputs, kept) if kept else tuple(outputs)
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     function = function_of_lines(f"{name}_forward", args, lines, returned, forward.names)
-    forwards.add(_signed(del_last_used(function)))
+    forwards.add(del_last_used(function), sign=True)
     first = Part(f"{name}_forward", forwards.traces, module=block.module)
     if backwards is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
@@ -375,7 +382,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
             release.bind(collection, output=None),
         ]
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
-    backwards.add(_signed(del_last_used(function)))
+    backwards.add(del_last_used(function), sign=True)
     emptied = inputs[0].name if kept else ""
     second = Part(f"{name}_backward", backwards.traces, emptied, module=block.module)
     return Parts(
@@ -388,8 +395,3 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
         gradients=tuple(wanted),
         results=results,
     )
-
-
-def _signed(trace: TraceCtx) -> TraceCtx:
-    trace.set_provenance(TraceProvenance("shardtrace: outline"))
-    return trace

@@ -27,6 +27,7 @@ from passes.keep_secondary import keep_secondary
 from passes.keep_stream import keep_stream
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
+from passes.proof.prove_step import prove_step
 from passes.rebuild_result import rebuild_result
 from passes.regather import regather
 from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
@@ -107,6 +108,7 @@ AFTER_LOWERING = (
           "optimizers would move parameters that were not used"),
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
+    Entry("prove_step", prove_step, "after all passes that change what a step computes"),
     Entry("show_blocks", with_blocks, "last, for a trace that no other pass has changed", "a trace would not print"),
 )
 # fmt: on

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Literal
 
 from passes.analysis.calls import with_blocks
@@ -16,6 +17,7 @@ from passes.analysis.verify import VerificationError, verify_lines
 from passes.comm.symbols import synchronize
 from passes.facts import Compilation
 from passes.plan import Runtime
+from passes.proof.prove import Record
 
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
@@ -104,6 +106,8 @@ class PassBeforeAutodiff(Pass):
                 new = traces[self.over] = self.run(trace)
             if new is not trace:
                 self.publish(new, self.over)
+        if self.over == "computation" and self.compilation is not None and self.compilation.facts.record is not None:
+            self.compilation.facts.record = self.compilation.facts.record._replace(last=traces[self.over])
         return traces["prologue"], traces["computation"], traces["epilogue"]
 
 
@@ -121,6 +125,8 @@ class FirstStage(Pass):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         with self.running(computation_trace):
             self.compilation.end_tracing()
+            self.compilation.facts.record = Record(computation_trace, computation_trace)
+            self.compilation.facts.context = copy_context()
         traces = prologue_trace, computation_trace, epilogue_trace
         for one in self.passes:
             traces = one.transform_traces_pre_prologue(*traces)

@@ -36,6 +36,7 @@ from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitP
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.planner import plan
 from shardtrace.plugins import DDP, FSDP
+from shardtrace.proving import Difference, Proof, prove
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
@@ -71,6 +72,7 @@ __all__ = [
     "CollectiveRow",
     "CommPolicy",
     "CompilePolicy",
+    "Difference",
     "Generator",
     "InitPolicy",
     "Inspection",
@@ -79,6 +81,7 @@ __all__ = [
     "NoPlanFitsError",
     "PlanError",
     "Profile",
+    "Proof",
     "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
@@ -110,6 +113,7 @@ __all__ = [
     "no_sync",
     "plan",
     "profile",
+    "prove",
     "register_forward_method",
     "save_checkpoint",
     "sharded_state_dict",

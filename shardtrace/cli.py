@@ -10,7 +10,8 @@ sharded model that has a backward. This call is compiled and not run:
 The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
 precision and offload. Exit codes: 0; 1 if the target cannot be loaded or compiled, or if no plan fits; 2 for a usage
 error; 130 after Ctrl-C. "check" compares a step of the target with eager PyTorch, for real: under torchrun on its
-ranks, else on one. A script ends at its first call. Its exit code is 1 if something differs by more than rounding.
+ranks, else on one. A script ends at its first call. Its exit code is 1 if something differs by more than rounding;
+that of "prove" is 1 if the step is not proven.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ INTERRUPTED = 130  # the exit code after Ctrl-C, as in a shell
 FLAGS = {  # options of fsdp and fields of its policies, by the commands that have a flag for them
     "inspect": INSPECTED,
     "explain": INSPECTED,
+    "prove": INSPECTED,
     "check": ("sharding_strategy", "bucketing_strategy", "mp_policy"),
     "plan": ("sharding_strategy", "mp_policy"),
 }
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor.main()
     if options.command == "calibrate":
         return calibrate.run(options.device)
-    if options.command in ("inspect", "explain") and ":" not in options.target and (given := _flags(options)):
+    if options.command in ("inspect", "explain", "prove") and ":" not in options.target and (given := _flags(options)):
         parser.error(
             f"{options.target} is a script, which passes its own options to fsdp: {', '.join(given)} would change "
             f"nothing. Pass arguments of the script after --, or name a function, as in {options.target}:function"
@@ -110,6 +112,9 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
         _plan(options, script_arguments)
         return 0
     shown = load(options, script_arguments)
+    if options.command == "prove":
+        print(shown.proof if shown.proof is not None else "the step calls no sharded model")
+        return 0 if shown.proof is not None and shown.proof.verdict != "unproven" else 1
     if options.command == "explain":
         print(shown)
     else:
@@ -125,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, about in (
         ("inspect", "writes the inspector's page, a single HTML file"),
         ("explain", "prints the summary"),
+        ("prove", "proves that the compiled step is the unsharded program"),
     ):
         command = _command(commands, name, about, "for a factory: as in shardtrace.fsdp", more=f"\n\n{__doc__}")
         command.add_argument("--world-size", type=int, metavar="N", help="number of fake ranks (8)")

@@ -11,6 +11,7 @@ from passes.analysis.calls import parts_in
 from passes.analysis.liveness import StepLiveness, step_liveness
 from passes.outline import traced_block
 from shardtrace.inspector.rows import Rows
+from shardtrace.proving import executed
 
 import thunder
 from thunder.core.trace import TraceCtx
@@ -26,7 +27,7 @@ def collectives(cmodel: Callable[..., Any]) -> Rows[Collective]:
     Raises:
         TypeError: if ``cmodel`` is not jitted or was not called yet.
     """
-    traces = (trace for trace in _executed(cmodel) if trace is not None)
+    traces = (trace for trace in executed(cmodel) if trace is not None)
     return Rows(row for trace in traces for row in passes.collectives(trace))
 
 
@@ -44,7 +45,7 @@ def memory(cmodel: Callable[..., Any], *, persistent: int = 0) -> StepLiveness:
     Raises:
         TypeError: if ``cmodel`` is not jitted or was not called yet.
     """
-    forward, backward = _executed(cmodel)
+    forward, backward = executed(cmodel)
     if forward is None:
         raise TypeError("memory() needs a call: call the jitted model first")
     return step_liveness(forward, backward, persistent=persistent)
@@ -63,16 +64,5 @@ def block_traces(cmodel: Callable[..., Any]) -> dict[str, tuple[TraceCtx, ...]]:
     found: dict[str, tuple[TraceCtx, ...]] = {}
     for trace in thunder.last_traces(cmodel):
         found |= {block.name: (block.trace,) for b in trace.bound_symbols if (block := traced_block(b)) is not None}
-    executed = (trace for trace in _executed(cmodel) if trace is not None)
-    return found | {part.name: part.traces for part in parts_in(*executed)}
-
-
-def _executed(cmodel: Callable[..., Any]) -> tuple[TraceCtx | None, TraceCtx | None]:
-    """The executed trace of the last forward, and that of its backward."""
-    forward = thunder.last_traces(cmodel)
-    # on a cache hit Thunder updates only last_traces: the matching backward is in the cache
-    entries = thunder.compile_stats(cmodel).interpreter_cache
-    uncached = thunder.last_backward_traces(cmodel)
-    backward: list[Any] = next((e.backward_traces for e in entries if e.computation_traces is forward), uncached)
-    last = next((t for t in reversed(forward) if t.bound_symbols), None)
-    return last, backward[-1] if backward else None
+    final = (trace for trace in executed(cmodel) if trace is not None)
+    return found | {part.name: part.traces for part in parts_in(*final)}

@@ -4,6 +4,7 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SHARDTRACE_CHECK_STEPS"] = "1"
+os.environ["SHARDTRACE_PROVE"] = "1"  # whatever a test compiles
 os.environ["SHARDTRACE_PROGRESS"] = "inf"  # a busy machine would say what takes long
 os.environ["SHARDTRACE_CACHE"] = tempfile.mkdtemp(prefix="shardtrace-cache")  # not the calibration of this machine
 

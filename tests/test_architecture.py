@@ -16,6 +16,7 @@ FLOORS = [
     ["passes.kernels"],
     ["passes.analysis"],
     ["passes"],  # the passes
+    ["passes.proof"],
     ["passes.facts"],
     ["passes.runner"],
     ["passes.pipeline"],
@@ -26,7 +27,7 @@ FLOORS = [
     ["shardtrace.training"],
     ["shardtrace.checkpoint"],
     ["shardtrace.trainers"],
-    ["shardtrace.api", "shardtrace.doctor"],
+    ["shardtrace.api", "shardtrace.doctor", "shardtrace.proving"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
     ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.parallel", "shardtrace.plugins", "shardtrace.report"],

@@ -21,6 +21,7 @@ from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transforms import augmented_forward_impls, is_constant_for_vjp
+from thunder.executors import sdpaex
 from thunder.executors.pythonex import clear_mutable_collection
 from thunder.torch import scaled_dot_product_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,12 +105,16 @@ RANDOM_NAMES = (
 )  # fmt: skip
 
 
+# Attention draws only for its dropout: the place of that argument.
+DROPOUT_AT = {scaled_dot_product_attention.id: 4, sdpaex.sdpea_gradfwd.id: 4, sdpaex.sdpfa_gradfwd.id: 3}
+
+
 def is_random(bsym: BoundSymbol) -> bool:
     """True if a line may draw random numbers."""
     sym = bsym.sym
     if isinstance(sym.id, Line):  # backward inherits the tags of its forward line, and draws nothing
         return Property.RANDOM in properties(sym)
-    if identity(sym) == scaled_dot_product_attention.id and _dropout_of_attention(bsym) == 0:
+    if (place := DROPOUT_AT.get(identity(sym))) is not None and _dropout_of_attention(bsym, place) == 0:
         return False
     if prims.OpTags.AUTO_REGISTERED in (sym.tags or ()) and not is_foreign(sym):
         return Property.RANDOM in properties(sym) and _draws_when_called(bsym)
@@ -138,8 +143,8 @@ def _draws_when_called(bsym: BoundSymbol) -> bool:
     return watch.drawn
 
 
-def _dropout_of_attention(bsym: BoundSymbol) -> Any:
-    positional = bsym.args[4] if len(bsym.args) > 4 else 0.0
+def _dropout_of_attention(bsym: BoundSymbol, place: int) -> Any:
+    positional = bsym.args[place] if len(bsym.args) > place else 0.0
     return bsym.kwargs.get("dropout_p", positional)
 
 

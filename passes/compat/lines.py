@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder.core.codeutils import SigInfo
@@ -12,6 +12,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx
 from thunder.core.transforms import _get_gradfn_and_executor
+from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.extend import Executor
 from thunder.torch import _get_fake_arg, _torch_to_thunder_function_map
 
@@ -70,6 +71,13 @@ def differentiating_executor(bsym: BoundSymbol) -> Executor | None:
     """The executor whose grad rule will differentiate the line; None if none has one."""
     executor: Executor | None = _get_gradfn_and_executor(bsym)[1]
     return executor
+
+
+def with_operators_of(executors: Sequence[Executor], trace: TraceCtx) -> TraceCtx:
+    """The trace with the operators of these executors in the place of Thunder's symbols. Nothing is fused: lines that
+    an executor would fuse stay as they are."""
+    new: TraceCtx = _transform_for_operator_executor_execution(trace, executors)
+    return new
 
 
 def symbols_of_torch() -> dict[Any, Callable[..., Any]]:

@@ -25,6 +25,7 @@ THUNDER = (
     Private("thunder.core.proxies", "TensorProxy._shape", "a proxy's shape outside of a trace"),
     Private("thunder.core.prims", "PrimIDs._GROUPED_MM", "its FLOPs"),
     Private("thunder.core.transforms", "_get_gradfn_and_executor", "whether and by whom a line is differentiated"),
+    Private("thunder.executors.passes", "_transform_for_operator_executor_execution", "the unsharded program, lowered"),
     Private("thunder.core.compile_data", "_compile_data", "the current compilation"),
     Private("thunder.core.interpreter", "InterpreterRuntimeCtx._proxied_values", "the parameters that a trace met"),
     Private("thunder.core.jit_ext", "JitCtx._constraints", "the checks that the prologue makes"),

@@ -17,6 +17,7 @@ from shardtrace.inspector.step_data import Stage, StepData, Traces, build_step_d
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.inspector.units import count
 from shardtrace.model.state import state_of, states_in
+from shardtrace.proving import Proof, prove_compiled
 
 import thunder
 from torch import nn
@@ -80,6 +81,11 @@ class Inspection:
         """The passes of forward, backward, the functions of blocks that they call, and prologue (which checks a call's
         arguments), in this order. Each has ``name``, ``phase``, ``seconds``, ``lines`` and ``changes``."""
         return self.record.stages
+
+    @property
+    def proof(self) -> Proof | None:
+        """The proof that the step is the unsharded program (:func:`shardtrace.prove`); None without a sharded model."""
+        return self.record.proof
 
     @property
     def times(self) -> str:
@@ -250,8 +256,21 @@ def _traces(cmodel: Any, compilation: int | None) -> Traces:
             raise IndexError(f"there are {len(entries)} compilations, so none with number {compilation}")
         at = compilation % len(entries)
     if at is None:
-        return Traces(last, stats.last_backward_traces or [], stats.last_prologue_traces or [])
+        found = Traces(last, stats.last_backward_traces or [], stats.last_prologue_traces or [])
+        return with_proof(thunder.compile_data(cmodel), found)
     chosen = f"This is compilation {at} of {len(entries)} (counted from 0): inspect(cmodel, compilation=...) shows the"
     notes = (f"{chosen} others.",) if compilation is not None or len(entries) > 1 else ()
     entry = entries[at]
-    return Traces(entry.computation_traces, entry.backward_traces, entry.prologue_traces, notes)
+    return with_proof(
+        thunder.compile_data(cmodel),
+        Traces(entry.computation_traces, entry.backward_traces, entry.prologue_traces, notes),
+    )
+
+
+def with_proof(data: Any, traces: Traces) -> Traces:
+    """Traces that were compiled with Thunder's ``data``, with their proof if they have a sharded model."""
+    forward = next((t for t in reversed(traces.forward) if t.bound_symbols), None)
+    if forward is None:
+        return traces
+    backward = traces.backward[-1] if traces.backward else None
+    return traces._replace(proof=prove_compiled(data, traces.forward, forward, backward))

@@ -54,8 +54,22 @@ def _heading(record: StepData) -> str:
     return f"<h1>{escape(setup.model)}</h1><p>{escape(setup.description)}</p>{rates}"
 
 
+PROVEN = (
+    "<p>Communication is erased by the law of each collective. What is left of the final forward and backward has the "
+    "same outputs, gradients and writes as what Thunder makes of the recorded model without shardtrace's passes "
+    "(docs/proof.md).</p>"
+)
+
+
 def _header(record: StepData) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in record.notes)
+    proof = record.proof
+    if proof is not None:
+        badge, _, why = str(proof).partition("\n")
+        inside = f"<pre>{escape(why)}</pre>" if why else ""
+        notes += (
+            f'<details class="note proof {proof.verdict}"><summary>{escape(badge)}</summary>{PROVEN}{inside}</details>'
+        )
     keys = '<button class="quiet" id="keys">keys <kbd>?</kbd></button>'
     return f"<header><div>{_heading(record)}</div>{keys}</header>{notes}"
 

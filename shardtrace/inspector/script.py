@@ -14,7 +14,7 @@ from unittest import mock
 from passes.analysis.recognise import is_backward
 from passes.compat.jit import compile_data_and_stats, jitted_module
 from shardtrace.inspector.fake import fake_ranks
-from shardtrace.inspector.inspection import Inspection, inspect_traces
+from shardtrace.inspector.inspection import Inspection, inspect_traces, with_proof
 from shardtrace.inspector.step_data import Traces
 from shardtrace.model.state import states_in
 from shardtrace.model.tracing import watching
@@ -47,7 +47,7 @@ class _Watch(Transform):
         if is_backward(computation_trace):  # after the forward that belongs to it
             raise _Compiled
         data, stats = compile_data_and_stats()
-        self.seen.append((data.fn, Traces(stats.last_traces, stats.last_backward_traces, stats.last_prologue_traces)))
+        self.seen.append((data, Traces(stats.last_traces, stats.last_backward_traces, stats.last_prologue_traces)))
         return computation_trace
 
 
@@ -69,8 +69,9 @@ def run_script(path: Path, arguments: Sequence[str], *, world_size: int, rank: i
             f"{path} called no sharded model: let it shard a model with shardtrace.fsdp, jit it and call it, or name a "
             f"function that returns a module and its inputs, as in {path}:function"
         )
-    found = [(function, traces) for function, traces in watch.seen if traces.backward]
-    return inspect_traces(*(found or watch.seen)[0])
+    found = [(data, traces) for data, traces in watch.seen if traces.backward]
+    data, traces = (found or watch.seen)[0]
+    return inspect_traces(data.fn, with_proof(data, traces))
 
 
 class Call(BaseException):

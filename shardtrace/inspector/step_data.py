@@ -14,6 +14,7 @@ from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_off
 from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
 from passes.plan.hardware import describe
+from passes.proof.prove import Proof
 from passes.runner import REMARK
 from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Reader, Table
@@ -148,6 +149,7 @@ class StepData(NamedTuple):
     notes: tuple[str, ...]  # remarks about missing or chosen data
     predicted_seconds: float
     measured_steps: int
+    proof: Proof | None = None  # that it is the unsharded program; None if it has no sharded model
 
     @property
     def times(self) -> str:
@@ -161,12 +163,13 @@ class StepData(NamedTuple):
 
 
 class Traces(NamedTuple):
-    """The traces of one compilation in the order of the passes, and notes about which compilation it is."""
+    """The traces of one compilation in the order of the passes, notes about which compilation it is, and its proof."""
 
     forward: Sequence[TraceCtx]
     backward: Sequence[TraceCtx]
     prologue: Sequence[TraceCtx]
     notes: tuple[str, ...] = ()
+    proof: Proof | None = None
 
 
 def build_step_data(
@@ -211,6 +214,7 @@ def build_step_data(
         notes=tuple(notes),
         predicted_seconds=expected[-1].end if expected else 0.0,
         measured_steps=times.steps if times is not None else 0,
+        proof=traces.proof,
     )
 
 

@@ -63,6 +63,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
+            if state.options.checks.prove:
+                facts.proving.append(state.model_name)
         facts.parameters.steps[state.runtime] = state.runtime.step()
         by_stand_in |= state.by_stand_in
 

@@ -58,6 +58,8 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
     comm, checks = given["comm_policy"], given["checks"]
     if checks.steps is None and os.environ.get("SHARDTRACE_CHECK_STEPS") == "1":
         checks = replace(checks, steps=True)
+    if checks.prove is None and os.environ.get("SHARDTRACE_PROVE") == "1":
+        checks = replace(checks, prove=True)
     precision, bucketing = parse_precision(given["mp_policy"]), given["bucketing_strategy"]
     wrap = bucketing if is_wrap(bucketing) else None
     return Options(

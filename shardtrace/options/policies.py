@@ -170,6 +170,8 @@ class Checks:
         recording: record the forward again before steps 2, 4, 8, 16, ... (True), before each step whose number is a
             multiple of this one, or never (False). If it calls torch otherwise than when the step was compiled, it
             reads what no guard sees, and an error names the first call that differs.
+        prove: prove each compiled step to be the unsharded program (:func:`shardtrace.prove`), and raise an error if it
+            cannot be. SHARDTRACE_PROVE=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
             if ``fsdp`` makes the process group.
 
@@ -179,10 +181,12 @@ class Checks:
 
     steps: bool | None = None
     recording: bool | int = True
+    prove: bool | None = None
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
         _check("steps", self.steps, bool | None, "True, False, or None")
+        _check("prove", self.prove, bool | None, "True, False, or None")
         if not isinstance(self.recording, int) or self.recording < 0:
             raise ValueError(f"recording must be True, False or a number of steps, not {self.recording!r}")
         if not _is_number(self.timeout) or not self.timeout > 0:

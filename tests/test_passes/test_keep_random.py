@@ -57,6 +57,7 @@ class Net(nn.Module):
 def test_backward_reads_what_forward_drew(single_rank, monkeypatch, executors, strategy):
     """If a function is linear in z = x * w, the gradient for w, times w, sums up to the result."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # fusions run uncompiled
+    monkeypatch.setenv("SHARDTRACE_PROVE", "0")  # fusions reorder equal draws: docs/proof.md, "Unproven"
     torch.manual_seed(0)
     model = shardtrace.fsdp(Net(*LINEAR.values()), sharding_strategy=strategy)
     cmodel = thunder.jit(model, executors=executors)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from shardtrace.cli import main
+from shardtrace.proving import Difference, Proof
 
 import pytest
 import torch.distributed as dist
@@ -107,6 +108,23 @@ def test_hybrid(folder, capsys):
     assert "for fake ranks mesh_shape=(replicas, shards)" in capsys.readouterr().err
     assert main([*arguments, "--mesh", "8x2", "--world-size", "8"]) == 1
     assert "a mesh of shape (8, 2) has 16 ranks, not world_size=8" in capsys.readouterr().err
+
+
+def test_prove(folder, capsys, monkeypatch):
+    assert main(["prove", "factory_for_cli.py:model", "--world-size", "64"]) == 0
+    assert capsys.readouterr().out.startswith("proven: ")
+    for argument in ("train", "evaluate"):
+        assert main(["prove", "script.py", "--world-size", "4", "--", argument]) == 0
+        assert capsys.readouterr().out.startswith("proven: ")
+    wrong = Proof("unproven", differences=(Difference("output 0", "sin(x)", "tanh(x)", "model.py:3"),))
+    monkeypatch.setattr("shardtrace.inspector.inspection.prove_compiled", lambda *args: wrong)
+    assert main(["prove", "factory_for_cli.py:model"]) == 1
+    what = "output 0: the step computes sin(x), the unsharded program tanh(x) (model.py:3)"
+    assert capsys.readouterr().out == f"unproven\n  {what}\n"
+    assert main(["inspect", "factory_for_cli.py:model"]) == 0
+    page = (folder / "trace.html").read_text()
+    assert '<details class="note proof unproven"><summary>unproven</summary>' in page
+    assert what in page
 
 
 def test_rates(folder, capsys):

@@ -1,0 +1,227 @@
+"""The laws by which communication is erased from a step.
+
+Let ``part(plan, owner, v)`` be this rank's part of a whole value ``v`` under a plan, and ``mean(plan, v)`` the mean of
+``v`` over the plan's ranks (their sum, divided by the plan's divisor). Then
+
+    all_gather(part(plan, v)) = v                     broadcast likewise, from the owner
+    reduce_scatter(v) = part(plan, mean(plan, v))     reduce likewise, to the owner
+    all_reduce(v) = part(plan, mean(plan, v))         the part of a replicated value is the value
+    keep_shards(v) = part(secondary plan, v)
+    offload(v) = v
+    accumulated(v) = v + kept                         and ``accumulate`` adds v to what is kept
+
+Each law has conditions: the bucket is as its plan says, and each value is a part under this very plan. A line that does
+not meet them computes something unknown, which equals nothing. A value that travels with less precision than it had is
+noted as rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from passes.analysis.recognise import bucket_of
+from passes.comm.kept_gradients import accumulate, accumulated
+from passes.comm.symbols import (
+    GATHERS,
+    OFFLOADS,
+    REDUCTIONS,
+    check_ranks,
+    keep_shards,
+    note,
+    replicated,
+    wait_copies,
+)
+from passes.drop_unused import unless_unused
+from passes.outline import release
+from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
+from passes.proof.numbering import Numbers
+from passes.proof.program import Evaluation, Law, UnprovenError, Values, name_results
+
+from thunder.core import dtypes
+from thunder.core.symbol import BoundSymbol
+
+
+class InFlight(NamedTuple):
+    """What a future stands for."""
+
+    bucket: Bucket
+    values: tuple[int, ...]
+
+
+# ---- the expressions that laws make ----
+
+
+def whole(numbers: Numbers, parameter: ShardedParameter) -> int:
+    """A whole parameter, in the dtype of its use."""
+    return numbers.of("parameter", parameter)
+
+
+def part(numbers: Numbers, parameter: ShardedParameter, value: int) -> int:
+    """This rank's part of a value of a parameter's shape."""
+    return numbers.of("part", (parameter.plan, parameter.owner), (value,))
+
+
+def mean(numbers: Numbers, plan: BucketPlan, value: int) -> int:
+    """The mean of a value over the ranks of a plan."""
+    return numbers.of("mean", plan, (value,))
+
+
+def with_kept(numbers: Numbers, parameter: ShardedParameter, level: Level, value: int) -> int:
+    """A gradient and what earlier steps have kept of the same parameter."""
+    return numbers.of("with kept", (parameter.index, level), (value,))
+
+
+# ---- conditions ----
+
+
+def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
+    """Raises UnprovenError unless a bucket travels as its plan says."""
+    plan, layout = bucket.plan, bucket.layout
+    fresh = bucket.layout_of(bucket.members)
+    if any(getattr(layout, name, None) != value for name, value in vars(fresh).items() if name not in CACHED):
+        raise UnprovenError(f"bucket {bucket.label} has a layout that is not that of its members", line)
+    if any(m.parameter.plan is not plan for m in bucket.members):
+        raise UnprovenError(f"bucket {bucket.label} has members of another plan", line)
+    rest = bucket.rest_dtype
+    dtype = plan.unsharded_dtype(rest) if gathers else plan.reduced_dtype(rest)
+    if not (gathers or bucket.dtype == dtype) and bucket.plan.reduce_dtype is not None:
+        raise UnprovenError(f"bucket {bucket.label} travels as {bucket.dtype}, its plan says {dtype}", line)
+
+
+CACHED = frozenset({"unit", "permutation"})
+
+
+def _members(line: BoundSymbol, bucket: Bucket, values: tuple[Any, ...]) -> list[tuple[Member, int]]:
+    if len(values) != len(bucket.members):
+        raise UnprovenError(f"bucket {bucket.label} has {len(bucket.members)} members", line)
+    return list(zip(bucket.members, values, strict=True))
+
+
+def _rounds(evaluation: Evaluation, line: BoundSymbol, bucket: Bucket, before: Any, after: Any) -> None:
+    """Notes that the values of a bucket lose precision on their way."""
+    if bucket.wire is not None:
+        evaluation.rounding[f"{bucket.label} travels by the wire {bucket.wire.name}"] = None
+    elif dtypes.is_float_dtype(bucket.dtype) and bucket.dtype.bytes < min(before.bytes, after.bytes):
+        evaluation.rounding[f"{bucket.label} travels as {bucket.dtype.shortname()}"] = None
+
+
+# ---- the laws ----
+
+
+def _issue(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    given, bucket = line.args[0], bucket_of(line)
+    found = evaluation.value(tuple(given), values)
+    as_planned(line, bucket, gathers=line.sym.id in GATHERS)
+    values[line.output.name] = InFlight(bucket, found)
+    if line.sym.id in REDUCTIONS:
+        before = max((g.dtype for g in given), key=lambda d: d.bytes)
+        _rounds(evaluation, line, bucket, before, before)
+
+
+def _arrived(line: BoundSymbol, values: Values) -> InFlight:
+    future = values[line.args[0].name]
+    if not isinstance(future, InFlight) or future.bucket is not bucket_of(line):
+        raise UnprovenError("a future is waited for as another bucket", line)
+    return future
+
+
+def _gathered(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    future = _arrived(line, values)
+    _rounds(evaluation, line, future.bucket, future.bucket.rest_dtype, line.flat_proxy_outs[0].dtype)
+    found = tuple(_whole_of(evaluation.numbers, m, v, line) for m, v in _members(line, future.bucket, future.values))
+    name_results(tuple(line.flat_proxy_outs), found, values)
+
+
+def _whole_of(numbers: Numbers, member: Member, value: int, line: BoundSymbol) -> int:
+    """What a gather makes of the parts of one member. Raises UnprovenError if the value is not such a part."""
+    operation, constants, operands = numbers.expressions[value]
+    p = member.parameter
+    if operation == "part" and constants == (p.plan, p.owner):
+        kind, parameter, _ = numbers.expressions[operands[0]]
+        if kind != "parameter" or (isinstance(parameter, ShardedParameter) and parameter.full_shape == p.full_shape):
+            return operands[0]
+    raise UnprovenError(f"{numbers.text(value)} is gathered as {p.name}", line)
+
+
+def _reduced(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    future, numbers = _arrived(line, values), evaluation.numbers
+    found = tuple(
+        part(numbers, m.parameter, mean(numbers, future.bucket.plan, v))
+        for m, v in _members(line, future.bucket, future.values)
+    )
+    name_results(tuple(line.flat_proxy_outs), found, values)
+
+
+def _offloaded(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    name_results(tuple(line.flat_proxy_outs), _arrived(line, values).values, values)
+
+
+def _replicated(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    given, bucket = line.args
+    as_planned(line, bucket, gathers=True)
+    pairs = zip(given, bucket.members, strict=True)
+    found = [_whole_of(evaluation.numbers, m, values[p.name], line) for p, m in pairs]
+    name_results(tuple(line.flat_proxy_outs), found, values)
+
+
+def _kept_second(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    given, bucket = line.args
+    as_planned(line, bucket, gathers=True)
+    found = [part(evaluation.numbers, m.parameter, values[p.name]) for p, m in zip(given, bucket.members, strict=True)]
+    name_results(tuple(line.flat_proxy_outs), found, values)
+
+
+def _levels(bucket: Bucket) -> Level:
+    return Level.REPLICAS if bucket.name.endswith("_replicas") or "_replicas_" in bucket.name else Level.WHOLE
+
+
+def _accumulated(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    given, bucket = line.args
+    pairs = _members(line, bucket, evaluation.value(tuple(given), values))
+    level = _levels(bucket)
+    found = tuple(with_kept(evaluation.numbers, m.parameter, level, v) for m, v in pairs)
+    name_results(tuple(line.flat_proxy_outs), found, values)
+
+
+def _accumulate(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    given, bucket = line.args
+    for m, v in _members(line, bucket, evaluation.value(tuple(given), values)):
+        evaluation.effects.append(("keep", m.parameter.index, bucket.plan, v))
+
+
+def _first(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    name_results(line.output, values[line.args[0].name], values)
+
+
+def _nothing(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    pass
+
+
+LAWS: dict[Hashable, Law] = {
+    **dict.fromkeys((*GATHERS, *REDUCTIONS, *OFFLOADS), _issue),
+    **dict.fromkeys(GATHERS.values(), _gathered),
+    **dict.fromkeys(REDUCTIONS.values(), _reduced),
+    **dict.fromkeys(OFFLOADS.values(), _offloaded),
+    replicated.id: _replicated,
+    keep_shards.id: _kept_second,
+    accumulated.id: _accumulated,
+    accumulate.id: _accumulate,
+    unless_unused.id: _first,
+    **dict.fromkeys((check_ranks.id, note.id, wait_copies.id, release.id), _nothing),
+}
+
+
+def expected_gradient(
+    numbers: Numbers, parameter: ShardedParameter, gradient: int, adds: frozenset[Level] = frozenset()
+) -> int:
+    """What a step must return for a parameter whose whole gradient, on this rank's batch, is ``gradient``."""
+    plan = parameter.plan
+    if Level.WHOLE in adds:
+        gradient = with_kept(numbers, parameter, Level.WHOLE, gradient)
+    found = part(numbers, parameter, mean(numbers, plan, gradient))
+    if plan.outer is not None:
+        if Level.REPLICAS in adds:
+            found = with_kept(numbers, parameter, Level.REPLICAS, found)
+        found = numbers.of("part", (plan.outer, parameter.owner), (mean(numbers, plan.outer, found),))
+    return found

@@ -1,0 +1,306 @@
+"""A trace as a list of steps that compute numbers, and its evaluation.
+
+Lines are taken apart where they stand for others: calls of blocks, fusions, and the composite symbols of Thunder if the
+step has fusions (which consist of their parts). What a line does besides is a law (:mod:`passes.proof.laws`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from passes.analysis.calls import part_of
+from passes.analysis.recognise import changes_values, is_deletion, is_random, is_return, is_unpack
+from passes.analysis.symbols import identity, is_foreign
+from passes.kernels.registration import has_mask, kernel_id
+from passes.proof.numbering import Numbers, constant
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import NumberProxy, Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+Values = dict[str, Any]  # numbers, tuples of numbers (collections), or what a law passes on, by name
+Law = Callable[["Evaluation", BoundSymbol, Values], None]
+
+
+class UnprovenError(Exception):
+    """A line for which no law holds. The message says why, ``line`` shows it."""
+
+    def __init__(self, message: str, line: BoundSymbol | None = None) -> None:
+        shown = "" if line is None else f": {str(line.from_bsym(header='')).splitlines()[0].strip()}"
+        super().__init__(message + shown)
+
+
+class Step(NamedTuple):
+    """One line: the operation, its constants and operands, the names of its results. ``law``: what it does instead."""
+
+    line: BoundSymbol
+    operation: Hashable
+    constants: Hashable
+    operands: tuple[str, ...]
+    results: tuple[str | None, ...]
+    law: Law | None
+
+
+class Program:
+    """The steps of a trace. ``opened``: whether composite symbols are taken apart. ``lowers``: whether lines that no
+    executor runs have a second expression, as they are when they are lowered."""
+
+    def __init__(
+        self, lines: Iterable[BoundSymbol], laws: dict[Hashable, Law], *, opened: bool, lowers: bool = False
+    ) -> None:
+        self.steps: list[Step] = []
+        for line in lines:
+            steps = [*_steps(line, laws, opened)]
+            self.steps += steps
+            if lowers and line.sym.executor is None and any(s.law in (None, _agree) for s in steps):
+                self.steps.append(Step(line, "lowered", (), (), (), _lower_too))
+
+
+def has_fusions(*traces: TraceCtx) -> bool:
+    """True if a line of the traces, or of the blocks that they call, is a fusion."""
+    for trace in traces:
+        for line in trace.bound_symbols:
+            part = part_of(line)
+            if line.sym.is_fusion or (part is not None and has_fusions(part.trace)):
+                return True
+    return False
+
+
+WRITTEN = {kernel_id("batch_norm"): (3, 4)}  # the arguments that a kernel writes, by its id
+IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES)
+
+
+def _steps(line: BoundSymbol, laws: dict[Hashable, Law], opened: bool) -> Iterable[Step]:
+    operation = identity(line.sym)
+    law = laws.get(operation) or laws.get(type(operation)) or _own_law(line, operation)
+    if law is None and line.subsymbols and (line.sym.is_fusion or (opened and not is_random(line))):
+        for part in line.subsymbols:
+            yield from _steps(part, laws, opened)
+        if not line.sym.is_fusion:
+            yield _plain_step(line)._replace(law=_agree)
+        return
+    yield Step(line, operation, (), (), (), law) if law is not None else _plain_step(line)
+
+
+def _plain_step(line: BoundSymbol) -> Step:
+    """The step of a line whose results are an expression of its arguments."""
+    operands: list[str] = []
+    operation = identity(line.sym)
+    args = line.args[:-1] if has_mask(line.sym) else line.args
+    constants = constant((args, line.kwargs), operands)
+    if is_foreign(line.sym):
+        operation = operation, line.sym.name
+    return Step(line, operation, constants, tuple(operands), _results(line), None)
+
+
+def _results(line: BoundSymbol) -> tuple[str | None, ...]:
+    out = line.output if isinstance(line.output, (tuple, list)) else (line.output,)
+    computed = line.args[-1] if has_mask(line.sym) else (True,) * len(out)
+    return tuple(o.name if isinstance(o, Proxy) and c else None for o, c in zip(out, computed, strict=True))
+
+
+def _own_law(line: BoundSymbol, operation: Hashable) -> Law | None:
+    if is_unpack(line):
+        return _unpack
+    if is_deletion(line):
+        return _delete
+    if is_return(line) or operation in (PrimIDs.COMMENT, PrimIDs.SINK):
+        return _nothing
+    if operation in IDENTITIES:
+        return _same
+    if part_of(line) is not None:
+        return _call
+    if operation == PrimIDs.COPY_:
+        return _write
+    if line.sym.is_fusion or not changes_values(line):
+        return _draw if not line.sym.is_fusion and is_random(line) else None
+    return _update
+
+
+class Evaluation:
+    """The numbers of a step's values.
+
+    ``trusted``: whether the parts of a composite line are known to be what the line says, as in the unsharded program;
+    an executor may run either. ``lower`` makes the lines that run a line which is not fused (see :func:`_lower_too`).
+    ``effects`` are what the step writes, ``rounding`` why values are only nearly those of the unsharded program.
+    """
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        laws: dict[Hashable, Law],
+        *,
+        opened: bool,
+        trusted: bool = False,
+        lower: Callable[[BoundSymbol], TraceCtx] | None = None,
+    ) -> None:
+        self.numbers, self.laws, self.opened, self.trusted, self.lower = numbers, laws, opened, trusted, lower
+        self.effects: list[tuple[Hashable, ...]] = []
+        self.rounding: dict[str, None] = {}
+        self.draws: Counter[tuple[Hashable, ...]] = Counter()
+        self._programs: dict[int, tuple[TraceCtx, Program]] = {}
+
+    def program(self, trace: TraceCtx) -> Program:
+        """The program of a trace, made once."""
+        known = self._programs.get(id(trace))
+        if known is None:
+            made = Program(trace.bound_symbols, self.laws, opened=self.opened, lowers=self.lower is not None)
+            known = self._programs[id(trace)] = (trace, made)
+        return known[1]
+
+    def run(self, steps: Sequence[Step], values: Values) -> None:
+        """Adds the results of the steps to ``values``."""
+        numbers = self.numbers
+        for step in steps:
+            try:
+                if step.law is not None:
+                    step.law(self, step.line, values)
+                    continue
+                operands = tuple([values[name] for name in step.operands])
+            except KeyError as error:
+                raise UnprovenError(f"{error.args[0]} is used before it exists or after its del", step.line) from None
+            self.assign(step, numbers.of(step.operation, step.constants, operands), values)
+
+    def assign(self, step: Step, number: int, values: Values) -> None:
+        """Names the results of a step whose expression has this number."""
+        self.numbers.lines.setdefault(number, step.line)
+        if not isinstance(step.line.output, (tuple, list)):
+            if step.results[0] is not None:
+                values[step.results[0]] = number
+            return
+        for i, name in enumerate(step.results):
+            if name is not None:
+                values[name] = result = self.numbers.of("result", i, (number,))
+                self.numbers.lines.setdefault(result, step.line)
+
+    def value(self, structure: Any, values: Values) -> Any:
+        """The values of a nested structure of proxies."""
+        if isinstance(structure, Proxy):
+            if structure.name in values:
+                return values[structure.name]
+            if isinstance(structure, NumberProxy) and structure.value is not None:
+                return constant(structure, [])
+            raise UnprovenError(f"{structure.name} is used before it exists or after its del")
+        if isinstance(structure, (tuple, list)):
+            return tuple(self.value(x, values) for x in structure)
+        return structure
+
+
+def name_results(results: Any, found: Any, values: Values) -> None:
+    """Gives the proxies in a nested structure the values at the same places."""
+    if isinstance(results, Proxy):
+        values[results.name] = found
+    elif isinstance(results, (tuple, list)):
+        for result, value in zip(results, found, strict=True):
+            name_results(result, value, values)
+
+
+def returned(trace: TraceCtx) -> Any:
+    """What a trace returns."""
+    last = trace.bound_symbols[-1]
+    return last.args[0] if len(last.args) == 1 else last.args
+
+
+# ---- laws of lines that are not communication ----
+
+
+def _nothing(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    pass
+
+
+def _unpack(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    if line.sym.id == PrimIDs.UNPACK_SEQUENCE:
+        name_results(tuple(line.output), evaluation.value(line.args[0], values), values)
+
+
+def _delete(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    if line.sym.id == PrimIDs.DEL:
+        for a in line.flat_proxy_args:
+            if values.pop(a.name, None) is None:
+                raise UnprovenError(f"{a.name} is deleted before it exists, or twice", line)
+
+
+def _same(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    name_results(line.output, evaluation.value(line.args[0], values), values)
+
+
+def _write(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    source, target = line.args[:2]
+    evaluation.effects.append(("write", values[target.name], values[source.name]))
+    values[target.name] = values[source.name]
+    name_results(line.output, values[source.name], values)
+
+
+def _update(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """A line that computes its results and new contents of some of its arguments."""
+    places = WRITTEN.get(line.sym.id)
+    if places is None:
+        raise UnprovenError("no law tells what a line writes", line)
+    step = _plain_step(line)
+    number = evaluation.numbers.of(step.operation, step.constants, tuple([values[name] for name in step.operands]))
+    evaluation.assign(step, number, values)
+    for i in places:
+        if (target := line.args[i]) is not None:
+            new = evaluation.numbers.of("written", i, (number,))
+            evaluation.effects.append(("write", values[target.name], new))
+            values[target.name] = new
+
+
+def _draw(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    step = _plain_step(line)
+    operands = tuple([values[name] for name in step.operands])
+    key = step.operation, step.constants, operands
+    evaluation.draws[key] += 1
+    drawn = evaluation.numbers.of("draw", (evaluation.draws[key], step.operation, step.constants), operands)
+    evaluation.assign(step, drawn, values)
+
+
+def _agree(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """Checks a composite line that was taken apart: its parts do what the line says, because the unsharded program has
+    the same line with the same results, or because Thunder takes it apart likewise."""
+    step = _plain_step(line)
+    operands = tuple([values[name] for name in step.operands])
+    composite = evaluation.numbers.of(("composite", step.operation), step.constants, operands)
+    results = tuple([values[name] for name in step.results if name is not None])
+    known = evaluation.numbers.composites
+    if evaluation.trusted:
+        known[composite] = results
+    elif known.get(composite) != results and _parts_results(evaluation, line, values) != results:
+        raise UnprovenError("a line in a fusion does not do what its parts do", line)
+
+
+def _lower_too(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """An executor that fuses leaves some lines alone, which other executors run. Both forms have the same value."""
+    assert evaluation.lower is not None
+    lowered = evaluation.lower(line)
+    inside = dict(values)
+    evaluation.run([s for b in lowered.bound_symbols for s in _steps(b, evaluation.laws, evaluation.opened)], inside)
+    for out, found in zip(_results(line), evaluation.value(returned(lowered), inside), strict=True):
+        if out is not None and found != values[out]:
+            evaluation.numbers.synonyms[found] = values[out]
+
+
+def _parts_results(evaluation: Evaluation, line: BoundSymbol, values: Values) -> tuple[int, ...]:
+    """The results of a composite line by the parts that Thunder gives it now."""
+    trace = TraceCtx()
+    trace.names = set(values)
+    try:
+        with tracectx(trace):
+            line.sym(*line.args, **line.kwargs)
+    except Exception as error:  # whatever Thunder raises about its arguments
+        raise UnprovenError(f"Thunder does not accept a line ({error})", line) from None
+    (fresh,) = trace.bound_symbols
+    inside = dict(values)
+    evaluation.run([step for part in fresh.subsymbols for step in _steps(part, evaluation.laws, True)], inside)
+    return tuple([inside[name] for name in _results(fresh) if name is not None])
+
+
+def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    part = part_of(line)
+    assert part is not None
+    inside: Values = {a.name: values[b.name] for a, b in zip(part.trace.args, line.args, strict=True)}
+    evaluation.run(evaluation.program(part.trace).steps, inside)
+    name_results(line.output, evaluation.value(returned(part.trace), inside), values)

@@ -1,0 +1,327 @@
+"""The proof that a compiled step computes the unsharded program.
+
+The final forward and backward are evaluated with the laws that erase communication (:mod:`passes.proof.laws`), the
+unsharded program (:mod:`passes.proof.reference`) without them, both to numbers that are equal only for equal values
+(:mod:`passes.proof.numbering`). Every output, every gradient, every write into memory that outlives the step must have
+the same number. No line may write into a value that another line reads later (:mod:`passes.proof.memory`).
+
+What is trusted: the record of the model's calls, Thunder's autodiff and executors, the gradients of kernels, the plan,
+and that each law is what its collective does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
+from passes.plan.step import Step
+from passes.proof.laws import LAWS, expected_gradient, mean, part
+from passes.proof.memory import SAVED, handed_over, hazards
+from passes.proof.numbering import Numbers
+from passes.proof.program import Evaluation, UnprovenError, Values, has_fusions
+from passes.proof.reference import (
+    REFERENCE_LAWS,
+    Reference,
+    cotangents,
+    first_values,
+    leaves_lines,
+    lowered_line,
+    reference,
+    results_of,
+)
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.trace import TraceCtx
+
+
+class Record(NamedTuple):
+    """A computation as it was recorded, and after the passes before autodiff."""
+
+    first: TraceCtx
+    last: TraceCtx
+
+
+COTANGENTS = "cotangents"  # as Thunder names this argument of backward
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is not that of the unsharded program.
+
+    ``what``: "output 0" or "the gradient of w". ``found`` and ``expected`` are the smallest expressions that differ,
+    ``place`` the line of the model's source, if it is known.
+    """
+
+    what: str
+    found: str
+    expected: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.place})" if self.place else ""
+        return f"{self.what}: the step computes {self.found}, the unsharded program {self.expected}{where}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result for one compiled step.
+
+    ``verdict`` is "proven", "rounding" (equal, but for what travels with less precision: ``rounding`` says what) or
+    "unproven" (``differences`` says why). ``values`` counts what was compared, ``lines`` the step's lines.
+    """
+
+    verdict: Literal["proven", "rounding", "unproven"]
+    values: int = 0
+    lines: int = 0
+    rounding: tuple[str, ...] = ()
+    differences: tuple[Difference | str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.verdict == "unproven":
+            return "\n".join(["unproven", *(f"  {d}" for d in self.differences)])
+        head = f"{self.values} results of {self.lines} lines are those of the unsharded program"
+        if self.verdict == "proven":
+            return f"proven: {head}"
+        return "\n".join([f"proven up to rounding: {head}", *(f"  {r}" for r in self.rounding)])
+
+
+class UnprovenStepError(AssertionError):
+    """A compiled step could not be shown to be the unsharded program."""
+
+
+@dataclass
+class Claim:
+    """What a step must compute: the numbers of the unsharded program's outputs, gradients and writes."""
+
+    reference: Reference
+    parameters: TracedParameters
+    numbers: Numbers
+    opened: bool
+    outputs: tuple[Any, ...]
+    gradients: dict[str, int]  # by the name of the input
+    writes: list[tuple[Hashable, ...]]
+    cotangents: tuple[Any, ...]
+
+
+def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backward: TraceCtx | None) -> Claim:
+    """Makes and evaluates the unsharded program of a record. Runs inside Thunder's compilation.
+
+    Raises UnprovenError if a line of it has no law.
+    """
+    program = reference(record.first, parameters, record.last, differentiated=backward is not None)
+    numbers = Numbers()
+    opened = has_fusions(*(t for t in (forward, backward) if t is not None))
+    lower = lowered_line if leaves_lines() else None
+    evaluation = Evaluation(numbers, REFERENCE_LAWS, opened=opened, trusted=True, lower=lower)
+    values: Values = {**first_values(numbers, program.inputs)}
+    results = results_of(program.trace)
+    outs = results["fw_flat_out"] if program.joint else _flat(results["output"])
+    given = tuple(numbers.of("cotangent", i) for i in range(len(outs)))
+    values["cotangents of"] = cotangents(outs, given)
+    evaluation.run([s for s in evaluation.program(program.trace).steps if not _deletes(s)], values)
+    gradients: dict[str, int] = {}
+    for argument, gradient in zip(results["flat_args"], results["output"] if program.joint else (), strict=False):
+        if isinstance(gradient, TensorProxy):
+            gradients[argument.name] = values[gradient.name]
+    found = evaluation.value(tuple(outs), values)
+    return Claim(program, parameters, numbers, opened, found, gradients, evaluation.effects, given)
+
+
+def _deletes(step: Any) -> bool:
+    return step.line.sym.name == "python_del"
+
+
+def _flat(structure: Any) -> tuple[Any, ...]:
+    return tuple(tree_flatten(structure)[0])
+
+
+def check(claim: Claim, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
+    """Whether the lowered traces of a step compute what a claim says."""
+    differences: list[Difference | str] = []
+    evaluation = Evaluation(claim.numbers, LAWS, opened=claim.opened)
+    lines = len(forward.bound_symbols) + (len(backward.bound_symbols) if backward is not None else 0)
+    compared = 0
+    try:
+        outputs, saved = _run_forward(claim, evaluation, forward)
+        compared += len(outputs)
+        differences += _compare(claim, ((f"output {i}", o, e) for i, (o, e) in _paired(outputs, claim.outputs)))
+        if backward is not None:
+            differences += _handed_over(forward, backward)
+            found = _run_backward(claim, evaluation, backward, saved)
+            names = [p.name if isinstance(p, Proxy) else None for p in _arguments(forward)]
+            compared += len(claim.gradients)
+            differences += _compare(claim, _gradients(claim, dict(zip(names, found, strict=True))))
+        differences += _effects(claim, evaluation)
+        differences += hazards(forward, backward)
+    except UnprovenError as error:
+        differences.append(str(error))
+    if differences:
+        return Proof("unproven", compared, lines, (), tuple(differences))
+    return Proof("rounding" if evaluation.rounding else "proven", compared, lines, tuple(evaluation.rounding))
+
+
+def _paired(found: Sequence[Any], expected: Sequence[Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    if len(found) != len(expected):
+        raise UnprovenError(f"the step returns {len(found)} outputs, the unsharded program {len(expected)}")
+    return enumerate(zip(found, expected, strict=True))
+
+
+def _compare(claim: Claim, pairs: Any) -> Iterator[Difference]:
+    for what, found, expected in pairs:
+        if found == expected:
+            continue
+        if not (isinstance(found, int) and isinstance(expected, int)):
+            texts = [claim.numbers.text(v) if isinstance(v, int) else str(v) for v in (found, expected)]
+            yield Difference(what, *texts)
+            continue
+        a, b = claim.numbers.difference(found, expected)
+        yield Difference(what, claim.numbers.text(a), claim.numbers.text(b), claim.numbers.place(b))
+
+
+# ---- the step ----
+
+
+def _run_forward(claim: Claim, evaluation: Evaluation, forward: TraceCtx) -> tuple[tuple[Any, ...], Any]:
+    """The numbers of a forward's outputs, and of what it saves."""
+    values: Values = {}
+    given = first_values(claim.numbers, claim.reference.inputs)
+    if len(forward.args) != len(given):
+        raise UnprovenError(f"the step has {len(forward.args)} inputs, the unsharded program {len(given)}")
+    for p, (parameter, number) in zip(
+        forward.args, zip(claim.reference.inputs.values(), given.values(), strict=True), strict=True
+    ):
+        values[p.name] = number if parameter is None else part(claim.numbers, parameter, number)
+    evaluation.run(evaluation.program(forward).steps, values)
+    last = forward.bound_symbols[-1]
+    saved = evaluation.value(last.args[1], values) if len(last.args) > 1 else ()
+    results = last.args[0]
+    output = results["output"] if isinstance(results, dict) else results
+    return evaluation.value(_flat(output), values), saved
+
+
+def _handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
+    """What backward takes for a tensor of another shape or dtype than forward saves."""
+    for a, b in handed_over(forward, backward):
+        if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
+            continue
+        if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
+            yield f"forward saves {a.name} of shape {tuple(a.shape)}, backward takes {b.name} of {tuple(b.shape)}"
+
+
+def _arguments(forward: TraceCtx) -> Sequence[Any]:
+    found: Sequence[Any] = results_of(forward)["flat_args"]
+    return found
+
+
+def _run_backward(claim: Claim, evaluation: Evaluation, backward: TraceCtx, saved: Any) -> tuple[Any, ...]:
+    """The numbers of the gradients that a backward returns."""
+    values: Values = {SAVED: saved, COTANGENTS: claim.cotangents}
+    evaluation.run(evaluation.program(backward).steps, values)
+    found: tuple[Any, ...] = evaluation.value(tuple(backward.bound_symbols[-1].args[0]), values)
+    return found
+
+
+def _gradients(claim: Claim, found: dict[str | None, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What is compared for each input: its name, the gradient that the step returns, the one that it should."""
+    keeps = Keeping(claim)
+    for name, parameter in claim.reference.inputs.items():
+        expected = claim.gradients.get(name)
+        actual = found.get(name)
+        what = f"the gradient of {parameter.name if parameter is not None else name}"
+        if parameter is not None and expected is not None:
+            expected = keeps.expected(parameter, expected)
+        if expected is None and actual is not None and _is_zero(claim, actual):
+            continue
+        yield what, actual, expected
+
+
+def _is_zero(claim: Claim, number: int) -> bool:
+    """True for zeros, whatever their part or mean."""
+    expressions = claim.numbers.expressions
+    while expressions[number][0] in ("part", "mean"):
+        (number,) = expressions[number][2]
+    operation, constants, _ = expressions[number]
+    if operation in (PrimIDs.FULL, "torch.full"):
+        assert isinstance(constants, tuple)
+        return constants[0][1] in ((int, 0), (float, "0.0"))
+    return operation == "torch.zeros"
+
+
+class Keeping:
+    """What a step does with gradients that are kept over steps (no_sync)."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+    def step_of(self, parameter: ShardedParameter) -> Step | None:
+        return self.claim.parameters.steps.get(parameter.plan.runtime)
+
+    def expected(self, parameter: ShardedParameter, gradient: int) -> int | None:
+        """The gradient that the step returns; None if it keeps it."""
+        step = self.step_of(parameter)
+        if step is None or step.gradients in (None, Gradients.REDUCED):
+            return expected_gradient(self.claim.numbers, parameter, gradient)
+        if step.gradients is Gradients.KEPT and step.keep is not None and self.keeps(step, parameter):
+            return None
+        adds = step.adds if step.gradients is Gradients.ADDED or step.keep is None else frozenset[Level]()
+        return expected_gradient(self.claim.numbers, parameter, gradient, adds)
+
+    def keeps(self, step: Step, parameter: ShardedParameter) -> bool:
+        assert step.keep is not None
+        chosen = step.keep.parameters is None or parameter.index in step.keep.parameters
+        return chosen and (step.keep.level is Level.WHOLE or parameter.plan.outer is not None)
+
+    def effects(self) -> Iterator[tuple[Hashable, ...]]:
+        """What the step must keep."""
+        numbers = self.claim.numbers
+        for name, gradient in self.claim.gradients.items():
+            parameter = self.claim.reference.inputs[name]
+            step = self.step_of(parameter) if parameter is not None else None
+            if parameter is None or step is None or step.gradients is not Gradients.KEPT or step.keep is None:
+                continue
+            if not self.keeps(step, parameter):
+                continue
+            if step.keep.level is Level.WHOLE:
+                yield "keep", parameter.index, parameter.plan, gradient
+            else:
+                reduced = part(numbers, parameter, mean(numbers, parameter.plan, gradient))
+                yield "keep", parameter.index, parameter.plan.outer, reduced
+
+
+def _effects(claim: Claim, evaluation: Evaluation) -> Iterator[str]:
+    """What the step writes or keeps and should not, and the reverse."""
+    expected = [*claim.writes, *Keeping(claim).effects()]
+    zero = [e for e in evaluation.effects if e[0] == "keep" and isinstance(e[3], int) and _is_zero(claim, e[3])]
+    found = [e for e in evaluation.effects if e in expected or e not in zero]
+    for verb, some, others in (("writes", found, expected), ("does not write", expected, found)):
+        left = list(others)
+        for effect in some:
+            if effect in left:
+                left.remove(effect)
+            else:
+                kind, *_, value = effect
+                text = claim.numbers.text(value) if isinstance(value, int) else str(value)
+                yield f"the step {verb} ({kind}) {text}"
+
+
+# ---- as a pass ----
+
+
+def prove(record: Record, parameters: TracedParameters, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
+    """Proves a compiled step, inside Thunder's compilation.
+
+    Args:
+        record: the computation before any pass of ours, and as they gave it to autodiff.
+        parameters: the sharded parameters among its inputs, and the models' steps.
+        forward: the final trace.
+        backward: likewise; None if nothing is differentiated.
+    """
+    try:
+        made = claim(record, parameters, forward, backward)
+    except UnprovenError as error:
+        return Proof("unproven", differences=(f"the unsharded program: {error}",))
+    return check(made, forward, backward)

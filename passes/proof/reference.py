@@ -1,0 +1,324 @@
+"""The unsharded program: what Thunder makes of the recorded computation without any pass of ours.
+
+Thunder's autodiff differentiates the record, and the same executors lower it. A block is differentiated by itself; a
+call of it is a line whose gradient is one more line:
+
+    x1, state = Block(x0, w, b)
+    gx0, gw, gb = Block_vjp(state, gx1)
+
+Note [Parts]. Autodiff and executors may treat a composite symbol as a whole, by a rule or a kernel of its own. Passes
+take some of these symbols apart. A symbol and its parts have the same value, so that the reference may take apart the
+very same ones; which these are is read from the compiled traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from passes.analysis.calls import block_of
+from passes.analysis.recognise import is_unpack, names
+from passes.compat.jit import compile_data_and_stats
+from passes.compat.lines import symbol_that_calls, with_operators_of
+from passes.kernels.registration import fuses
+from passes.outline import Needs, copy_of, needs_of_calls, prepared
+from passes.plan import ShardedParameter, TracedParameters
+from passes.proof.laws import whole
+from passes.proof.numbering import Numbers
+from passes.proof.program import Evaluation, Law, Values, name_results
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import AnyProxy, TensorProxy, Variable, variableify
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import dce
+from thunder.core.transforms import get_grad, put_grad
+from thunder.extend import FusionExecutor, OperatorExecutor, get_always_executors
+from thunder.transforms.autodiff import grad_transform_on_trace
+
+NONE = frozenset[int]()
+
+
+@dataclass(eq=False)
+class Call:
+    """A block as some calls need it. It is the id of the symbol of these lines."""
+
+    block: Any
+    needs: Needs
+    joint: TraceCtx | None = None
+
+    @cached_property
+    def symbol(self) -> Symbol:
+        return self._symbol("", self.block.symbol.meta, self)
+
+    def _symbol(self, suffix: str, meta: Any, id: Hashable, **options: Any) -> Symbol:
+        name = f"{self.block.name}{suffix}"
+        return symbol_that_calls(name, meta, None, id=id, is_prim=True, tags=self.block.symbol.tags, **options)
+
+    def execute(self, *args: Any) -> Any:
+        return self._symbol("", self.block.symbol.meta, Plain(self), executor=executor)(*args)
+
+    def differentiate(self, *args: Any) -> Any:
+        inputs = sorted(self.needs.gradients)
+
+        def forward_meta(*args: Any) -> tuple[Any, ...]:
+            results = tuple(TensorProxy(like=o, requires_grad=False, tags=set()) for o in self.block.outputs)
+            return (*results, AnyProxy(None, prefix="state"))
+
+        def vjp_meta(*values: Any) -> tuple[TensorProxy, ...]:
+            return tuple(TensorProxy(like=args[i], requires_grad=False, tags=set()) for i in inputs)
+
+        *outs, state = self._symbol("_forward", forward_meta, Forward(self), executor=executor)(*args)
+        cotangents = tuple(get_grad(outs[i]) for i in sorted(self.needs.outputs))
+        gradients = self._symbol("_vjp", vjp_meta, Vjp(self), executor=executor)(state, *cotangents)
+        for i, gradient in zip(inputs, gradients, strict=True):
+            put_grad(args[i], gradient)
+        return tuple(outs)
+
+    @cached_property
+    def lowered(self) -> TraceCtx:
+        """The block's own forward and backward in one trace, or its forward if nothing needs a gradient."""
+        variants = [v for needs, v in self.block.variants.items() if needs._replace(regathered=NONE) == self.needs]
+        taken = next((v.differentiated for v in variants if v.differentiated is not None), None)
+        first = taken_apart(prepared(self.block, self.needs), taken)
+        return lowered(grad_transform_on_trace(first) if self.needs.gradients else first)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The id of a call where nothing is differentiated."""
+
+    call: Call
+
+
+class Forward(Plain):
+    """The id of a call that is differentiated."""
+
+
+class Vjp(Plain):
+    """The id of the gradient of a call."""
+
+
+class Blocks(OperatorExecutor):
+    """Differentiates and lowers the calls of blocks. Has no state: the calls' symbols know their blocks."""
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return isinstance(bsym.sym.id, Call)
+
+    def get_grad_transform(self, sym: Symbol) -> Any:
+        return sym.id.differentiate
+
+    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
+        return bsym.sym.id.execute
+
+
+executor = Blocks("reference_blocks", version="0.1")
+
+
+@contextmanager
+def _with_executor() -> Iterator[None]:
+    data, _ = compile_data_and_stats()
+    before = data.executors_list
+    data.executors_list = (*before, executor)
+    try:
+        yield
+    finally:
+        data.executors_list = before
+
+
+def lowered(trace: TraceCtx) -> TraceCtx:
+    """A trace as the executors of the current compilation run it, with nothing fused."""
+    executors = compile_data_and_stats()[0].executors_list
+    new = with_operators_of(executors, trace)
+    takes_lines = any(isinstance(e, FusionExecutor) for e in executors)  # and may not fuse them
+    return with_operators_of(get_always_executors(), new) if takes_lines and not leaves_lines() else new
+
+
+def lowered_line(line: BoundSymbol) -> TraceCtx:
+    """The lines that run a line which no executor has fused."""
+    trace = TraceCtx()
+    trace.names = {*names(line.flat_proxy_args), *names(line.flat_proxy_outs)}
+    outputs = line.output if isinstance(line.output, (tuple, list)) else (line.output,)
+    with tracectx(trace):
+        trace.bound_symbols.append(copy_of(line))
+        prims.python_return(tuple(outputs))
+    return with_operators_of(get_always_executors(), trace)
+
+
+def leaves_lines() -> bool:
+    """True if an executor of the current compilation fuses: it leaves lines alone that others run."""
+    return any(map(fuses, compile_data_and_stats()[0].executors_list))
+
+
+@dataclass
+class Reference:
+    """The unsharded program of a compiled step, lowered. ``joint``: forward and backward, if it is differentiated.
+
+    ``inputs`` are the names of its inputs with the sharded parameters among them.
+    """
+
+    trace: TraceCtx
+    joint: bool
+    inputs: dict[str, ShardedParameter | None]
+    calls: list[Call] = field(default_factory=list)
+
+
+def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx, *, differentiated: bool) -> Reference:
+    """The unsharded program of a recorded computation. Runs inside Thunder's compilation, whose executors it takes.
+    ``compiled`` is what the passes gave to autodiff (see Note [Parts])."""
+    inputs = {p.name: parameters.get(p) for p in record.args}
+    calls: dict[tuple[int, Needs], Call] = {}
+    new = from_trace(record)
+    with _with_executor():
+        lines = taken_apart(_with_one_name_each(dce(record), parameters), compiled)
+        for line, needs in needs_of_calls(lines):
+            bsym = copy_of(line, tags=False)
+            block = block_of(line)
+            if block is not None and needs is not None:
+                bsym = bsym.from_bsym(sym=calls.setdefault((id(block), needs), Call(block, needs)).symbol)
+            if line.sym.id == PrimIDs.RETURN:
+                _copy_returned_inputs(new, bsym)
+            else:
+                new.bound_symbols.append(bsym)
+        trace = lowered(grad_transform_on_trace(new) if differentiated else dce(new))
+        for call in calls.values():
+            call.lowered  # noqa: B018  while the executors are known
+    return Reference(trace, differentiated, inputs, list(calls.values()))
+
+
+def _with_one_name_each(trace: TraceCtx, parameters: TracedParameters) -> TraceCtx:
+    """The trace with one name for a parameter that has several (tied weights)."""
+    first: dict[ShardedParameter, Any] = {}
+    swap: dict[Variable, Any] = {}
+    for p in trace.args:
+        parameter = parameters.get(p)
+        if parameter is not None and first.setdefault(parameter, p) is not p:
+            swap[variableify(p)] = first[parameter]
+    if not swap:
+        return trace
+    new = from_trace(trace)
+    for line in trace.bound_symbols:
+        if is_unpack(line):
+            new.bound_symbols.append(line)
+        elif line.sym.id == PrimIDs.RETURN:
+            results = line.args[0]
+            output = line.from_bsym(args=(results["output"],)).from_bsym_swap_proxies(swap).args[0]
+            new.bound_symbols.append(line.from_bsym(args=({**results, "output": output},)))
+        else:
+            new.bound_symbols.append(line.from_bsym_swap_proxies(swap))
+    return new
+
+
+def taken_apart(trace: TraceCtx, compiled: TraceCtx | None) -> TraceCtx:
+    """A trace with the parts of each composite line that is not whole in the trace that autodiff has got."""
+    if compiled is None:
+        return trace
+    top = {_identity(b) for b in compiled.bound_symbols}
+
+    def parts(line: BoundSymbol) -> Iterator[BoundSymbol]:
+        apart = _identity(line) not in top and any(_has_part(part, top) for part in line.subsymbols)
+        for part in line.subsymbols if apart else ():
+            yield from parts(part)
+        if not apart:
+            yield line
+
+    new = from_trace(trace)
+    new.bound_symbols = [part for line in trace.bound_symbols for part in parts(line)]
+    return new
+
+
+def _identity(line: BoundSymbol) -> Hashable:
+    return (line.sym.id, *sorted(names(line.flat_proxy_outs)))
+
+
+def _has_part(line: BoundSymbol, top: set[Hashable]) -> bool:
+    return _identity(line) in top or any(_has_part(part, top) for part in line.subsymbols)
+
+
+def _copy_returned_inputs(trace: TraceCtx, last: BoundSymbol) -> None:
+    """Adds the last line, with copies of the inputs that it returns: Thunder's autodiff gives them no gradient."""
+    inputs = {p.name for p in trace.args}
+
+    def copied(x: Any) -> Any:
+        return prims.shallow_copy(x) if isinstance(x, TensorProxy) and x.name in inputs else x
+
+    with tracectx(trace):
+        output = tree_map(copied, last.args[0]["output"])
+    trace.bound_symbols.append(last.from_bsym(args=({**last.args[0], "output": output},)))
+
+
+# ---- its numbers ----
+
+
+def first_values(numbers: Numbers, inputs: dict[str, ShardedParameter | None]) -> Values:
+    """The numbers of the inputs, in their order."""
+    return {
+        name: numbers.of("input", i) if parameter is None else whole(numbers, parameter)
+        for i, (name, parameter) in enumerate(inputs.items())
+    }
+
+
+def _cotangent(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    places = values["cotangents of"].get(line.args[0].name)
+    values[line.output.name] = places.pop(0)
+
+
+def cotangents(results: Any, found: Any) -> dict[str, list[Any]]:
+    """For each name among the results, the cotangents at its places."""
+    places: dict[str, list[Any]] = {}
+    for result, cotangent in zip(results, found, strict=True):
+        if isinstance(result, TensorProxy):
+            places.setdefault(result.name, []).append(cotangent)
+    return places
+
+
+def results_of(trace: TraceCtx) -> dict[str, Any]:
+    """The structure that the last line of a trace returns."""
+    found: dict[str, Any] = trace.bound_symbols[-1].args[0]
+    return found
+
+
+def _inside(call: Call, given: Any) -> Values:
+    args = call.lowered.args
+    return {p.name: v for p, v in zip(args, given, strict=True)}
+
+
+def _run_plain(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    call = line.sym.id.call
+    inside = _inside(call, evaluation.value(tuple(line.args), values))
+    evaluation.run(evaluation.program(call.lowered).steps, inside)
+    name_results(tuple(line.output), evaluation.value(tuple(results_of(call.lowered)["outputs"]), inside), values)
+
+
+def _run_forward(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    call = line.sym.id.call
+    inside = _inside(call, evaluation.value(tuple(line.args), values))
+    steps = evaluation.program(call.lowered).steps
+    cut = next((i for i, s in enumerate(steps) if s.operation == PrimIDs.GET_GRAD), len(steps))
+    evaluation.run(steps[:cut], inside)
+    outs = evaluation.value(tuple(results_of(call.lowered)["outputs"]), inside)
+    name_results(tuple(line.output), (*outs, (inside, steps[cut:])), values)
+
+
+def _run_vjp(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    call = line.sym.id.call
+    state, *given = (values[a.name] for a in line.args)
+    inside, steps = state
+    results = results_of(call.lowered)
+    inside["cotangents of"] = cotangents(results["fw_flat_out"], given)
+    evaluation.run(steps, inside)
+    found = [results["output"][i] for i in sorted(call.needs.gradients)]
+    name_results(tuple(line.output), evaluation.value(tuple(found), inside), values)
+
+
+REFERENCE_LAWS: dict[Hashable, Law] = {
+    PrimIDs.GET_GRAD: _cotangent,
+    Plain: _run_plain,
+    Forward: _run_forward,
+    Vjp: _run_vjp,
+}

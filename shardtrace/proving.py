@@ -1,0 +1,73 @@
+"""``prove``: shows that the compiled step of a sharded model is the unsharded program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from passes.proof.prove import Difference, Proof
+from passes.proof.prove import prove as prove_traces
+from passes.runner import FirstStage
+
+import thunder
+from thunder.core.trace import TraceCtx
+
+__all__ = ["Difference", "Proof", "prove"]
+
+
+def prove(cmodel: Callable[..., Any]) -> Proof:
+    """Proves that the last call of a sharded model, or of a jitted function, computes the unsharded program.
+
+    Collectives are erased by their laws. What is left, forward and backward, is compared with what Thunder makes of the
+    recorded calls without any pass of shardtrace: the outputs, the gradient of each parameter, and all writes into
+    memory that outlives the step. Nothing runs, and no other rank is needed.
+
+    Returns:
+        A :class:`Proof`. Its ``verdict`` is "proven", "rounding" (proven up to what travels with less precision) or
+        "unproven"; it prints with the reasons.
+
+    Raises:
+        TypeError: if ``cmodel`` is not jitted or was not called yet.
+        ValueError: if the call had no sharded model.
+    """
+    data, stats = thunder.compile_data(cmodel), thunder.compile_stats(cmodel)
+    if data is None or not stats.last_traces:
+        raise TypeError("prove() needs a call: call the sharded model, or the jitted function that calls it, first")
+    forward, backward = executed(cmodel)
+    assert forward is not None
+    proof = prove_compiled(data, stats.last_traces, forward, backward)
+    if proof is None:
+        raise ValueError("prove() found no sharded model in the last call: call shardtrace.fsdp(model) before it")
+    return proof
+
+
+def prove_compiled(data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, backward: TraceCtx | None) -> Proof | None:
+    """Proves a step that Thunder has compiled with ``data``; None if it has no sharded model.
+
+    Args:
+        stages: the traces of its forward, one for each pass.
+        forward: the one that runs.
+        backward: likewise.
+    """
+    compiled = [t.compilation for t in data.transforms if isinstance(t, FirstStage)]
+    for facts in (facts for one in compiled for facts in one.finished):
+        record, context = facts.record, facts.context
+        if record is None or context is None or not any(trace is record.first for trace in stages):
+            continue
+        before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
+        try:
+            return context.run(prove_traces, record, facts.parameters, forward, backward)
+        finally:
+            data.is_grad_enabled = before
+    return None
+
+
+def executed(cmodel: Callable[..., Any]) -> tuple[TraceCtx | None, TraceCtx | None]:
+    """The executed trace of the last forward, and that of its backward."""
+    forward = thunder.last_traces(cmodel)
+    # on a cache hit Thunder updates only last_traces: the matching backward is in the cache
+    entries = thunder.compile_stats(cmodel).interpreter_cache
+    uncached = thunder.last_backward_traces(cmodel)
+    backward: list[Any] = next((e.backward_traces for e in entries if e.computation_traces is forward), uncached)
+    last = next((t for t in reversed(forward) if t.bound_symbols), None)
+    return last, backward[-1] if backward else None
