@@ -17,12 +17,13 @@ import torch
 
 
 class Axis(Enum):
-    """One of a model's process groups: all of its ranks, those that share one copy of its shards, or those that hold
-    the same shard."""
+    """One of a model's process groups: all of its ranks, those that share one copy of its shards, those that hold the
+    same shard, or those that hold the parts of one sequence."""
 
     ALL = "all"
     SHARD = "shard"
     REPLICATE = "replicate"
+    CONTEXT = "context"
 
 
 class Runtime(Protocol):
