@@ -33,6 +33,9 @@ class CodeWatcher:
 
     Functions of torch, Thunder, the standard library, ``shardtrace`` and ``passes`` are ignored. A profiler that was
     installed before is restored at the end. Nothing is collected between :meth:`pause` and :meth:`resume`.
+
+    Python's garbage collector is off meanwhile: its callbacks and finalizers would run among the user's functions, and
+    what they read is no state of the forward.
     """
 
     globals_of: dict[CodeType, dict[str, Any]] = field(default_factory=dict)  # by code that ran
@@ -40,13 +43,17 @@ class CodeWatcher:
     _closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     _previous: Any = None
     _active: bool = False
+    _collects: bool = False
 
     def __enter__(self) -> CodeWatcher:
-        self._previous, self._active = sys.getprofile(), True
+        self._previous, self._active, self._collects = sys.getprofile(), True, gc.isenabled()
+        gc.disable()
         self.resume()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._collects:
+            gc.enable()
         previous, self._previous, self._active = self._previous, None, False
         if previous is None or callable(previous):
             sys.setprofile(previous)

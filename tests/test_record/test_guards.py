@@ -2,6 +2,7 @@
 
 import contextvars
 import functools
+import gc
 import random
 import types
 
@@ -327,6 +328,30 @@ class Statistics(Base):
         y = self.norm(self.linear(x))
         self.seen.add_(y.detach().abs().mean(0))
         return y * self.seen.clone()
+
+
+COLLECTIONS = 0
+
+
+def test_what_a_collection_of_garbage_runs_is_no_state_of_the_forward(single_rank):
+    """Hypothesis counts the seconds of collections in a global, by a callback like this one."""
+
+    def count(phase, info):
+        global COLLECTIONS
+        COLLECTIONS += 1
+
+    cmodel = thunder.jit(shardtrace.fsdp(nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))))
+    thresholds, before = gc.get_threshold(), COLLECTIONS
+    gc.callbacks.append(count)
+    gc.set_threshold(20)
+    try:
+        for _ in range(2):
+            cmodel(torch.ones(2, D)).sum().backward()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(count)
+    assert COLLECTIONS > before
+    assert thunder.cache_misses(cmodel) == 1
 
 
 def test_two_calls_in_a_step(single_rank):

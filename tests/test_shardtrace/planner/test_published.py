@@ -1,21 +1,11 @@
 """Predictions from data sheets against published runs of Llama 3, compiled on the meta device."""
 
-import gc
 import runpy
 from pathlib import Path
 
 import pytest
 
 PUBLISHED = runpy.run_path(str(Path(__file__).parents[3] / "examples/benchmarks/published.py"))
-
-
-@pytest.fixture(autouse=True)
-def no_collection():
-    """Hypothesis, in other tests of this process, counts the time of garbage collections in a global of its own, which
-    would change while a model is recorded."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_llama_8b_on_eight_gpus():
