@@ -14,7 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from passes.analysis.recognise import bucket_of, is_backward, is_deletion, is_issue, is_return, is_unpack
+from passes.analysis.recognise import (
+    bucket_of,
+    is_backward,
+    is_deletion,
+    is_issue,
+    is_return,
+    is_sequence_issue,
+    is_unpack,
+    part_at,
+)
 from passes.analysis.traffic import collectives
 from passes.comm.symbols import check_ranks, note
 from passes.plan import Runtime, Step, TracedParameters
@@ -43,9 +52,10 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
 def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
     """The collectives of each model as texts, in order."""
     sent: dict[Runtime, list[str]] = {}
-    issues = [b for b in trace.bound_symbols if is_issue(b)]
+    issues = [b for b in trace.bound_symbols if is_issue(b) or is_sequence_issue(b)]
     for bsym, row in zip(issues, collectives(trace), strict=True):
-        sent.setdefault(bucket_of(bsym).plan.runtime, []).append(f"{row.phase}: {row}")
+        plan = bucket_of(bsym).plan if is_issue(bsym) else part_at(bsym).plan
+        sent.setdefault(plan.runtime, []).append(f"{row.phase}: {row}")
     return sent
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context as Variables
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from passes.plan.step import Unused
 from passes.proof.prove import Proof, Record
 from passes.rebuild_result import Rebuild
 from passes.save_shards import Swapped
+from passes.split_sequence import Context
 from passes.set_state import Setter
 
 from thunder.core.trace import TraceCtx
@@ -41,9 +42,10 @@ class Facts:
     at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
+    context: Context | None = None  # the sequence that ranks hold in parts
     proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
     record: Record | None = None  # the computation before the first and after the last pass before autodiff
-    context: Context | None = None  # Thunder's variables of the compilation
+    variables: Variables | None = None  # Thunder's variables of the compilation
     proofs: list[Proof] = field(default_factory=list)  # the results
     forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
     kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's

@@ -236,7 +236,7 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
 
 def needs_of_calls(computation: TraceCtx) -> Iterator[tuple[BoundSymbol, Needs | None]]:
     """The lines of a computation; with each call of a block, what it needs of gradients."""
-    differentiated, read = _differentiated(computation), _with_gradients(computation.bound_symbols)
+    flows, read = differentiated(computation), _with_gradients(computation.bound_symbols)
     for bsym in _without_new_names(computation.bound_symbols):
         block = block_of(bsym)
         if block is None:
@@ -244,7 +244,7 @@ def needs_of_calls(computation: TraceCtx) -> Iterator[tuple[BoundSymbol, Needs |
         elif is_constant_for_vjp(bsym):
             yield bsym, NOTHING
         else:
-            gradients = frozenset(i for i in block.differentiable if bsym.args[i].name in differentiated)
+            gradients = frozenset(i for i in block.differentiable if bsym.args[i].name in flows)
             yield bsym, Needs(gradients, frozenset(i for i, o in enumerate(bsym.output) if o.name in read), frozenset())
 
 
@@ -273,7 +273,7 @@ def _variant(block: Block, needs: Needs, inner: Inner, trace: TraceCtx) -> Varia
     return variant
 
 
-def _differentiated(computation: TraceCtx) -> set[str]:
+def differentiated(computation: TraceCtx) -> set[str]:
     """The names of values that depend on an input which requires a gradient."""
     found = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
     for bsym in computation.bound_symbols:

@@ -36,6 +36,7 @@ from passes.schedule import schedule
 from passes.set_state import set_state
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
+from passes.split_sequence import split_sequence
 from passes.wait_copies import wait_copies
 from passes.watch_backward import watch_backward
 
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     why: str
     needed: str = ""
     over: Literal["prologue", "computation", "epilogue"] = "computation"  # of a pass before autodiff
+    begins: bool = False  # whether its result is the program that all later passes must keep
     announces: bool = True  # its errors, which are this rank's own; else every rank raises them
 
     @property
@@ -66,7 +68,9 @@ def yours(trace: TraceCtx) -> TraceCtx:
 
 # fmt: off
 BEFORE_AUTODIFF = (
-    Entry("shard_parameters", shard_parameters, "first: the next passes ask which inputs are parameters",
+    Entry("split_sequence", split_sequence, "first: it needs the computation as it was recorded",
+          "ranks would compute on whole sequences", begins=True),
+    Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",
           "the step is called with shards"),
     Entry("shard_prologue", shard_parameters, "with the computation, whose inputs the prologue fetches and checks",
           "the step is called with shards", over="prologue"),
@@ -142,7 +146,7 @@ def pipeline(
     inner = _inner(users, left_out)
 
     def before_autodiff(entry: Entry) -> PassBeforeAutodiff:
-        return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over)
+        return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over, begins=entry.begins)
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
         return PassAfterLowering(compilation.bound(entry.run), entry.name, announces=entry.announces)
@@ -155,7 +159,7 @@ def pipeline(
         one.compilation = compilation
     for one in (*first, *rest, *users, *last):
         one.observe = observe
-    first[0].remarks = True
+    first[1].remarks = True  # the first that every model has
     around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
     return [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
 

@@ -82,15 +82,20 @@ class PassBeforeAutodiff(Pass):
     """A pass over the computation as it was traced: ``run(computation) -> computation``.
 
     ``name`` defaults to the function's. ``over``: the trace that it works on, which may be the prologue (it fetches and
-    checks the arguments of a call) or the epilogue (it returns the results).
+    checks the arguments of a call) or the epilogue (it returns the results). ``begins``: as for
+    :class:`passes.pipeline.Entry`.
     """
 
     def __init__(
-        self, run: Run, name: str = "", *, over: Literal["prologue", "computation", "epilogue"] = "computation"
+        self,
+        run: Run,
+        name: str = "",
+        *,
+        over: Literal["prologue", "computation", "epilogue"] = "computation",
+        begins: bool = False,
     ) -> None:
         super().__init__(name or run.__name__)
-        self.run = run
-        self.over = over
+        self.run, self.over, self.begins = run, over, begins
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -107,7 +112,8 @@ class PassBeforeAutodiff(Pass):
             if new is not trace:
                 self.publish(new, self.over)
         if self.over == "computation" and self.compilation is not None and self.compilation.facts.record is not None:
-            self.compilation.facts.record = self.compilation.facts.record._replace(last=traces[self.over])
+            known, last = self.compilation.facts.record, traces[self.over]
+            self.compilation.facts.record = known._replace(last=last, first=last if self.begins else known.first)
         return traces["prologue"], traces["computation"], traces["epilogue"]
 
 
@@ -125,8 +131,8 @@ class FirstStage(Pass):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         with self.running(computation_trace):
             self.compilation.end_tracing()
-            self.compilation.facts.record = Record(computation_trace, computation_trace)
-            self.compilation.facts.context = copy_context()
+            self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace)
+            self.compilation.facts.variables = copy_context()
         traces = prologue_trace, computation_trace, epilogue_trace
         for one in self.passes:
             traces = one.transform_traces_pre_prologue(*traces)

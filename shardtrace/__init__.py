@@ -32,7 +32,7 @@ from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, 
 from shardtrace.inspector.snapshot import MemorySnapshot, memory_snapshot
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.planner import plan
 from shardtrace.plugins import DDP, FSDP
@@ -72,6 +72,7 @@ __all__ = [
     "CollectiveRow",
     "CommPolicy",
     "CompilePolicy",
+    "ContextParallel",
     "Difference",
     "Generator",
     "InitPolicy",

@@ -23,7 +23,7 @@ from shardtrace.model.state import ShardedState
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh
@@ -54,6 +54,7 @@ def fsdp(
     mp_policy: MixedPrecisionPolicy | str | None = None,
     activation_checkpointing: Checkpointed = None,
     offload_policy: OffloadPolicy | None = None,
+    context_parallel: ContextParallel | str | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     init_policy: InitPolicy = InitPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
@@ -102,6 +103,9 @@ def fsdp(
             memory, which is page-locked (``pin_memory``; torch allocates powers of two). Replicated parameters stay on
             the device. A world of one also gathers. With a GradScaler, call ``scaler.scale(torch.zeros(()))`` once
             before training. It then keeps the scale in host memory; otherwise torch reads a copy that has not arrived.
+        context_parallel: the name of the dimension of ``mesh`` whose ranks hold the parts of one sequence, or a
+            :class:`ContextParallel`. These ranks get the same batch, and each computes on its part of it. Parameters
+            are sharded over all dimensions of the mesh. Outputs and gradients are those of whole sequences.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.

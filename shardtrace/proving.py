@@ -51,12 +51,12 @@ def prove_compiled(data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, bac
     """
     compiled = [t.compilation for t in data.transforms if isinstance(t, FirstStage)]
     for facts in (facts for one in compiled for facts in one.finished):
-        record, context = facts.record, facts.context
-        if record is None or context is None or not any(trace is record.first for trace in stages):
+        record, variables = facts.record, facts.variables
+        if record is None or variables is None or not any(trace is record.traced for trace in stages):
             continue
         before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
         try:
-            return context.run(prove_traces, record, facts.parameters, forward, backward)
+            return variables.run(prove_traces, record, facts.parameters, forward, backward)
         finally:
             data.is_grad_enabled = before
     return None

@@ -26,6 +26,8 @@ from passes.analysis.recognise import (
     is_gather,
     is_offload,
     is_return,
+    is_sequence_issue,
+    is_sequence_wait,
     is_unpack,
     issues_future,
     names,
@@ -33,6 +35,7 @@ from passes.analysis.recognise import (
     waits_for_future,
 )
 from passes.analysis.symbols import properties
+from passes.comm.sequence import issue_gather
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -118,6 +121,10 @@ def actions(trace: TraceCtx, streams: Streams | None = None) -> Iterator[Work | 
             yield Work(i, COMPUTE, NONE, streams.freed(a.name for a in bsym.flat_proxy_args))
         elif is_return(bsym):
             yield from streams.leave(i, bsym)
+        elif is_sequence_issue(bsym):
+            yield from streams.issue_sequence(i, bsym)
+        elif is_sequence_wait(bsym):
+            yield from streams.wait(i, bsym)
         elif issues_future(bsym):
             yield from streams.issue(i, bsym)
         elif waits_for_future(bsym):
@@ -199,6 +206,17 @@ class Streams:
             yield Work(i, future, sent | given if in_place else sent, received)
             if direct:
                 self._own[future] = given
+
+    def issue_sequence(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
+        future, given = bsym.output.name, self.memory([bsym.args[0].name])
+        sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
+        self._name(bsym, f"{future}.received")
+        in_place = bsym.sym.id == issue_gather.id  # sent from where it is, and kept by the future
+        if in_place:
+            self._kept |= given
+        yield Work(i, COMPUTE, given, sent | received)
+        yield Wait(i, future, COMPUTE)
+        yield Work(i, future, sent | given if in_place else sent, received)
 
     def wait(self, i: int, bsym: BoundSymbol) -> Iterator[Work | Wait]:
         future = bsym.args[0].name

@@ -8,6 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
+from passes.comm.sequence import SEQUENCE_WAITS, Part
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat.lines import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
@@ -41,6 +42,21 @@ def is_wait(bsym: BoundSymbol) -> bool:
 
 def is_collective(bsym: BoundSymbol) -> bool:
     return is_issue(bsym) or is_wait(bsym)
+
+
+def is_sequence_issue(bsym: BoundSymbol) -> bool:
+    """True for a line that issues a collective of a sequence."""
+    return bsym.sym.id in SEQUENCE_WAITS
+
+
+def is_sequence_wait(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id in SEQUENCE_WAITS.values()
+
+
+def part_at(bsym: BoundSymbol) -> Part:
+    """The part of a sequence in a line of its collectives."""
+    part: Part = bsym.args[1]
+    return part
 
 
 def is_gather(bsym: BoundSymbol) -> bool:

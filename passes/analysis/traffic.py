@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from passes.analysis.recognise import bucket_of, is_backward, is_issue
+from passes.analysis.recognise import bucket_of, is_backward, is_issue, is_sequence_issue, part_at
+from passes.comm.sequence import issue_gather, issue_scatter
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 
 class Collective(NamedTuple):
     """One collective of a trace.
 
-    ``bytes`` counts the whole unsharded bucket as it travels, padding included. Each rank sends and receives
-    ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is the one on the wire, or the name of a
+    ``bytes`` counts the whole unsharded bucket as it travels, padding included, or the whole value of which ranks hold
+    parts of the sequence. Each rank sends and receives ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is the one on the wire, or the name of a
     :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter", "broadcast",
-    "reduce" or "all_reduce"; ``parameters`` are the names of the bucket's members.
+    "reduce" or "all_reduce", with "_sequence" if parts of a sequence travel; ``bucket`` then says which dimension is
+    split. ``parameters`` are the names of the bucket's members.
     """
 
     kind: str
@@ -39,4 +43,18 @@ def collectives(trace: TraceCtx) -> list[Collective]:
             bucket = bucket_of(bsym)
             parameters = tuple(m.parameter.name for m in bucket.members)
             rows.append(Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters))
+        elif is_sequence_issue(bsym):
+            dtype = str(bsym.args[0].dtype.shortname())
+            rows.append(Collective(bsym.sym.name, phase, part_at(bsym).label, dtype, sequence_bytes(bsym), ()))
     return rows
+
+
+def sequence_bytes(bsym: BoundSymbol) -> int:
+    """The bytes of the whole value that a collective of a sequence moves, padding included."""
+    x, part = bsym.args[0], part_at(bsym)
+    whole = x.numel
+    if bsym.sym.id == issue_gather.id:
+        whole = x.numel * part.plan.ranks
+    elif bsym.sym.id == issue_scatter.id:
+        whole = math.prod(part.local_shape(tuple(x.shape))) * part.plan.ranks
+    return int(whole * x.dtype.bytes)

@@ -41,6 +41,8 @@ from passes.analysis.recognise import (
     is_issue,
     is_offload,
     is_return,
+    is_sequence_issue,
+    is_sequence_wait,
     issues_future,
     names,
     parameter_aliases,
@@ -71,7 +73,7 @@ def verify_lines(trace: TraceCtx) -> None:
     """Raises :class:`VerificationError` unless the invariants 1, 2, 4, 5 and 6 hold, which no pass may break. Autodiff
     and fusions leave collectives in any order: the others hold once a trace is scheduled."""
     lines = trace.bound_symbols
-    if not any(is_collective(b) for b in lines):
+    if not any(is_collective(b) or is_sequence_issue(b) for b in lines):
         return
     _verify_values(lines)
     _verify_futures(lines)
@@ -125,15 +127,15 @@ def _verify_futures(lines: list[BoundSymbol]) -> None:
     issued: dict[str, int] = {}
     waited: set[str] = set()
     for i, bsym in enumerate(lines):
-        if issues_future(bsym):
+        if issues_future(bsym) or is_sequence_issue(bsym):
             issued[bsym.output.name] = i
-        elif waits_for_future(bsym):
+        elif waits_for_future(bsym) or is_sequence_wait(bsym):
             future = bsym.args[0].name
             if future in waited:
                 _fail(lines, i, f"future {future} is waited for twice")
             if future not in issued:
                 _fail(lines, i, f"future {future} is waited for before it is issued")
-            if bucket_of(bsym) is not bucket_of(lines[issued[future]]):
+            if bsym.args[1] is not lines[issued[future]].args[1]:
                 _fail(lines, i, f"future {future} is of another bucket")
             waited.add(future)
         elif not is_deletion(bsym):

@@ -39,10 +39,12 @@ from thunder.core.trace import TraceCtx
 
 
 class Record(NamedTuple):
-    """A computation as it was recorded, and after the passes before autodiff."""
+    """A computation as it was recorded, and after the passes before autodiff. ``traced``: as Thunder lists it, which is
+    the first one unless ranks compute on parts of sequences."""
 
     first: TraceCtx
     last: TraceCtx
+    traced: TraceCtx
 
 
 COTANGENTS = "cotangents"  # as Thunder names this argument of backward

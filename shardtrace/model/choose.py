@@ -82,7 +82,10 @@ def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
     if options.nodes_of is not None:
         mesh = mesh_of_nodes(options.nodes_of, mesh, device, timeout=options.checks.timeout)
     hybrid = any(strategy.needs_mesh for _, strategy in options.rules)
-    groups = resolve_groups(mesh, device, hybrid=hybrid, timeout=options.checks.timeout)
+    groups = resolve_groups(
+        mesh, device, hybrid=hybrid, context=options.context.mesh_dim if options.context else None,
+        timeout=options.checks.timeout,
+    )
     tell_others_of_failure(groups.everyone)
     if is_absent(device) and dist.get_backend(groups.everyone) != "fake":
         raise ValueError(

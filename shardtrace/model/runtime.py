@@ -40,7 +40,10 @@ class ModelRuntime:
         checks: Checks,
     ) -> None:
         self.groups = groups
-        self._by_axis = {Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer}
+        self._by_axis = {
+            Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer,
+            Axis.CONTEXT: groups.context,
+        }  # fmt: skip
         self.kept = KeptGradients()
         self.errors: dict[tuple[Axis, int], torch.Tensor] = {}  # what rounded reductions have lost
         self.keep: Keep | None = None  # inside no_sync

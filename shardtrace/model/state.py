@@ -104,6 +104,8 @@ class ShardedState:
         strategy, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
         home, factor = entries[0].home, self.options.comm.gradient_divide_factor
+        if factor is None and self.groups.context is not None:  # ranks of one sequence add up what it contributes
+            factor = self.group.size() / self.groups.context.size()
         common = self._common(strategy, entries)
         devices = {e.device.type for e in entries}
         param_dtype, reduce_dtype = (precision.param_dtype, precision.reduce_dtype) if precision else (None, None)

@@ -17,7 +17,9 @@ from passes.compat.jit import proxied_values, refresh_modules
 from passes.facts import Compilation
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
+from passes.plan.sequence import ContextPlan
 from passes.runner import FirstStage, Pass
+from passes.split_sequence import Context
 from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
@@ -67,8 +69,11 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
                 facts.proving.append(state.model_name)
         facts.parameters.steps[state.runtime] = state.runtime.step()
         by_stand_in |= state.by_stand_in
+    context = facts.context = facts.context or _context(states)
 
     def found(tensor: torch.Tensor, wrapped: Any) -> None:
+        if context is not None:
+            context.kept.append(wrapped.value.history)
         if id(tensor) in by_stand_in:
             facts.parameters.add(wrapped.value.history, by_stand_in[id(tensor)])
 
@@ -84,7 +89,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             state=name,
             compare=functools.partial(_comparison, states),
             fall_back=states[0].options.compile.eager is not None,
-            obstacle=_why_no_call(),
+            obstacle="its lines are split over ranks" if context is not None else _why_no_call(),
         )
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
@@ -102,6 +107,17 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
     return traced.result
+
+
+def _context(states: Sequence[ShardedState]) -> Context | None:
+    """How the models' sequences are split over ranks; None if each rank has whole ones."""
+    state = next((s for s in states if s.groups.context is not None), None)
+    if state is None:
+        return None
+    group, options = state.groups.context, state.options.context
+    assert group is not None and options is not None
+    plan = ContextPlan(group.size(), group.rank(), runtime=state.runtime)
+    return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
 
 
 def _prepare(states: Sequence[ShardedState]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from passes.plan import Wire
 from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, parse_context
 from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical, ranks_after_forward
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
@@ -38,11 +38,13 @@ class Options:
     comm: CommPolicy
     compile: CompilePolicy
     checks: Checks
+    context: ContextParallel | None = None
     nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
         shown = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
+        shown |= {"context_parallel": self.context} if self.context is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}
         shown["reduce_wire"] = self.reduction.name if self.reduction is not None else None
@@ -75,6 +77,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         comm=comm,
         compile=given["compile_policy"],
         checks=checks,
+        context=parse_context(given["context_parallel"]),
         nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal
 
 from passes.pipeline import check_disabled
 from passes.plan import CostModel, Wire
@@ -156,6 +156,43 @@ class CompilePolicy:
         if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
             raise TypeError(f"disable_passes must be several names of passes, as in ('schedule',), not {names!r}")
         check_disabled(names)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Long sequences: each rank of a mesh dimension computes on its part of the sequence.
+
+    Args:
+        mesh_dim: the name of that dimension.
+        sequence_dim: the dimension of the model's tensor arguments that is the sequence.
+        returns: what the model returns of a sequence: "whole" on every rank, or this rank's "part", which saves the
+            memory of whole logits. Gradients of both are those of the whole.
+
+    Raises:
+        ValueError, TypeError: the error names the field and the values that it accepts.
+
+    Source: Llama 3 (2024, https://arxiv.org/abs/2407.21783), section 3.3.2: keys and values are gathered, and each rank
+    has two chunks of the sequence, which makes the work of causal attention equal.
+    """
+
+    mesh_dim: str
+    _: KW_ONLY
+    sequence_dim: int = 1
+    returns: Literal["whole", "part"] = "whole"
+
+    def __post_init__(self) -> None:
+        _check("mesh_dim", self.mesh_dim, str, "the name of a mesh dimension")
+        if not isinstance(self.sequence_dim, int) or self.sequence_dim < 0:
+            raise ValueError(f"sequence_dim must be the number of a dimension from the left, not {self.sequence_dim!r}")
+        if self.returns not in ("whole", "part"):
+            raise ValueError(f'returns must be "whole" or "part", not {self.returns!r}')
+
+
+def parse_context(given: ContextParallel | str | None) -> ContextParallel | None:
+    """The checked ``context_parallel`` of ``fsdp``."""
+    if given is not None and not isinstance(given, (str, ContextParallel)):
+        raise TypeError(f"context_parallel must be the name of a mesh dimension or ContextParallel(...), not {given!r}")
+    return ContextParallel(given) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,19 +15,27 @@ Mesh = DeviceMesh | dist.ProcessGroup
 
 
 class Groups(NamedTuple):
-    """The process groups of a model: all of its ranks, those that share one copy of its shards, and those that hold the
-    same shard (None unless a strategy is hybrid)."""
+    """The process groups of a model: all of its ranks, those that share one copy of its shards, those that hold the
+    same shard (None unless a strategy is hybrid), and those that hold the parts of one sequence (None if ranks have
+    whole sequences)."""
 
     everyone: dist.ProcessGroup
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
 
 
-def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool, timeout: float = 300.0) -> Groups:
-    """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard).
+def resolve_groups(
+    mesh: Mesh | None, device: torch.device, *, hybrid: bool, context: str | None = None, timeout: float = 300.0
+) -> Groups:
+    """The groups of a mesh. A hybrid strategy needs a 2-D DeviceMesh (replicate, shard). ``context`` is the name of the
+    dimension of a mesh whose ranks hold the parts of one sequence.
 
-    Raises ValueError if a hybrid strategy gets another mesh, otherwise the errors of :func:`resolve_group`.
+    Raises ValueError if a hybrid strategy or a context gets another mesh, otherwise the errors of
+    :func:`resolve_group`.
     """
+    if context is not None:
+        return _with_context(mesh, context, hybrid=hybrid)
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
         return Groups(group, group)
@@ -39,12 +47,33 @@ def resolve_groups(mesh: Mesh | None, device: torch.device, *, hybrid: bool, tim
             "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...)), "
             "for fake ranks mesh_shape=(replicas, shards)"
         )
+    return Groups(_everyone(mesh), mesh.get_group(1), mesh.get_group(0))
+
+
+def _with_context(mesh: Mesh | None, context: str, *, hybrid: bool) -> Groups:
+    if not isinstance(mesh, DeviceMesh) or context not in (mesh.mesh_dim_names or ()):
+        found = f"one of {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        raise ValueError(
+            f"context_parallel={context!r} needs a DeviceMesh that has a dimension of this name, not {found}: pass "
+            "mesh=torch.distributed.init_device_mesh(device_type, (data, context), "
+            f'mesh_dim_names=("data", {context!r}))'
+        )
+    if hybrid:
+        raise ValueError(
+            "context_parallel shards parameters over all ranks of the mesh, and cannot be combined with a hybrid "
+            'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
+        )
+    everyone = _everyone(mesh)
+    return Groups(everyone, everyone, context=mesh.get_group(context))
+
+
+def _everyone(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh."""
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
-        everyone = dist.group.WORLD
-    else:
-        everyone = mesh._flatten().get_group()
-    return Groups(everyone, mesh.get_group(1), mesh.get_group(0))
+        return dist.group.WORLD
+    found: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return found
 
 
 def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.0) -> dist.ProcessGroup:

@@ -1,0 +1,265 @@
+"""The collectives of a sequence that ranks hold in parts, as symbols of a trace and as the functions that they run.
+
+    whole = gather_sequence(x, part)       the parts of all ranks, put together
+    x = scatter_sequence(whole, part)      this rank's part of the sum over ranks
+    total = sum_sequence(x, part)          the sum over ranks
+    x = cut(whole, part)                   this rank's part; sends nothing
+
+The first three consist of a line that issues a collective and one that waits for it.
+
+Note [Gradients]. The gradient of a whole value, inside the model, is the sum of what ranks hold as such: each rank only
+adds what its own part of the sequence contributes. So the gradient of a gather is a scatter of the sum, that of a sum is
+a sum, that of a cut is zero outside of the part. Parameters are whole, and the reduction of their gradients adds them up.
+At the border of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from passes.comm.properties import Property
+from passes.comm.symbols import symbol
+from passes.compat.versions import all_gather_single, reduce_scatter_single
+from passes.plan.sequence import ContextPlan, Split
+
+import torch
+import torch.distributed as dist
+from thunder.core import prims
+from thunder.core.codeutils import ContextObject
+from thunder.core.prims import get_grad, put_grad
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.core.transforms import register_grad
+
+
+class Part(ContextObject):
+    """This rank's part of a value: how it is split, and over which ranks.
+
+    ``fill`` is the value of positions beyond the end of the sequence; None: that of its last position.
+    """
+
+    def __init__(self, plan: ContextPlan, split: Split, fill: int | None = None) -> None:
+        outer, inner = f"{split.outer}x" * (split.outer > 1), f"x{split.inner}" * (split.inner > 1)
+        filled = "" if fill is None else f"_filled_{abs(fill)}"
+        super().__init__(f"dim{split.dim}_of_{outer}{split.length}{inner}{filled}", self)
+        self.plan, self.split, self.fill = plan, split, fill
+
+    @property
+    def label(self) -> str:
+        """Its name in profiles and errors."""
+        return self.name
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a part of a whole value of this shape."""
+        d = self.split.dim
+        return (*shape[:d], self.plan.part_of(self.split), *shape[d + 1 :])
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole value of which a part has this shape."""
+        d = self.split.dim
+        return (*shape[:d], self.split.size, *shape[d + 1 :])
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A whole value as (before, outer, length, after)."""
+        split = self.split
+        after = split.inner * math.prod(x.shape[split.dim + 1 :])
+        return x.reshape(math.prod(x.shape[: split.dim]), split.outer, split.length, after)
+
+    def chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """A part as (before, outer, 2 chunks, positions of a chunk, after)."""
+        split = self.split
+        after = split.inner * math.prod(x.shape[split.dim + 1 :])
+        return x.reshape(math.prod(x.shape[: split.dim]), split.outer, 2, self.plan.chunk(split.length), after)
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """For each of this rank's chunks, its first position, its end, and the number of positions beyond the end."""
+        plan, length = self.plan, self.split.length
+        size = plan.chunk(length)
+        found = []
+        for number in plan.chunks_of(plan.rank):
+            start, stop = min(number * size, length), min((number + 1) * size, length)
+            found.append((start, stop, size - (stop - start)))
+        return found
+
+
+class InFlight(NamedTuple):
+    """A collective in flight. ``sent`` must outlive it."""
+
+    work: Any
+    received: torch.Tensor
+    sent: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.received
+
+
+# ---- the functions ----
+
+
+def _cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    rows, pieces = part.rows(whole), []
+    for start, stop, missing in part.ranges():
+        pieces.append(rows[:, :, start:stop])
+        if missing:
+            last = rows[:, :, -1:] if part.fill is None else rows.new_full((), part.fill)
+            pieces.append(last.expand(rows.shape[0], rows.shape[1], missing, rows.shape[3]))
+    return torch.cat(pieces, 2).view(part.local_shape(tuple(whole.shape)))
+
+
+def _widen(x: torch.Tensor, part: Part) -> torch.Tensor:
+    whole = x.new_zeros(part.whole_shape(tuple(x.shape)))
+    rows = part.rows(whole)
+    for (start, stop, _), chunk in zip(part.ranges(), part.chunks(x).unbind(2), strict=True):
+        rows[:, :, start:stop] = chunk[:, :, : stop - start]
+    return whole
+
+
+def _group(part: Part) -> Any:
+    return part.plan.runtime.group(part.plan.axis)
+
+
+def _issue_gather(x: torch.Tensor, part: Part) -> InFlight:
+    with part.plan.runtime.communicating(part.label):
+        sent = x.contiguous()
+        received = sent.new_empty(part.plan.ranks, *x.shape)
+        work = all_gather_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
+    return InFlight(work, received, sent)
+
+
+def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
+    with part.plan.runtime.communicating(part.label):
+        received = future.wait()
+    ranks, split, shape = part.plan.ranks, part.split, received.shape[1:]
+    size, end = part.plan.chunk(split.length), split.length
+    by_rank = torch.stack([part.chunks(x) for x in received.unbind(0)], 2)  # (before, outer, ranks, 2, chunk, after)
+    in_order = torch.cat([by_rank[:, :, :, 0], by_rank[:, :, :, 1].flip(2)], 2)
+    before, outer, _, _, after = in_order.shape
+    rows = in_order.view(before, outer, 2 * ranks * size, after)[:, :, :end]
+    return rows.reshape(part.whole_shape(tuple(shape)))
+
+
+def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
+    ranks, size = part.plan.ranks, part.plan.chunk(part.split.length)
+    rows = part.rows(whole)
+    if missing := 2 * ranks * size - part.split.length:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    before, outer, _, after = rows.shape
+    in_order = rows.reshape(before, outer, 2 * ranks, size, after)
+    by_rank = torch.stack([in_order[:, :, :ranks], in_order[:, :, ranks:].flip(2)], 3)
+    sent = by_rank.movedim(2, 0).contiguous()  # (ranks, before, outer, 2, chunk, after)
+    group = _group(part)
+    with part.plan.runtime.communicating(part.label):
+        if dist.get_backend(group) == "gloo":  # its reduce_scatter sends all to all
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+        else:
+            received = torch.empty_like(sent[0])
+            work = reduce_scatter_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+    return InFlight(work, received, sent)
+
+
+def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
+    with part.plan.runtime.communicating(part.label):
+        received = future.wait()
+    if received.shape == future.sent.shape:
+        received = received.sum(0)  # in float32 inside, whatever the dtype
+    return received.view(part.local_shape(shape))
+
+
+def _issue_sum(x: torch.Tensor, part: Part) -> InFlight:
+    with part.plan.runtime.communicating(part.label):
+        total = x.clone(memory_format=torch.contiguous_format)
+        return InFlight(dist.all_reduce(total, group=_group(part), async_op=True), total, total)
+
+
+def _wait_sum(future: InFlight, part: Part) -> torch.Tensor:
+    with part.plan.runtime.communicating(part.label):
+        return future.wait()
+
+
+# ---- the symbols ----
+
+
+def _future(x: TensorProxy, shape: tuple[int, ...]) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=shape, device=x.device, dtype=x.dtype)
+
+
+def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
+    grad = bool(getattr(x, "requires_grad", False))
+    return TensorProxy(shape=shape, device=x.device, dtype=x.dtype, requires_grad=grad)
+
+
+cut = symbol("cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS)
+widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
+
+issue_gather = symbol("all_gather_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)
+wait_gather = symbol(
+    "wait_all_gather_sequence",
+    lambda future, part: _like(future, part.whole_shape(tuple(future.shape))),
+    _wait_gather,
+    properties=Property.PARTS,
+)
+issue_scatter = symbol(
+    "reduce_scatter_sequence", lambda whole, part: _future(whole, tuple(whole.shape)), _issue_scatter,
+    properties=Property.PARTS,
+)  # fmt: skip
+wait_scatter = symbol(
+    "wait_reduce_scatter_sequence",
+    lambda future, part, shape: _like(future, part.local_shape(tuple(shape))),
+    _wait_scatter,
+    properties=Property.PARTS,
+)
+issue_sum = symbol("all_reduce_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_sum)
+wait_sum = symbol("wait_all_reduce_sequence", lambda future, part: _like(future, tuple(future.shape)), _wait_sum)
+
+SEQUENCE_WAITS = {issue_gather.id: wait_gather.id, issue_scatter.id: wait_scatter.id, issue_sum.id: wait_sum.id}
+
+
+def _gather(x: TensorProxy, part: Part) -> TensorProxy:
+    found: TensorProxy = wait_gather(issue_gather(x, part), part)
+    return found
+
+
+def _scatter(whole: TensorProxy, part: Part) -> TensorProxy:
+    found: TensorProxy = wait_scatter(issue_scatter(whole, part), part, tuple(whole.shape))
+    return found
+
+
+def _sum(x: TensorProxy, part: Part) -> TensorProxy:
+    found: TensorProxy = wait_sum(issue_sum(x, part), part)
+    return found
+
+
+def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
+    found: TensorProxy = prims.shallow_copy(x)
+    return found
+
+
+gather_sequence = symbol("gather_sequence", _gather, None)
+scatter_sequence = symbol("scatter_sequence", _scatter, None)
+sum_sequence = symbol("sum_sequence", _sum, None)
+gather_output = symbol("gather_output", _gather, None)  # at the border of the model
+to_output = symbol("to_output", _copy, None)
+from_input = symbol("from_input", _copy, None)
+
+
+def _with_gradient(sym: Symbol, forward: Any, backward: Any) -> None:
+    """Registers the gradient of a symbol of a value and a part."""
+
+    def rule(x: TensorProxy, part: Part) -> TensorProxy:
+        y: TensorProxy = forward(x, part)
+        put_grad(x, backward(get_grad(y), part))
+        return y
+
+    register_grad(sym, rule)
+
+
+_with_gradient(cut, cut, widen)
+_with_gradient(gather_sequence, _gather, _scatter)
+_with_gradient(scatter_sequence, _scatter, _gather)
+_with_gradient(sum_sequence, _sum, _sum)
+_with_gradient(gather_output, _gather, cut)
+_with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
+_with_gradient(from_input, _copy, _sum)

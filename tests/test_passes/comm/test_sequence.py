@@ -1,0 +1,73 @@
+"""Parts of sequences: how they are cut, put together and summed up, and that each gradient is the adjoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from passes.comm.sequence import (
+    Part,
+    _cut,
+    _issue_gather,
+    _issue_scatter,
+    _issue_sum,
+    _wait_gather,
+    _wait_scatter,
+    _wait_sum,
+    _widen,
+)
+from passes.plan import PlainRuntime
+from passes.plan.sequence import ContextPlan, Split
+from ranks import on_ranks
+
+SPLITS = {  # shapes of whole values
+    "sequence": (Split.along(1, 8), (2, 8, 3)),
+    "last": (Split.along(2, 8), (2, 3, 8)),
+    "rows": (Split(0, 3, 8, 1), (24, 5)),
+    "columns": (Split(1, 1, 8, 4), (2, 32)),
+    "padded": (Split.along(1, 13), (2, 13, 3)),
+    "shorter than its chunks": (Split.along(0, 3), (3, 2)),
+}
+cases = pytest.mark.parametrize(("split", "shape"), SPLITS.values(), ids=SPLITS)
+
+
+def whole(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_each_rank_has_an_early_and_a_late_chunk():
+    x = torch.arange(8)
+    parts = [_cut(x, Part(ContextPlan(2, rank), Split.along(0, 8))).tolist() for rank in range(2)]
+    assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_padding_repeats_the_last_position_or_is_filled():
+    x = torch.arange(5)
+    assert _cut(x, Part(ContextPlan(2, 0), Split.along(0, 5))).tolist() == [0, 1, 4, 4]
+    assert _cut(x, Part(ContextPlan(2, 0), Split.along(0, 5), fill=-100)).tolist() == [0, 1, -100, -100]
+
+
+@cases
+def test_the_parts_of_all_ranks_are_the_whole(split, shape):
+    x = whole(shape)
+    parts = [Part(ContextPlan(2, rank), split) for rank in range(2)]
+    assert all(_cut(x, p).shape == p.local_shape(shape) for p in parts)
+    torch.testing.assert_close(sum(_widen(_cut(x, p), p) for p in parts), x)
+
+
+@on_ranks(2)
+@cases
+def test_gather_and_scatter(split, shape):
+    rank = dist.get_rank()
+    part = Part(ContextPlan(2, rank, runtime=PlainRuntime(dist.group.WORLD)), split)
+    x, gradients = whole(shape), [whole(shape, seed) for seed in (1, 2)]
+    found = _wait_gather(_issue_gather(_cut(x, part), part), part)
+    torch.testing.assert_close(found, x, rtol=0, atol=0)
+    found = _wait_scatter(_issue_scatter(gradients[rank], part), part, shape)
+    expected = _cut(sum(gradients), part)
+    if split.length == 8:  # else it is zero where the part is padded
+        torch.testing.assert_close(found, expected)
+    # the gradient of a gather: sum over ranks of <gather(x), g> is that of <x, scatter(g)>, whatever is padded
+    y = _cut(whole(shape, 5 + rank), part)
+    left = (_wait_gather(_issue_gather(y, part), part) * gradients[rank]).sum()
+    right = (y * found).sum()
+    sums = [_wait_sum(_issue_sum(v.reshape(1), part), part) for v in (left, right)]
+    torch.testing.assert_close(*sums)
