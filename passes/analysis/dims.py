@@ -1,0 +1,174 @@
+"""How the lines of a trace compute on parts: which dims of results are split if a dim of an operand is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from passes.analysis.symbols import identity
+from passes.kernels.torch_call import TorchCall
+from passes.plan.dims import sizes
+from passes.plan.dims.relation import Labels, Relation, Shape
+from passes.plan.dims.reshape import LIKE_OTHER, RESHAPES, moved
+from passes.plan.dims.table import canonical, relation, tensors
+from passes.plan.sequence import Split
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
+
+# prims that stand at the top level of traces, by the function of torch with the same arguments
+PRIMS: Mapping[Hashable, str] = {
+    PrimIDs.BROADCAST_IN_DIM: "prims.broadcast_in_dim",
+    PrimIDs.CONVERT_ELEMENT_TYPE: "to",
+    PrimIDs.DEVICE_PUT: "to",
+    PrimIDs.FULL: "full",
+    PrimIDs.RESHAPE: "reshape",
+    PrimIDs.SHALLOW_COPY: "clone",
+    PrimIDs.SQUEEZE: "squeeze",
+    PrimIDs.STRIDE_ORDER: "contiguous",
+    PrimIDs.TRANSPOSE: "permute",
+}
+
+
+class TorchLine(NamedTuple):
+    """A line of a trace as a call of torch.
+
+    Attributes:
+        name: the canonical name of the function: "add", "nn.functional.linear", "special.erf". See
+            ``passes.plan.dims.canonical``.
+        args: with proxies in the place of tensors.
+        kwargs: likewise.
+        operands: the tensors among the arguments, in the order of ``tree_flatten``.
+        results: the tensors among the results.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[TensorProxy, ...]
+    results: tuple[TensorProxy, ...]
+
+
+class Placed(NamedTuple):
+    """How a line computes on parts.
+
+    Attributes:
+        operands: the split of each; None: it must be whole.
+        results: the split of each; None: it is whole, the same on all ranks.
+        combine: how to combine the results, which are partial, over ranks: see ``Relation``. None: they are not.
+    """
+
+    operands: tuple[Split | None, ...]
+    results: tuple[Split | None, ...]
+    combine: str | None = None
+
+
+def torch_line(bsym: BoundSymbol) -> TorchLine | None:
+    """A line that has a symbol of Thunder's for a function of torch, or calls a function of torch; None for others."""
+    id = bsym.sym.id
+    if isinstance(id, TorchCall):
+        flat = list(id.flat)
+        for place, proxy in zip(id.places, bsym.args, strict=True):
+            flat[place] = proxy
+        args, kwargs = pytree.tree_unflatten(flat, id.spec)
+        name = _name(id.function)
+    else:
+        found = _name_of_symbol(identity(bsym.sym))
+        if found is None:
+            return None
+        args, kwargs, name = bsym.args, bsym.kwargs, found
+    return TorchLine(name, tuple(args), dict(kwargs), tensors((args, kwargs)), tensors(bsym.output))
+
+
+@functools.cache
+def _name(function: Callable[..., Any]) -> str:
+    """The canonical name of a function; "" if it is not one of torch's."""
+    return canonical(resolve_name(function) or "")
+
+
+def _name_of_symbol(id: Hashable) -> str | None:
+    if isinstance(id, PrimIDs):
+        return PRIMS.get(id)
+    if isinstance(id, str) and id.startswith(("torch.", "Tensor.")):
+        return canonical(id)
+    return None
+
+
+def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
+    """How a line computes on parts if operand ``number`` is split. None: it cannot, or nothing is known about it."""
+    if split.size != line.operands[number].shape[split.dim]:
+        return None
+    if line.name in RESHAPES:
+        return _reshaped(line, split, of_operand=number)
+    found = _relation(line)
+    label = found.operands[number][split.dim] if found else None
+    if found is None or label is None:
+        return None
+    return _placed(found, label, split)
+
+
+def lead(line: TorchLine, number: int, split: Split) -> Placed | None:
+    """How a line computes only a part of result ``number``. None: it cannot, or nothing is known about it."""
+    if split.size != line.results[number].shape[split.dim]:
+        return None
+    if line.name in RESHAPES:
+        return _reshaped(line, split)
+    found = _relation(line)
+    label = found.results[number][split.dim] if found else None
+    if found is None or label is None:
+        return None
+    return _placed(found, label, split)
+
+
+def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which a line gives results of these local shapes: sizes among them are replaced."""
+    operand = _shape(line.operands[0]) if line.operands else ()
+    return sizes.resized(line.name, line.args, line.kwargs, operand, tuple(shapes[0]) if shapes else ())
+
+
+def _shape(t: TensorProxy) -> Shape:
+    return tuple(t.shape)
+
+
+def _relation(line: TorchLine) -> Relation | None:
+    return relation(line.name, line.args, line.kwargs, [_shape(t) for t in line.results])
+
+
+def _placed(found: Relation, label: int, split: Split) -> Placed | None:
+    if label in found.mixed:
+        return None
+    operands = tuple(_at(row, label, split) for row in found.operands)
+    results = tuple(_at(row, label, split) for row in found.results)
+    if all(results):
+        return Placed(operands, results)
+    if not any(results) and label in found.combine:
+        return Placed(operands, results, found.combine[label])
+    return None
+
+
+def _at(labels: Labels, label: int, split: Split) -> Split | None:
+    return split._replace(dim=labels.index(label)) if label in labels else None
+
+
+def _reshaped(line: TorchLine, split: Split, of_operand: int | None = None) -> Placed | None:
+    """The split is that of an operand, or of the result."""
+    if len(line.results) != 1 or not line.operands or not _is_reshape(line):
+        return None
+    old, new = _shape(line.operands[0]), _shape(line.results[0])
+    after = moved(split, old, new) if of_operand == 0 else split
+    before = split if of_operand == 0 else moved(split, new, old)
+    if before is None or after is None:
+        return None
+    like = (after,) if line.name in LIKE_OTHER else ()
+    return Placed((before, *like), (after,))
+
+
+def _is_reshape(line: TorchLine) -> bool:
+    """False if it changes the dtype, or has other tensors among its arguments than those known."""
+    count = 2 if line.name in LIKE_OTHER else 1
+    sizes = pytree.tree_leaves((line.args[count:], line.kwargs))
+    return len(line.operands) == count and all(type(size) is int for size in sizes)

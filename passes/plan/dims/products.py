@@ -1,0 +1,221 @@
+"""Products of matrices, and what is made of them: einsum, linear layers, convolutions, attention."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, axes, counted, number
+
+# labels beside the numbers of a result's dims
+ROW, COLUMN, INNER, OTHER = 100, 101, 102, 103
+
+
+def product(rows: dict[Operand, Labels], result: Labels, *, added: bool = False) -> Draft:
+    """A sum over the labels that only operands have. If something is ``added`` to it, these are mixed."""
+    gone = {label for row in rows.values() for label in row if label is not None} - set(result)
+    twice = {label for row in (*rows.values(), result) for label in row if row.count(label) > 1 and label is not None}
+    combine = {label: "sum" for label in gone - twice if not added}
+    return Draft(rows, [result], combine, frozenset(twice | (gone if added else set())))
+
+
+def _batch(input: Operand, batch: int, matrix: int = 2) -> Labels:
+    """Labels of the dims before the last, aligned from the right among ``batch`` dims."""
+    own = input.dims - matrix
+    if own < 0:
+        raise Unknown
+    return tuple(range(batch - own, batch))
+
+
+def matmul(results: Shapes, input: Operand, other: Operand) -> Draft:
+    if not isinstance(input, Operand) or not isinstance(other, Operand) or not input.dims or not other.dims:
+        raise Unknown
+    batch = max(input.dims, other.dims, 2) - 2
+    left: Labels = (INNER,) if input.dims == 1 else (*_batch(input, batch), ROW, INNER)
+    right: Labels = (INNER,) if other.dims == 1 else (*_batch(other, batch), INNER, COLUMN)
+    rows = (ROW,) if input.dims > 1 else ()
+    columns = (COLUMN,) if other.dims > 1 else ()
+    return product({input: left, other: right}, (*counted(batch), *rows, *columns))
+
+
+def reflected_matmul(results: Shapes, input: Operand, other: Operand) -> Draft:
+    return matmul(results, other, input)
+
+
+def linear(results: Shapes, input: Operand, weight: Operand, bias: Operand | None = None) -> Draft:
+    batch = counted(input.dims - 1)
+    out = (COLUMN,) * (weight.dims - 1)
+    rows: dict[Operand, Labels] = {input: (*batch, INNER), weight: (*out, INNER)}
+    if bias is not None:
+        rows[bias] = out
+    return product(rows, (*batch, *out), added=bias is not None)
+
+
+def bilinear(results: Shapes, input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None) -> Draft:
+    batch = counted(input1.dims - 1)
+    rows: dict[Operand, Labels] = {
+        input1: (*batch, ROW),
+        input2: (*batch, INNER),
+        weight: (COLUMN, ROW, INNER),
+    }
+    if bias is not None:
+        rows[bias] = (COLUMN,)
+    return product(rows, (*batch, COLUMN), added=bias is not None)
+
+
+def outer(results: Shapes, input: Operand, vec2: Operand) -> Draft:
+    return product({input: (ROW,), vec2: (COLUMN,)}, (ROW, COLUMN))
+
+
+def inner(results: Shapes, input: Operand, other: Operand) -> Draft:
+    if not input.dims or not other.dims:
+        raise Unknown
+    left = counted(input.dims - 1)
+    right = tuple(range(ROW + 4, ROW + 3 + other.dims))
+    return product({input: (*left, INNER), other: (*right, INNER)}, (*left, *right))
+
+
+def added_product(left: str, right: str, result: str) -> Any:
+    """torch.addmm and its like, by the letters of their dims."""
+
+    def rule(results: Shapes, input: Operand, first: Operand, second: Operand, *args: Any, **scales: Any) -> Draft:
+        def labels(letters: str) -> Labels:
+            return tuple(ord(c) for c in letters)
+
+        if len(left) != first.dims or len(right) != second.dims or input.dims > len(result):
+            raise Unknown
+        rows = {first: labels(left), second: labels(right)}
+        rows[input] = labels(result)[len(result) - input.dims :]
+        return product(rows, labels(result), added=True)
+
+    return rule
+
+
+def tensordot(results: Shapes, a: Operand, b: Operand, dims: Any = 2) -> Draft:
+    if isinstance(dims, Operand):
+        raise Unknown
+    if isinstance(dims, Sequence):
+        left, right = (list(axes(d, t.dims)) if d else [] for d, t in zip(dims, (a, b), strict=True))
+    else:
+        left, right = list(range(a.dims - number(dims), a.dims)), list(range(dims))
+    if len(left) != len(right) or len(left) != len(set(left)) or len(right) != len(set(right)):
+        raise Unknown
+    rows_a, rows_b = list(counted(a.dims)), [ROW + d for d in counted(b.dims)]
+    for i, j in zip(left, right, strict=True):
+        rows_b[j] = rows_a[i]
+    result = [label for i, label in enumerate(rows_a) if i not in left]
+    result += [label for j, label in enumerate(rows_b) if j not in right]
+    return product({a: tuple(rows_a), b: tuple(rows_b)}, tuple(result))
+
+
+def einsum(results: Shapes, equation: Any, *operands: Any) -> Draft:
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], Sequence) else operands
+    if not isinstance(equation, str) or not all(isinstance(t, Operand) for t in tensors):
+        raise Unknown
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted({c for c in left if c in string.ascii_letters and left.count(c) == 1}, key=_order)
+        right = ("..." if "..." in left else "") + "".join(letters)
+    if len(terms) != len(tensors):
+        raise Unknown
+    wide = max((t.dims - len(term.replace("...", "")) for t, term in zip(tensors, terms, strict=True)), default=0)
+    rows = {t: _term(term, t.dims, wide) for t, term in zip(tensors, terms, strict=True)}
+    return product(rows, _term(right, len(results[0]), wide))
+
+
+def _order(letter: str) -> tuple[bool, str]:
+    """torch sorts capitals first."""
+    return letter.islower(), letter
+
+
+def _term(term: str, dims: int, wide: int) -> Labels:
+    """The labels of an operand of an equation; the ellipsis stands for the last of ``wide`` dims."""
+    before, dots, after = term.partition("...")
+    if not set(before + after) <= set(string.ascii_letters):
+        raise Unknown
+    rest = dims - len(before + after)
+    if rest < 0 or (rest and not dots):
+        raise Unknown
+    return (*map(ord, before), *range(wide - rest, wide), *map(ord, after))  # letters come after 64
+
+
+def convolution(spatial: int, *, transposed: bool = False) -> Any:
+    """Spatial dims are mixed. Dims of weights: (out, in / groups, ...), (in, out / groups, ...) if it is transposed."""
+
+    def rule(
+        results: Shapes, input: Operand, weight: Operand, bias: Operand | None = None, *args: Any, **named: Any
+    ) -> Draft:
+        groups = args[3] if len(args) > 3 else named.get("groups", 1)
+        batch = (ROW,) if input.dims == spatial + 2 else ()
+        space, kernel = counted(spatial), tuple(range(200, 200 + spatial))
+        grouped = number(groups) != 1
+        channels: Labels = (None, None) if grouped else (INNER, COLUMN) if transposed else (COLUMN, INNER)
+        source = None if grouped else INNER
+        rows: dict[Operand, Labels] = {input: (*batch, source, *space), weight: (*channels, *kernel)}
+        if bias is not None:
+            rows[bias] = (None if grouped else COLUMN,)
+        found = product(rows, (*batch, None if grouped else COLUMN, *space), added=bias is not None)
+        mixed = found.mixed | set(space) | set(kernel)
+        combine = {label: how for label, how in found.combine.items() if label == INNER}
+        return found._replace(combine=combine, mixed=mixed)
+
+    return rule
+
+
+def attention(
+    results: Shapes,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Operand | None = None,
+    *args: Any,
+    **named: Any,
+) -> Draft:
+    """Dims of batch and heads are kept."""
+    batch = max(query.dims, key.dims, value.dims) - 2
+    rows: dict[Operand, Labels] = {
+        query: (*_batch(query, batch), ROW, INNER),
+        key: (*_batch(key, batch), COLUMN, INNER),
+        value: (*_batch(value, batch), COLUMN, OTHER),
+    }
+    if attn_mask is not None:
+        if attn_mask.dims > batch + 2:
+            raise Unknown
+        rows[attn_mask] = (*counted(batch), ROW, COLUMN)[batch + 2 - attn_mask.dims :]
+    mixed = frozenset({ROW, COLUMN, INNER, OTHER})
+    return Draft(rows, [(*counted(batch), ROW, OTHER)], mixed=mixed)
+
+
+def cdist(results: Shapes, x1: Operand, x2: Operand, *args: Any, **options: Any) -> Draft:
+    batch = max(x1.dims, x2.dims) - 2
+    rows: dict[Operand, Labels] = {
+        x1: (*_batch(x1, batch), ROW, INNER),
+        x2: (*_batch(x2, batch), COLUMN, INNER),
+    }
+    return Draft(rows, [(*counted(batch), ROW, COLUMN)], mixed=frozenset({INNER}))
+
+
+F = "nn.functional."
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("matmul", "linalg.matmul", "mm", "bmm", "mv", "dot", "vdot"), matmul),
+    **dict.fromkeys(("outer", "ger"), outer),
+    **{f"{F}conv{n}d": convolution(n) for n in (1, 2, 3)},
+    **{f"{F}conv_transpose{n}d": convolution(n, transposed=True) for n in (1, 2, 3)},
+    "rmatmul": reflected_matmul,
+    "imatmul": matmul,
+    "inner": inner,
+    "addmm": added_product("ij", "jk", "ik"),
+    "addmv": added_product("ij", "j", "i"),
+    "addr": added_product("i", "j", "ij"),
+    "addbmm": added_product("bij", "bjk", "ik"),
+    "baddbmm": added_product("bij", "bjk", "bik"),
+    "tensordot": tensordot,
+    "einsum": einsum,
+    F + "linear": linear,
+    F + "bilinear": bilinear,
+    F + "scaled_dot_product_attention": attention,
+    "cdist": cdist,
+}
