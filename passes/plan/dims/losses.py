@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, aligned, counted
-
-import torch
+from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, aligned, broadcast, counted
 
 # the parameters of each; in all of these, every result before a reduction is of one position of the operands
 PARAMETERS = {
@@ -63,7 +61,7 @@ def of_positions(name: str, parameters: str) -> Any:
             raise Unknown
         if name == "gaussian_nll_loss" and "var" in tensors and tensors["var"].dims != tensors["input"].dims:
             raise Unknown
-        shape = tuple(torch.broadcast_shapes(*(x.shape for x in tensors.values())))
+        shape = broadcast(x.shape for x in tensors.values())
         rows: dict[Operand, Labels] = {x: aligned(x.shape, len(shape)) for x in tensors.values()}
         return total(rows, counted(len(shape)), reduction)
 
@@ -77,7 +75,12 @@ def of_rows(parameters: str) -> Any:
         given = _bound(parameters, args, named)
         tensors = [x for key, x in given.items() if isinstance(x, Operand) and key != "weight"]
         dims = tensors[0].dims
-        if dims < 1 or any(x.shape != tensors[0].shape for x in tensors):
+        weight = given.get("weight")
+        if (
+            dims < 1
+            or (isinstance(weight, Operand) and weight.dims > 1)
+            or any(x.shape != tensors[0].shape for x in tensors)
+        ):
             raise Unknown
         rows: dict[Operand, Labels] = {x: counted(dims) for x in tensors}
         return total(rows, counted(dims - 1), given.get("reduction", "mean"), frozenset({dims - 1}))

@@ -150,8 +150,8 @@ def pairwise_distance(results: Shapes, x1: Operand, x2: Operand, *args: Any, **o
 
 
 def cross(results: Shapes, input: Operand, other: Operand, dim: Any = None) -> Draft:
-    dims = max(input.dims, other.dims)
-    mixed = frozenset({axis(-1 if dim is None else dim, dims)})
+    """Without ``dim``, torch takes the first dim of size 3."""
+    mixed = frozenset({axis(dim, max(input.dims, other.dims))})
     return pointwise(results, input, other)._replace(mixed=mixed)
 
 

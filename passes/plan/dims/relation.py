@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 Shape = tuple[int, ...]
 Labels = tuple[int | None, ...]
@@ -24,7 +26,7 @@ class Relation(NamedTuple):
             ``torch.utils._pytree.tree_flatten((args, kwargs))``.
         results: a label for each dim of each tensor result, flattened.
         combine: for labels that only operands have, how to combine the results of parts: "sum", "mean", "max", "min",
-            "any", "all" or "prod".
+            "any", "all" or "prod"; "same" if each part gives the whole results.
         mixed: labels along which an element of a result depends on other positions of the operands, or on its own
             position.
 
@@ -108,6 +110,14 @@ def axes(given: Any, dims: int) -> tuple[int, ...]:
     if given is None or (isinstance(given, Sequence) and not given):
         return tuple(range(dims))
     return tuple(axis(d, dims) for d in (given if isinstance(given, Sequence) else (given,)))
+
+
+def broadcast(shapes: Iterable[Shape]) -> Shape:
+    """The shape to which all can be broadcast."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise Unknown from None
 
 
 def counted(dims: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ TABLE: Mapping[str, Rule] = {
     **losses.RULES,
 }
 
+REFLECTED_AND = "rand"  # torch.rand has the name of Tensor.__rand__ without its underscores
 PLAIN = ("tanh", "sigmoid")  # functions of torch.nn.functional that are torch's
 
 
@@ -40,6 +41,7 @@ def canonical(name: str) -> str:
     room, dot, last = name.rpartition(".")
     if last.startswith("__") and last.endswith("__"):
         last = last.strip("_")
+        last = "and" if last == REFLECTED_AND else last
     if last.endswith("_") and room + dot + last not in TABLE:
         last = last[:-1]
     name = last if room == "nn.functional" and last in PLAIN else room + dot + last
@@ -74,6 +76,7 @@ def relation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
     rule = TABLE.get(name)
     if rule is None or kwargs.get("out") is not None or not results:
         return None
+    kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     operands: list[Operand] = []
 
     def operand(value: Any) -> Any:
@@ -82,7 +85,7 @@ def relation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
         operands.append(Operand(tuple(value.shape), _is_mask(value)))
         return operands[-1]
 
-    args, kwargs = pytree.tree_map(operand, (tuple(args), dict(kwargs)), is_leaf=is_tensor)
+    args, kwargs = pytree.tree_map(operand, (tuple(args), kwargs), is_leaf=is_tensor)
     try:
         _check(rule, results, args, kwargs)
         return rule(results, *args, **kwargs).relation(operands, results)

@@ -141,6 +141,10 @@ def diagonal(results: Shapes, input: Operand, offset: Any = 0, dim1: Any = 0, di
     return Draft({input: counted(input.dims)}, [(*kept, None)], mixed=frozenset(gone))
 
 
+def linalg_diagonal(results: Shapes, A: Operand, *, offset: Any = 0, dim1: Any = -2, dim2: Any = -1) -> Draft:
+    return diagonal(results, A, offset, dim1, dim2)
+
+
 def select_scatter(results: Shapes, input: Operand, src: Operand, dim: Any, index: Any) -> Draft:
     at = axis(dim, input.dims)
     every = counted(input.dims)
@@ -251,7 +255,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("tril", "triu"), mixed_last(2)),
     **dict.fromkeys(("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle"), mixed_last(3)),
     **dict.fromkeys(("vstack", "row_stack"), stacked(2, 0)),
-    **dict.fromkeys(("diagonal", "linalg.diagonal"), diagonal),
+    "diagonal": diagonal,
+    "linalg.diagonal": linalg_diagonal,
     "permute": permute,
     "squeeze": squeeze,
     "unsqueeze": unsqueeze,
