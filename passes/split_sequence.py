@@ -40,7 +40,7 @@ from thunder.core.devices import to_torch_device
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten, tree_map
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.transforms import is_constant_for_vjp
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch.utils import _pytree as pytree
@@ -93,6 +93,7 @@ class _Splitter:
         self.parts: dict[tuple[Split, int | None], Part] = {}
         self.named: dict[Any, TensorProxy] = {}  # new values by the names that they have in the recorded computation
         self.taken: set[str] = set()  # these names
+        self.gathered: set[str] = set()  # new values that are gathered, and copies of them
         self.differentiated = differentiated(computation)
         self.torch_lines: dict[int, TorchLine | None] = {}
 
@@ -236,6 +237,8 @@ class _Splitter:
             if o.name in self.taken and variableify(o) not in swap:  # the name of a part
                 swap[variableify(o)] = renamed(o, self.new.make_name())
         self.new.bound_symbols.append(line.from_bsym_swap_proxies(swap))
+        if self._moves(line) and not self.gathered.isdisjoint(names(list(swap.values()))):
+            self._regather(self.new.bound_symbols[-1])
         for old in line.flat_proxy_outs:
             self.taken.add(old.name)
             if isinstance(old, TensorProxy):
@@ -287,6 +290,7 @@ class _Splitter:
         if value.whole is None:
             split, x = next(iter(value.parts.items()))
             (value.whole,) = self._emit(value.line, lambda: gather_sequence(x, self._part(split)))
+            self._regather(self.new.bound_symbols[-1])
         return value.whole
 
     def part(self, proxy: TensorProxy, split: Split, fill: int | None = None) -> TensorProxy:
@@ -320,6 +324,17 @@ class _Splitter:
     def _recomputes(self, value: _Value) -> bool:
         return self._gather_cost(value.proxy) < value.proxy.numel * value.proxy.dtype.bytes
 
+    def _moves(self, line: BoundSymbol) -> bool:
+        """True for a line that computes nothing."""
+        moves = Property.VIEW | Property.INDEX | Property.COPY | Property.CAST
+        call = self._torch(line)
+        return bool(properties(line.sym) & moves) or (call is not None and call.name in EXPANDS)
+
+    def _regather(self, line: BoundSymbol) -> None:
+        """Lets backward gather again what a line takes from other ranks, so that no rank saves whole sequences."""
+        line.tags = line.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD}
+        self.gathered |= names(line.flat_proxy_outs)
+
     def _gather_cost(self, proxy: TensorProxy, depth: int = 8) -> int:
         """Bytes that have to be gathered for a whole value."""
         value = self.values[proxy.name]
@@ -329,9 +344,8 @@ class _Splitter:
         line = value.line
         if line is None or depth == 0 or is_random(line):
             return bytes
-        moves = properties(line.sym) & (Property.VIEW | Property.INDEX | Property.COPY | Property.CAST)
         call = self._torch(line)
-        if call is None or not (moves or not dtypes.is_inexact_dtype(proxy.dtype) or call.name in EXPANDS):
+        if call is None or (dtypes.is_inexact_dtype(proxy.dtype) and not self._moves(line)):
             return bytes
         return min(bytes, sum(self._gather_cost(o, depth - 1) for o in call.operands))
 

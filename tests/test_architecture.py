@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     ["passes.compat"],
     ["passes.plan"],
+    ["passes.plan.dims"],
     ["passes.comm"],
     ["passes.kernels"],
     ["passes.analysis"],

@@ -126,8 +126,11 @@ def lead(line: TorchLine, number: int, split: Split) -> Placed | None:
 
 def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which a line gives results of these local shapes: sizes among them are replaced."""
+    if not line.results:
+        return line.args, line.kwargs
     operand = _shape(line.operands[0]) if line.operands else ()
-    return sizes.resized(line.name, line.args, line.kwargs, operand, tuple(shapes[0]) if shapes else ())
+    change = sizes.Change(operand, _shape(line.results[0]), tuple(shapes[0]))
+    return sizes.resized(line.name, line.args, line.kwargs, change)
 
 
 def _shape(t: TensorProxy) -> Shape:
@@ -146,7 +149,8 @@ def _placed(found: Relation, label: int, split: Split) -> Placed | None:
     if all(results):
         return Placed(operands, results)
     if not any(results) and label in found.combine:
-        return Placed(operands, results, found.combine[label])
+        how = found.combine[label]
+        return Placed(operands, results, None if how == "same" else how)
     return None
 
 

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.plan.sequence import ContextPlan
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+aten = torch.ops.aten
+
+
+class Chunk(NamedTuple):
+    """Consecutive queries, by their place among those of the rank, and their positions ``start`` to ``end``: fewer
+    where the sequence has ended."""
+
+    first: int
+    stop: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class CausalAttention:
     """A function of queries (..., positions of this rank, width) and whole keys and values (..., length, width).
 
-    Each chunk of queries sees the keys up to its own last position. Queries beyond the end of the sequence, whose
-    results nobody reads, see all keys.
+    Each chunk of queries sees all keys before it, and itself with a causal mask. Nobody reads the results for queries
+    beyond the end of the sequence.
     """
 
     plan: ContextPlan
@@ -26,19 +40,107 @@ class CausalAttention:
     __name__ = "causal_attention"
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
-        size, outs = self.plan.chunk(self.length), []
-        for number, q in zip(self.plan.chunks_of(self.plan.rank), query.split(size, -2), strict=True):
-            end = min((number + 1) * size, self.length)
-            k, v = key[..., :end, :], value[..., :end, :]
-            outs.append(scaled_dot_product_attention(q, k, v, **self._mask(q, number * size, end), **options))
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        if _has_kernel(query, key, value) and not dropout_p:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            found: torch.Tensor = _InPieces.apply(query, key, value, tuple(self._chunks()), scale)
+            return found
+        outs = []
+        for chunk in self._chunks():
+            q = query[..., chunk.first : chunk.stop, :]
+            k, v = (t[..., : chunk.end, :] for t in (key, value))
+            outs.append(scaled_dot_product_attention(q, k, v, _mask(q, chunk), dropout_p, scale=scale))
         return torch.cat(outs, -2)
 
-    def _mask(self, query: torch.Tensor, start: int, end: int) -> dict[str, Any]:
-        if start == 0 and end == query.shape[-2]:
-            return {"is_causal": True}
-        if end - start == query.shape[-2] and query.is_cuda and type(query) is torch.Tensor:
-            return {"attn_mask": causal_lower_right(query.shape[-2], end)}  # a fused kernel; no mask in memory
-        positions = torch.arange(start, start + query.shape[-2], device=query.device)
-        return {"attn_mask": positions[:, None] >= torch.arange(end, device=query.device)}
+    def _chunks(self) -> Iterator[Chunk]:
+        size = self.plan.chunk(self.length)
+        for i, number in enumerate(self.plan.chunks_of(self.plan.rank)):
+            start, end = (min(n * size, self.length) for n in (number, number + 1))
+            yield Chunk(i * size, (i + 1) * size, start, end)
+
+
+def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's fused kernel of the CPU takes them."""
+    alike = query.ndim == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return alike and query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _mask(query: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """The mask of a chunk and all keys up to its end."""
+    size, whole = chunk.stop - chunk.first, chunk.end - chunk.start == chunk.stop - chunk.first
+    if query.is_cuda and whole and type(query) is torch.Tensor:
+        return causal_lower_right(size, chunk.end)  # no mask in memory, if there is a fused kernel
+    positions = torch.arange(chunk.start, chunk.start + size, device=query.device)
+    return positions[:, None] >= torch.arange(chunk.end, device=query.device)
+
+
+class _InPieces(torch.autograd.Function):
+    """The attention of each chunk in two calls of torch's kernel: to the keys before it, and to its own with a causal
+    mask. No mask is in memory. The results are joined by their sums of exponentials (Dao et al., 2022, "FlashAttention",
+    section 3.1); the backward of each call takes the joined result and sums, as in Ring Attention (Liu et al., 2023)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunks: tuple[Chunk, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        outs, sums = [], []
+        for chunk in chunks:
+            q, out, total = query[..., chunk.first : chunk.stop, :], None, None
+            for begin, end, causal in _pieces(chunk):
+                k, v = (t[..., begin:end, :] for t in (key, value))
+                o, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+                if out is None or total is None:
+                    out, total = o, logsumexp
+                    continue
+                joined = torch.logaddexp(total, logsumexp)
+                weights = ((s - joined).exp().unsqueeze(-1) for s in (total, logsumexp))
+                out, total = sum(x * w for x, w in zip((out, o), weights, strict=True)).to(o.dtype), joined
+            outs.append(out)
+            sums.append(total)
+        result, sums_of_all = torch.cat(outs, -2), torch.cat(sums, -1)
+        ctx.save_for_backward(query, key, value, result, sums_of_all)
+        ctx.chunks, ctx.scale = chunks, scale
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, result, sums = ctx.saved_tensors
+        grads = tuple(torch.zeros_like(t) for t in (query, key, value))
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        for chunk in ctx.chunks:
+            of_chunk = slice(chunk.first, chunk.stop)
+            g, q, out = (t[..., of_chunk, :] for t in (grad, query, result))
+            for begin, end, causal in _pieces(chunk):
+                of_keys = slice(begin, end)
+                found = backward(
+                    g, q, key[..., of_keys, :], value[..., of_keys, :], out, sums[..., of_chunk], 0.0, causal,
+                    scale=ctx.scale,
+                )  # fmt: skip
+                for whole, part, place in zip(grads, found, (of_chunk, of_keys, of_keys), strict=True):
+                    whole[..., place, :] += part
+        return (*grads, None, None)
+
+
+def _pieces(chunk: Chunk) -> Iterator[tuple[int, int, bool]]:
+    """The keys that a chunk sees: those before it, then its own, of which each query sees those up to itself."""
+    if chunk.start:
+        yield 0, chunk.start, False
+    if chunk.end > chunk.start:
+        yield chunk.start, chunk.end, True

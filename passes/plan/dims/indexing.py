@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Labels, Operand, Shape, Unknown, aligned, axis, counted, unequal
-
-Shapes = Sequence[Shape]
+from passes.plan.dims.relation import (
+    Draft,
+    Labels,
+    Operand,
+    Rule,
+    Shapes,
+    Unknown,
+    aligned,
+    axis,
+    counted,
+    unequal,
+)
 
 
 def embedding(
@@ -178,7 +186,7 @@ def setitem(results: Shapes, input: Operand, index: Any, value: Any) -> Draft:
 
 F = "nn.functional."
 
-RULES = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
     **dict.fromkeys(("index_add", "index_copy"), index_add),
     F + "embedding": embedding,

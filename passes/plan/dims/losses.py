@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Labels, Operand, Shape, Unknown, aligned, counted
-
-import torch
-
-Shapes = Sequence[Shape]
+from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, aligned, broadcast, counted
 
 # the parameters of each; in all of these, every result before a reduction is of one position of the operands
 PARAMETERS = {
@@ -65,7 +61,7 @@ def of_positions(name: str, parameters: str) -> Any:
             raise Unknown
         if name == "gaussian_nll_loss" and "var" in tensors and tensors["var"].dims != tensors["input"].dims:
             raise Unknown
-        shape = tuple(torch.broadcast_shapes(*(x.shape for x in tensors.values())))
+        shape = broadcast(x.shape for x in tensors.values())
         rows: dict[Operand, Labels] = {x: aligned(x.shape, len(shape)) for x in tensors.values()}
         return total(rows, counted(len(shape)), reduction)
 
@@ -79,7 +75,12 @@ def of_rows(parameters: str) -> Any:
         given = _bound(parameters, args, named)
         tensors = [x for key, x in given.items() if isinstance(x, Operand) and key != "weight"]
         dims = tensors[0].dims
-        if dims < 1 or any(x.shape != tensors[0].shape for x in tensors):
+        weight = given.get("weight")
+        if (
+            dims < 1
+            or (isinstance(weight, Operand) and weight.dims > 1)
+            or any(x.shape != tensors[0].shape for x in tensors)
+        ):
             raise Unknown
         rows: dict[Operand, Labels] = {x: counted(dims) for x in tensors}
         return total(rows, counted(dims - 1), given.get("reduction", "mean"), frozenset({dims - 1}))
@@ -100,7 +101,7 @@ def of_classes(parameters: str) -> Any:
         every = counted(scores.dims)
         classes = min(1, scores.dims - 1)
         terms = tuple(d for d in every if d != classes)
-        rows = {scores: every, target: every if target.dims == scores.dims else terms}
+        rows: dict[Operand, Labels] = {scores: every, target: every if target.dims == scores.dims else terms}
         return total(rows, terms, reduction, frozenset({classes}))
 
     return rule
@@ -124,7 +125,7 @@ def cosine_embedding_loss(
 
 F = "nn.functional."
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{F + name: of_positions(name, parameters) for name, parameters in PARAMETERS.items()},
     **{F + name: of_rows(parameters) for name, parameters in OF_ROWS.items()},
     **{F + name: of_classes(parameters) for name, parameters in OF_CLASSES.items()},

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Operand, Shape, Unknown, aligned, axes, axis, counted, number
+from passes.plan.dims.relation import (
+    Draft,
+    Labels,
+    Operand,
+    Rule,
+    Shapes,
+    Unknown,
+    aligned,
+    axes,
+    axis,
+    broadcast,
+    counted,
+    number,
+)
 
-import torch
 from torch.utils import _pytree as pytree
-
-Shapes = Sequence[Shape]
 
 ARITHMETIC = """
     add radd iadd sub subtract rsub isub mul multiply rmul imul div divide true_divide truediv rtruediv itruediv rdiv
@@ -20,7 +29,7 @@ ARITHMETIC = """
     clamp_min clamp_max nan_to_num deg2rad rad2deg xlogy logaddexp logaddexp2
 """
 BITS = """
-    and rand iand or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift bitwise_and bitwise_or
+    and iand or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift bitwise_and bitwise_or
     bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift logical_and logical_or logical_xor logical_not
 """
 COMPARISONS = """
@@ -40,8 +49,8 @@ ELEMENTARY = """
     special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1 special.spherical_bessel_j0
 """
 COPIES = """
-    to type type_as float half bfloat16 double long int short byte char bool cfloat cdouble chalf cpu cuda contiguous
-    clone detach alias alias_copy conj conj_physical resolve_conj resolve_neg real imag complex polar requires_grad
+    float half bfloat16 double long int short byte char bool cfloat cdouble chalf cpu contiguous
+    clone detach conj conj_physical resolve_conj resolve_neg real imag complex polar
     copy masked_fill fill zero zeros_like ones_like full_like empty_like detach_copy
 """
 RANDOM = "rand_like randn_like randint_like bernoulli normal"
@@ -53,10 +62,30 @@ ACTIVATIONS = """
 
 def pointwise(results: Shapes, *args: Any, **kwargs: Any) -> Draft:
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Operand)]
-    if not operands or set(results) != {tuple(torch.broadcast_shapes(*(x.shape for x in operands)))}:
+    if not operands or set(results) != {broadcast(x.shape for x in operands)}:
         raise Unknown
     dims = len(results[0])
     return Draft({x: aligned(x.shape, dims) for x in operands}, [counted(dims)] * len(results))
+
+
+def unread(first: int, *operands: Any) -> tuple[dict[Operand, Labels], dict[int, str]]:
+    """Rows of labels, from ``first`` on, for operands whose dims make no difference, and how they are combined."""
+    rows: dict[Operand, Labels] = {}
+    last = first
+    for x in operands:
+        if isinstance(x, Operand):
+            rows[x] = tuple(range(last, last + x.dims))
+            last += x.dims
+    return rows, dict.fromkeys(range(first, last), "same")
+
+
+def cast(results: Shapes, input: Operand, *args: Any, **named: Any) -> Draft:
+    """Another tensor may give the dtype. If it has the shape of the first, it is split alike."""
+    every = counted(input.dims)
+    others = [x for x in (*args, *named.values()) if isinstance(x, Operand)]
+    rows, combine = unread(input.dims, *(x for x in others if x.shape != input.shape))
+    alike = {x: every for x in others if x.shape == input.shape}
+    return Draft({input: every, **alike, **rows}, [every], combine)
 
 
 def where(results: Shapes, condition: Any, input: Any, other: Any) -> Draft:
@@ -106,7 +135,9 @@ def broadcast_tensors(results: Shapes, *tensors: Any) -> Draft:
 
 def filled(results: Shapes, *args: Any, **kwargs: Any) -> Draft:
     """A new tensor that is the same at all positions."""
-    return Draft({}, [counted(len(shape)) for shape in results])
+    [shape] = results
+    rows, combine = unread(len(shape), *args)
+    return Draft(rows, [counted(len(shape))], combine)
 
 
 def repeated(results: Shapes, input: Operand, *counts: Any, **named: Any) -> Draft:
@@ -127,12 +158,13 @@ def _all(names: str, prefix: str = "") -> tuple[str, ...]:
     return tuple(prefix + name for name in names.split())
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(_all(ARITHMETIC + BITS + COMPARISONS + ELEMENTARY + COPIES + RANDOM), pointwise),
     **dict.fromkeys(_all(ACTIVATIONS, "nn.functional."), pointwise),
     **dict.fromkeys(_all("dropout1d dropout2d dropout3d feature_alpha_dropout", "nn.functional."), feature_dropout),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"), filled),
     **dict.fromkeys(("bucketize", "isin"), of_first),
+    **dict.fromkeys(("to", "type", "type_as"), cast),
     "where": where,
     "nn.functional.prelu": prelu,
     "expand": expanded,

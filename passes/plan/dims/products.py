@@ -6,9 +6,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Labels, Operand, Shape, Unknown, axes, counted, number
-
-Shapes = Sequence[Shape]
+from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, axes, counted, number
 
 # labels beside the numbers of a result's dims
 ROW, COLUMN, INNER, OTHER = 100, 101, 102, 103
@@ -201,7 +199,7 @@ def cdist(results: Shapes, x1: Operand, x2: Operand, *args: Any, **options: Any)
 
 F = "nn.functional."
 
-RULES = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "linalg.matmul", "mm", "bmm", "mv", "dot", "vdot"), matmul),
     **dict.fromkeys(("outer", "ger"), outer),
     **{f"{F}conv{n}d": convolution(n) for n in (1, 2, 3)},

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from passes.plan.dims.pointwise import pointwise
-from passes.plan.dims.relation import Draft, Operand, Shape, Unknown, aligned, axes, axis, counted
-
-Shapes = Sequence[Shape]
+from passes.plan.dims.relation import Draft, Operand, Rule, Shapes, Unknown, aligned, axes, axis, counted
 
 
 def reduced(results: Shapes, input: Operand, dims: Sequence[int], how: str | None = None) -> Draft:
@@ -152,8 +150,8 @@ def pairwise_distance(results: Shapes, x1: Operand, x2: Operand, *args: Any, **o
 
 
 def cross(results: Shapes, input: Operand, other: Operand, dim: Any = None) -> Draft:
-    dims = max(input.dims, other.dims)
-    mixed = frozenset({axis(-1 if dim is None else dim, dims)})
+    """Without ``dim``, torch takes the first dim of size 3."""
+    mixed = frozenset({axis(dim, max(input.dims, other.dims))})
     return pointwise(results, input, other)._replace(mixed=mixed)
 
 
@@ -214,11 +212,11 @@ SCANS = """
 """
 F = "nn.functional."
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{name: reduction(how) for name, how in REDUCTIONS.items()},
     **dict.fromkeys(MIXED.split(), reduction()),
     **dict.fromkeys(SCANS.split(), along()),
-    **dict.fromkeys(("softmax", "log_softmax", "special.softmax", "special.log_softmax"), softmax),
+    **dict.fromkeys(("special.softmax", "special.log_softmax"), softmax),
     **dict.fromkeys((F + "softmax", F + "log_softmax", F + "softmin"), softmax),
     **dict.fromkeys((F + "layer_norm", F + "rms_norm"), layer_norm),
     **dict.fromkeys(("norm", "linalg.norm", "linalg.vector_norm"), of_order),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 Shape = tuple[int, ...]
 Labels = tuple[int | None, ...]
-Rows = Sequence["int | None"]
+Row = Sequence["int | None"]
+Shapes = Sequence[Shape]
+Rule = Callable[..., "Draft"]  # of the shapes of the results, and of arguments with an Operand for each tensor
 
 
 class Relation(NamedTuple):
@@ -22,7 +26,7 @@ class Relation(NamedTuple):
             ``torch.utils._pytree.tree_flatten((args, kwargs))``.
         results: a label for each dim of each tensor result, flattened.
         combine: for labels that only operands have, how to combine the results of parts: "sum", "mean", "max", "min",
-            "any", "all" or "prod".
+            "any", "all" or "prod"; "same" if each part gives the whole results.
         mixed: labels along which an element of a result depends on other positions of the operands, or on its own
             position.
 
@@ -58,8 +62,8 @@ class Draft(NamedTuple):
     The labels of an operand that is missing are None.
     """
 
-    operands: Mapping[Operand, Rows]
-    results: Sequence[Rows]
+    operands: Mapping[Operand, Row]
+    results: Sequence[Row]
     combine: Mapping[int, str] = MappingProxyType({})
     mixed: frozenset[int] = frozenset()
 
@@ -108,6 +112,14 @@ def axes(given: Any, dims: int) -> tuple[int, ...]:
     return tuple(axis(d, dims) for d in (given if isinstance(given, Sequence) else (given,)))
 
 
+def broadcast(shapes: Iterable[Shape]) -> Shape:
+    """The shape to which all can be broadcast."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise Unknown from None
+
+
 def counted(dims: int) -> tuple[int, ...]:
     """Labels that are the numbers of the dims."""
     return tuple(range(dims))
@@ -120,7 +132,7 @@ def aligned(shape: Shape, dims: int) -> tuple[int, ...]:
     return tuple(range(dims - len(shape), dims))
 
 
-def unequal(*rows: tuple[Rows, Shape]) -> frozenset[int]:
+def unequal(*rows: tuple[Row, Shape]) -> frozenset[int]:
     """The labels whose dims differ in size, where size 1 is not broadcast."""
     sizes: dict[int, set[int]] = {}
     for labels, shape in rows:

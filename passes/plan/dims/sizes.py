@@ -3,55 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.plan.dims.relation import Shape
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Resize = Callable[[tuple[Any, ...], dict[str, Any], Shape, Shape], Arguments]
+
+
+class Change(NamedTuple):
+    """The shapes of the first operand and of the result, whole, and of the result as it shall be."""
+
+    operand: Shape
+    whole: Shape
+    result: Shape
+
+
+Resize = Callable[[tuple[Any, ...], dict[str, Any], Change], Arguments]
 
 
 def _shape_after(place: int, *names: str) -> Resize:
     """The shape of the result is argument ``place``, or all arguments from there on, or has one of these ``names``.
     One further argument may follow (``new_full``)."""
 
-    def resize(args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> Arguments:
+    def resize(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
         for name in names:
             if name in kwargs:
-                return args, {**kwargs, name: result}
+                return args, {**kwargs, name: change.result}
         if len(args) <= place:
             return args, kwargs
         listed = isinstance(args[place], Sequence)
-        return (*args[:place], result, *(args[place + 1 :] if listed else ())), kwargs
+        return (*args[:place], change.result, *(args[place + 1 :] if listed else ())), kwargs
 
     return resize
 
 
-def _counts(args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> Arguments:
-    """Tensor.repeat, torch.tile."""
-    padded = (1,) * (len(result) - len(operand)) + operand
-    counts = tuple(r // o if o else 1 for r, o in zip(result, padded, strict=True))
+def _counts(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    """Tensor.repeat, torch.tile. Only repeated dims of size 1 can have another size."""
+    operand = (1,) * (len(change.whole) - len(change.operand)) + change.operand
+    counts = tuple(
+        size if old == 1 else whole // old if old else 1
+        for size, old, whole in zip(change.result, operand, change.whole, strict=True)
+    )
     for name in ("repeats", "dims"):
         if name in kwargs:
             return args, {**kwargs, name: counts}
     return (args[0], counts), kwargs
 
 
-def _length(args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> Arguments:
+def _length(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
     """torch.narrow."""
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if len(args) > 3:
-        return (*args[:3], result[dim]), kwargs
-    return args, {**kwargs, "length": result[dim]}
+    length = change.result[args[1] if len(args) > 1 else kwargs["dim"]]
+    return ((*args[:3], length), kwargs) if len(args) > 3 else (args, {**kwargs, "length": length})
 
 
-def _unflattened(args: tuple[Any, ...], kwargs: dict[str, Any], operand: Shape, result: Shape) -> Arguments:
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    first = dim % len(operand)
-    sizes = result[first : first + len(result) - len(operand) + 1]
-    if len(args) > 2:
-        return (*args[:2], sizes), kwargs
-    return args, {**kwargs, "sizes": sizes}
+def _unflattened(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    first = (args[1] if len(args) > 1 else kwargs["dim"]) % len(change.operand)
+    sizes = change.result[first : first + len(change.result) - len(change.operand) + 1]
+    return ((*args[:2], sizes), kwargs) if len(args) > 2 else (args, {**kwargs, "sizes": sizes})
 
 
 RESIZE: Mapping[str, Resize] = {
@@ -67,10 +75,9 @@ RESIZE: Mapping[str, Resize] = {
 
 
 def resized(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], operand: Shape, result: Shape
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], change: Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which a function gives a result of this shape. ``operand`` is the shape of its first tensor,
-    whose dims of size 1 are whole."""
+    """The arguments with which a function gives a result of another shape."""
     if name not in RESIZE:
         return tuple(args), dict(kwargs)
-    return RESIZE[name](tuple(args), dict(kwargs), operand, result)
+    return RESIZE[name](tuple(args), dict(kwargs), change)

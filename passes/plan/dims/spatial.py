@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from passes.plan.dims.reductions import along
-from passes.plan.dims.relation import Draft, Operand, Shape, axes, counted
+from passes.plan.dims.relation import Draft, Operand, Rule, Shapes, axes, counted
 from passes.plan.dims.views import mixed_last
-
-Shapes = Sequence[Shape]
 
 
 def interpolated(results: Shapes, input: Operand, *args: Any, **options: Any) -> Draft:
@@ -51,7 +48,7 @@ MATRICES = """
     linalg.svdvals linalg.eigvalsh linalg.eigh linalg.qr linalg.svd
 """
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{f"{F}{name}{n}d": mixed_last(n) for name in POOLS.split() for n in (1, 2, 3)},
     **{f"{F}{name}{n}d_with_indices": mixed_last(n) for name in WITH_INDICES.split() for n in (1, 2, 3)},
     **{f"fft.{name}": along(-1, 1) for name in ONE.split()},

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from passes.plan.dims import indexing, losses, pointwise, products, reductions, spatial, views
-from passes.plan.dims.relation import Draft, Operand, Relation, Shape, Unknown
+from passes.plan.dims.relation import Operand, Relation, Rule, Shape, Unknown
 from passes.plan.dims.reshape import RESHAPES
 
 import torch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch.utils import _pytree as pytree
-
-Rule = Callable[..., Draft]
 
 TABLE: Mapping[str, Rule] = {
     **pointwise.RULES,
@@ -28,6 +26,7 @@ TABLE: Mapping[str, Rule] = {
     **losses.RULES,
 }
 
+REFLECTED_AND = "rand"  # torch.rand has the name of Tensor.__rand__ without its underscores
 PLAIN = ("tanh", "sigmoid")  # functions of torch.nn.functional that are torch's
 
 
@@ -42,6 +41,7 @@ def canonical(name: str) -> str:
     room, dot, last = name.rpartition(".")
     if last.startswith("__") and last.endswith("__"):
         last = last.strip("_")
+        last = "and" if last == REFLECTED_AND else last
     if last.endswith("_") and room + dot + last not in TABLE:
         last = last[:-1]
     name = last if room == "nn.functional" and last in PLAIN else room + dot + last
@@ -76,6 +76,7 @@ def relation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
     rule = TABLE.get(name)
     if rule is None or kwargs.get("out") is not None or not results:
         return None
+    kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     operands: list[Operand] = []
 
     def operand(value: Any) -> Any:
@@ -84,7 +85,7 @@ def relation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
         operands.append(Operand(tuple(value.shape), _is_mask(value)))
         return operands[-1]
 
-    args, kwargs = pytree.tree_map(operand, (tuple(args), dict(kwargs)), is_leaf=is_tensor)
+    args, kwargs = pytree.tree_map(operand, (tuple(args), kwargs), is_leaf=is_tensor)
     try:
         _check(rule, results, args, kwargs)
         return rule(results, *args, **kwargs).relation(operands, results)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.plan.dims.relation import Draft, Labels, Operand, Shape, Unknown, axes, axis, counted, number
-
-Shapes = Sequence[Shape]
+from passes.plan.dims.relation import Draft, Labels, Operand, Rule, Shapes, Unknown, axes, axis, counted, number
 
 
 def _varargs(given: Sequence[Any]) -> Sequence[Any]:
@@ -143,6 +141,10 @@ def diagonal(results: Shapes, input: Operand, offset: Any = 0, dim1: Any = 0, di
     return Draft({input: counted(input.dims)}, [(*kept, None)], mixed=frozenset(gone))
 
 
+def linalg_diagonal(results: Shapes, A: Operand, *, offset: Any = 0, dim1: Any = -2, dim2: Any = -1) -> Draft:
+    return diagonal(results, A, offset, dim1, dim2)
+
+
 def select_scatter(results: Shapes, input: Operand, src: Operand, dim: Any, index: Any) -> Draft:
     at = axis(dim, input.dims)
     every = counted(input.dims)
@@ -208,7 +210,7 @@ def meshgrid(results: Shapes, *tensors: Any, indexing: Any = "ij") -> Draft:
 
 
 def mixed_last(count: int) -> Any:
-    """The last ``count`` dims of the first operand are mixed. Results have these dims, or the first of them, or none."""
+    """The last ``count`` dims of the first operand are mixed. Results have these, or the first of them, or none."""
 
     def rule(results: Shapes, input: Operand, *args: Any, **named: Any) -> Draft:
         if input.dims < count or any(len(r) > input.dims for r in results):
@@ -242,7 +244,7 @@ def constant_padded(results: Shapes, input: Operand, pad: Any, value: Any = 0) -
     return padded(results, input, pad)
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transpose),
     **dict.fromkeys(("movedim", "moveaxis"), movedim),
     **dict.fromkeys(("mT", "mH", "adjoint"), matrix_transpose),
@@ -253,7 +255,8 @@ RULES = {
     **dict.fromkeys(("tril", "triu"), mixed_last(2)),
     **dict.fromkeys(("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle"), mixed_last(3)),
     **dict.fromkeys(("vstack", "row_stack"), stacked(2, 0)),
-    **dict.fromkeys(("diagonal", "linalg.diagonal"), diagonal),
+    "diagonal": diagonal,
+    "linalg.diagonal": linalg_diagonal,
     "permute": permute,
     "squeeze": squeeze,
     "unsqueeze": unsqueeze,
