@@ -393,15 +393,17 @@ class _Splitter:
         flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
         places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
         operands = [flat[i] for i in places]
-        inputs = [_meta(p, grad) for p, grad in zip(operands, grads, strict=True)]
+        devices = (to_torch_device(p.device) for p in operands)
+        absent = next((d for d in devices if d.type == "cuda" and not torch.cuda.is_available()), None)
+        inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
         for i in places:
             flat[i] = None
         name = getattr(function, "__name__", "call").strip("_")
-        options = {} if like is None else {"written": like.written, "autocast": like.autocast, "absent": like.absent}
+        options = {} if like is None else {"written": like.written, "autocast": like.autocast}
         random = like.random if like is not None else is_random(line)
         call = TorchCall(
             name=unique_name(self.new, f"torch_{name}_part"), function=function, flat=flat, spec=spec, places=places,
-            inputs=inputs, results=(), random=random, **options,
+            inputs=inputs, results=(), random=random, absent=absent, **options,
         )  # fmt: skip
         with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
             call.results = [Meta.of(t) for t in call._call([m.empty().requires_grad_(m.grad) for m in inputs])]
@@ -437,10 +439,12 @@ def _is_proxy(value: Any) -> bool:
     return isinstance(value, Proxy)
 
 
-def _meta(p: TensorProxy, grad: bool) -> Meta:
+def _meta(p: TensorProxy, grad: bool, absent: torch.device | None) -> Meta:
+    """The metadata of a value. ``absent``: the device of the step, if the CPU stands for it."""
     shape = tuple(p.shape)
     stride = torch.empty(shape, device="meta").stride()
-    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), to_torch_device(p.device), grad)
+    device = torch.device("cpu") if absent is not None else to_torch_device(p.device)
+    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), device, grad)
 
 
 def _at(line: BoundSymbol) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from passes.analysis.recognise import bucket_of, is_backward, is_issue, is_sequence_issue, part_at
-from passes.comm.sequence import issue_gather, issue_scatter
+from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -16,10 +16,10 @@ class Collective(NamedTuple):
     """One collective of a trace.
 
     ``bytes`` counts the whole unsharded bucket as it travels, padding included, or the whole value of which ranks hold
-    parts of the sequence. Each rank sends and receives ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is the one on the wire, or the name of a
-    :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is "all_gather", "reduce_scatter", "broadcast",
-    "reduce" or "all_reduce", with "_sequence" if parts of a sequence travel; ``bucket`` then says which dimension is
-    split. ``parameters`` are the names of the bucket's members.
+    parts of the sequence. Each rank sends and receives ``bytes * (N - 1) / N``, twice for an "all_reduce". ``dtype`` is
+    the one on the wire, or the name of a :class:`passes.Wire`. ``phase`` is "forward" or "backward"; ``kind`` is
+    "all_gather", "reduce_scatter", "broadcast", "reduce" or "all_reduce", with "_sequence" if parts of a sequence
+    travel; ``bucket`` then says which dimension is split. ``parameters`` are the names of the bucket's members.
     """
 
     kind: str
@@ -47,6 +47,11 @@ def collectives(trace: TraceCtx) -> list[Collective]:
             dtype = str(bsym.args[0].dtype.shortname())
             rows.append(Collective(bsym.sym.name, phase, part_at(bsym).label, dtype, sequence_bytes(bsym), ()))
     return rows
+
+
+def sequence_crossings(bsym: BoundSymbol) -> int:
+    """How often each byte of a collective of a sequence is sent: twice in a sum."""
+    return 2 if bsym.sym.id == issue_sum.id else 1
 
 
 def sequence_bytes(bsym: BoundSymbol) -> int:

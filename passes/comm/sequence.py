@@ -151,7 +151,7 @@ def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
     sent = by_rank.movedim(2, 0).contiguous()  # (ranks, before, outer, 2, chunk, after)
     group = _group(part)
     with part.plan.runtime.communicating(part.label):
-        if dist.get_backend(group) == "gloo":  # its reduce_scatter sends all to all
+        if part.plan.direct:
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
         else:
@@ -191,7 +191,9 @@ def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
     return TensorProxy(shape=shape, device=x.device, dtype=x.dtype, requires_grad=grad)
 
 
-cut = symbol("cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS)
+cut = symbol(
+    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS
+)
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 
 issue_gather = symbol("all_gather_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)

@@ -43,12 +43,14 @@ class ContextPlan:
         ranks: how many they are.
         rank: this rank's number among them.
         axis: their process group in ``runtime``.
+        direct: whether ranks exchange messages, because the group's own reduce_scatter sends all to all (gloo).
     """
 
     ranks: int
     rank: int = 0
     _: KW_ONLY
     axis: Axis = Axis.CONTEXT
+    direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     def chunk(self, length: int) -> int:

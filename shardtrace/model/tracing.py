@@ -24,6 +24,7 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.ranks.mesh import transport
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
@@ -116,7 +117,8 @@ def _context(states: Sequence[ShardedState]) -> Context | None:
         return None
     group, options = state.groups.context, state.options.context
     assert group is not None and options is not None
-    plan = ContextPlan(group.size(), group.rank(), runtime=state.runtime)
+    direct = transport(group, {e.device.type for e in state.entries}).direct
+    plan = ContextPlan(group.size(), group.rank(), direct=direct, runtime=state.runtime)
     return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
 
 
