@@ -12,6 +12,7 @@ from passes.analysis.recognise import is_random
 from passes.compat.lines import renamed
 from passes.compat.versions import Fakes
 from passes.kernels.torch_call import Meta, TorchCall, call_of
+from passes.sequence.order import gathers_first
 
 import torch
 from thunder.core import dtypes
@@ -130,7 +131,8 @@ class Writer:
 
     def finished(self) -> TraceCtx:
         """The new computation."""
-        self.trace.bound_symbols = [b.from_bsym_swap_proxies(self._named) for b in self.trace.bound_symbols]
+        lines = gathers_first(self.trace.bound_symbols)
+        self.trace.bound_symbols = [b.from_bsym_swap_proxies(self._named) for b in lines]
         return self.trace
 
     def final(self, proxy: TensorProxy) -> TensorProxy:
