@@ -148,7 +148,8 @@ def pipeline(
     inner = _inner(users, left_out)
 
     def before_autodiff(entry: Entry) -> PassBeforeAutodiff:
-        return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over, begins=entry.begins)
+        run = compilation.bound(entry.run, inner=inner)
+        return PassBeforeAutodiff(run, entry.name, over=entry.over, begins=entry.begins)
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
         return PassAfterLowering(compilation.bound(entry.run), entry.name, announces=entry.announces)

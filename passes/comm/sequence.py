@@ -191,7 +191,9 @@ def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
     return TensorProxy(shape=shape, device=x.device, dtype=x.dtype, requires_grad=grad)
 
 
-cut = symbol("cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS)
+cut = symbol(
+    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS
+)
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 
 issue_gather = symbol("all_gather_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_gather)

@@ -73,8 +73,7 @@ class _Inside(Splitter):
         self.follow_lines()
         splits = tuple(next(iter(self.splits(o)), None) for o in self._block.outputs)
         outputs = [
-            self.whole(o) if s is None else self.part(o, s)
-            for o, s in zip(self._block.outputs, splits, strict=True)
+            self.whole(o) if s is None else self.part(o, s) for o, s in zip(self._block.outputs, splits, strict=True)
         ]
         lines = self.writer.finished().bound_symbols
         inputs = tuple(self._inputs.values())

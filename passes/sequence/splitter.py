@@ -109,7 +109,7 @@ class Splitter:
 
     def _on_parts(self, line: BoundSymbol, call: TorchLine) -> bool:
         """Writes a line on parts as the table of dims says; False if it cannot be."""
-        choices = []
+        choices: list[tuple[int, int, Placed]] = []
         for i, operand in enumerate(call.operands):
             for split in self.splits(operand):
                 placed = follow(call, i, split)
