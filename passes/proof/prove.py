@@ -86,7 +86,9 @@ class Proof:
     def __str__(self) -> str:
         if self.verdict == "unproven":
             return "\n".join(["unproven", *(f"  {d}" for d in self.differences)])
-        head = f"{self.values} results of {self.lines} lines are those of the unsharded program"
+        one = self.values == 1
+        results = "1 result" if one else f"{self.values} results"
+        head = f"{results} of {self.lines} lines {'is that' if one else 'are those'} of the unsharded program"
         if self.verdict == "proven":
             return f"proven: {head}"
         return "\n".join([f"proven up to rounding: {head}", *(f"  {r}" for r in self.rounding)])
