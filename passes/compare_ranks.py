@@ -20,11 +20,10 @@ from passes.analysis.recognise import (
     is_deletion,
     is_issue,
     is_return,
-    is_sequence_issue,
     is_unpack,
     part_at,
 )
-from passes.analysis.traffic import collectives
+from passes.analysis.traffic import collectives, issues
 from passes.comm.symbols import check_ranks, note
 from passes.plan import Runtime, Step, TracedParameters
 
@@ -52,8 +51,7 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
 def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
     """The collectives of each model as texts, in order."""
     sent: dict[Runtime, list[str]] = {}
-    issues = [b for b in trace.bound_symbols if is_issue(b) or is_sequence_issue(b)]
-    for bsym, row in zip(issues, collectives(trace), strict=True):
+    for bsym, row in zip(issues(trace), collectives(trace), strict=True):
         plan = bucket_of(bsym).plan if is_issue(bsym) else part_at(bsym).plan
         sent.setdefault(plan.runtime, []).append(f"{row.phase}: {row}")
     return sent

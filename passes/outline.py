@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, Part, block_of, function_of_lines, symbol_of_call, unique_name
+from passes.analysis.gradients import differentiated, with_gradients
 from passes.analysis.recognise import changes_values, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import symbol, synchronize
 from passes.compat.jit import compile_data_and_stats
@@ -236,7 +237,7 @@ def outline(computation: TraceCtx, *, inner: Inner) -> TraceCtx:
 
 def needs_of_calls(computation: TraceCtx) -> Iterator[tuple[BoundSymbol, Needs | None]]:
     """The lines of a computation; with each call of a block, what it needs of gradients."""
-    flows, read = differentiated(computation), _with_gradients(computation.bound_symbols)
+    flows, read = differentiated(computation), with_gradients(computation.bound_symbols)
     for bsym in _without_new_names(computation.bound_symbols):
         block = block_of(bsym)
         if block is None:
@@ -271,32 +272,6 @@ def _variant(block: Block, needs: Needs, inner: Inner, trace: TraceCtx) -> Varia
         block.variants[needs] = Variant(name, block, needs, inner)
     variant: Variant = block.variants[needs]
     return variant
-
-
-def differentiated(computation: TraceCtx) -> set[str]:
-    """The names of values that depend on an input which requires a gradient."""
-    found = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
-    for bsym in computation.bound_symbols:
-        if not found.isdisjoint(names(bsym.flat_proxy_args)) and not _stops_gradients(bsym):
-            found |= names(bsym.flat_proxy_outs)
-    return found
-
-
-def _with_gradients(lines: Sequence[BoundSymbol]) -> set[str]:
-    """The names of values that get a gradient: those that are returned, or that lines read whose results get one."""
-    found = names(lines[-1].args[0]["output"])
-    for bsym in reversed(lines[:-1]):
-        if not found.isdisjoint(names(bsym.flat_proxy_outs)) and not _stops_gradients(bsym):
-            found |= names(bsym.flat_proxy_args)
-    return found
-
-
-def _stops_gradients(bsym: BoundSymbol) -> bool:
-    """True for a line through which no gradient flows, such as ``detach``."""
-    return is_constant_for_vjp(bsym) or (bool(bsym.subsymbols) and all(map(_stops_gradients, bsym.subsymbols)))
-
-
-# ---- the trace of a block ----
 
 
 def _with_lines(trace: TraceCtx, lines: Sequence[BoundSymbol]) -> TraceCtx:

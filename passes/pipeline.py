@@ -27,6 +27,7 @@ from passes.keep_secondary import keep_secondary
 from passes.keep_stream import keep_stream
 from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
+from passes.overlap_sequence import overlap_sequence
 from passes.proof.prove_step import prove_step
 from passes.rebuild_result import rebuild_result
 from passes.regather import regather
@@ -105,6 +106,7 @@ AFTER_LOWERING = (
     Entry("accumulate", accumulate_gradients, "before the passes that work on reduced gradients",
           "no_sync would reduce gradients"),
     Entry("your passes", yours, "their changes are scheduled", "leave them out of thunder.jit(transforms=...)"),
+    Entry("overlap_sequence", overlap_sequence, "before schedule, which keeps the order of all other lines"),
     Entry("schedule", schedule, "after executors and fusions, which change the order of lines"),
     Entry("wait_copies", wait_copies, "after schedule, which places everything else",
           "an optimizer would change shards that are being copied"),
@@ -146,7 +148,8 @@ def pipeline(
     inner = _inner(users, left_out)
 
     def before_autodiff(entry: Entry) -> PassBeforeAutodiff:
-        return PassBeforeAutodiff(compilation.bound(entry.run, inner=inner), entry.name, over=entry.over, begins=entry.begins)
+        run = compilation.bound(entry.run, inner=inner)
+        return PassBeforeAutodiff(run, entry.name, over=entry.over, begins=entry.begins)
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
         return PassAfterLowering(compilation.bound(entry.run), entry.name, announces=entry.announces)
@@ -180,7 +183,8 @@ def _inner(users: Sequence[Pass], left_out: Collection[str]) -> Inner:
         return [*kept, *(t.run for t in users if isinstance(t, PassBeforeAutodiff))]
 
     shared = [] if "share_fusions" in left_out else [share_fusions]
-    return Inner(before, [*shared, *(t.run for t in users if isinstance(t, PassAfterLowering))])
+    overlap = [] if "overlap_sequence" in left_out else [overlap_sequence]
+    return Inner(before, [*shared, *overlap, *(t.run for t in users if isinstance(t, PassAfterLowering))])
 
 
 def check_disabled(disable: Collection[str]) -> None:

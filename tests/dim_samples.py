@@ -335,6 +335,7 @@ PRODUCTS = [
     lambda: torch.matmul(x(6), x(4, 6, 8)),
     lambda: torch.baddbmm(x(6, 8), x(4, 6, 5), x(4, 5, 8)),
     lambda: torch.addmm(x(8), x(4, 6), x(6, 8)),
+    lambda: torch.mm(x(4, 6), x(6, 8)),
     lambda: torch.ger(x(4), x(6)),
     lambda: torch.tensordot(x(4, 5, 6), x(5, 6, 8)),
     lambda: torch.tensordot(x(4, 5, 6), x(6, 4, 8), dims=([0, 2], [1, 0])),
@@ -357,6 +358,16 @@ PRODUCTS = [
 ]
 OTHERS = [
     *(lambda k=k: getattr(F, f"lp_pool{k}d")(x(4, 5, *(6,) * k), 2, 2) for k in (1, 2, 3)),
+    *(
+        lambda name=name, k=k: getattr(F, f"{name}{k}d")(x(4, 5, *(6,) * k), 2)
+        for name in ("max_pool", "adaptive_max_pool", "avg_pool")
+        for k in (1, 2, 3)
+    ),
+    *(
+        lambda name=name, k=k: getattr(F, f"{name}{k}d")(x(4, 5, *(6,) * k), 2, return_indices=True)
+        for name in ("max_pool", "adaptive_max_pool")
+        for k in (1, 2, 3)
+    ),
     lambda: F.upsample(x(4, 5, 6), scale_factor=2),
     lambda: F.interpolate(x(4, 5, 6, 6), size=(12, 12), mode="bilinear"),
     lambda: F.grid_sample(x(4, 5, 6, 6), x(4, 8, 8, 2) - 1, align_corners=False),

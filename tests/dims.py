@@ -99,8 +99,10 @@ def splits(shape: Any, dim: int) -> Iterator[Split]:
 
 
 def is_random(made: Made) -> bool:
-    if made.line.name == "bernoulli":  # of a probability that may be 0 or 1
+    if made.line.name in ("bernoulli", "normal"):  # of a probability that may be 0 or 1, of a deviation that may be 0
         return True
+    if not any(word in made.line.name for word in ("rand", "dropout", "rrelu", "gumbel", "attention")):
+        return False
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)

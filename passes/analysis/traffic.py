@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from passes.analysis.calls import part_of
 from passes.analysis.recognise import bucket_of, is_backward, is_issue, is_sequence_issue, part_at
 from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
 
@@ -37,16 +39,25 @@ class Collective(NamedTuple):
 def collectives(trace: TraceCtx) -> list[Collective]:
     """The collectives of ``trace``, in the order in which it issues them."""
     phase = "backward" if is_backward(trace) else "forward"
-    rows = []
+    return [_row(bsym, phase) for bsym in issues(trace)]
+
+
+def issues(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    """The lines that issue the collectives of a trace, in order, with those of the blocks that it calls."""
     for bsym in trace.bound_symbols:
-        if is_issue(bsym):
-            bucket = bucket_of(bsym)
-            parameters = tuple(m.parameter.name for m in bucket.members)
-            rows.append(Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters))
-        elif is_sequence_issue(bsym):
-            dtype = str(bsym.args[0].dtype.shortname())
-            rows.append(Collective(bsym.sym.name, phase, part_at(bsym).label, dtype, sequence_bytes(bsym), ()))
-    return rows
+        if is_issue(bsym) or is_sequence_issue(bsym):
+            yield bsym
+        elif (part := part_of(bsym)) is not None:
+            yield from issues(part.trace)
+
+
+def _row(bsym: BoundSymbol, phase: str) -> Collective:
+    if is_sequence_issue(bsym):
+        dtype = str(bsym.args[0].dtype.shortname())
+        return Collective(bsym.sym.name, phase, part_at(bsym).label, dtype, sequence_bytes(bsym), ())
+    bucket = bucket_of(bsym)
+    parameters = tuple(m.parameter.name for m in bucket.members)
+    return Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters)
 
 
 def sequence_crossings(bsym: BoundSymbol) -> int:

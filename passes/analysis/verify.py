@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NoReturn
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import part_of, parts_in
 from passes.analysis.happens_before import races
 from passes.analysis.recognise import (
     bucket_of,
@@ -73,6 +73,8 @@ def verify_lines(trace: TraceCtx) -> None:
     """Raises :class:`VerificationError` unless the invariants 1, 2, 4, 5 and 6 hold, which no pass may break. Autodiff
     and fusions leave collectives in any order: the others hold once a trace is scheduled."""
     lines = trace.bound_symbols
+    for part in parts_in(trace):
+        _verify_futures(part.trace.bound_symbols)
     if not any(is_collective(b) or is_sequence_issue(b) for b in lines):
         return
     _verify_values(lines)
@@ -96,6 +98,10 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
         _verify_inflight(lines)
         for race in races(trace):
             _fail(lines, race.line, race.message)
+        for part in parts_in(trace):
+            if any(map(is_sequence_issue, part.trace.bound_symbols)):
+                for race in races(part.trace):
+                    _fail(part.trace.bound_symbols, race.line, race.message)
     return trace
 
 

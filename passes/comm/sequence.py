@@ -137,7 +137,7 @@ def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
     in_order = torch.cat([by_rank[:, :, :, 0], by_rank[:, :, :, 1].flip(2)], 2)
     before, outer, _, _, after = in_order.shape
     rows = in_order.view(before, outer, 2 * ranks * size, after)[:, :, :end]
-    return rows.reshape(part.whole_shape(tuple(shape)))
+    return rows.reshape(part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
 
 
 def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:

@@ -102,16 +102,12 @@ class _InPieces(torch.autograd.Function):
     ) -> torch.Tensor:
         outs, sums = [], []
         for chunk in chunks:
-            q, out, total = query[..., chunk.first : chunk.stop, :], None, None
+            q = query[..., chunk.first : chunk.stop, :]
+            found = []
             for begin, end, causal in _pieces(chunk):
                 k, v = (t[..., begin:end, :] for t in (key, value))
-                o, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-                if out is None or total is None:
-                    out, total = o, logsumexp
-                    continue
-                joined = torch.logaddexp(total, logsumexp)
-                weights = ((s - joined).exp().unsqueeze(-1) for s in (total, logsumexp))
-                out, total = sum(x * w for x, w in zip((out, o), weights, strict=True)).to(o.dtype), joined
+                found.append(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale))
+            out, total = found[0] if len(found) == 1 else _joined(*found)
             outs.append(out)
             sums.append(total)
         result, sums_of_all = torch.cat(outs, -2), torch.cat(sums, -1)
@@ -137,6 +133,14 @@ class _InPieces(torch.autograd.Function):
                 for whole, part, place in zip(grads, found, (of_chunk, of_keys, of_keys), strict=True):
                     whole[..., place, :] += part
         return (*grads, None, None)
+
+
+def _joined(one: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys of both, and the logarithm of its sum of exponentials."""
+    (out, total), (out_of_other, total_of_other) = one, other
+    joined = torch.logaddexp(total, total_of_other)
+    first, second = ((t - joined).exp().unsqueeze(-1) for t in (total, total_of_other))
+    return (out * first + out_of_other * second).to(out.dtype), joined
 
 
 def _pieces(chunk: Chunk) -> Iterator[tuple[int, int, bool]]:

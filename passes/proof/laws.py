@@ -11,8 +11,7 @@ Let ``part(plan, owner, v)`` be this rank's part of a whole value ``v`` under a 
     accumulated(v) = v + kept                         and ``accumulate`` adds v to what is kept
 
 Each law has conditions: the bucket is as its plan says, and each value is a part under this very plan. A line that does
-not meet them computes something unknown, which equals nothing. A value that travels with less precision than it had is
-noted as rounded.
+not meet them is an error. A value that travels with less precision than it had is noted as rounded.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ def mean(numbers: Numbers, plan: BucketPlan, value: int) -> int:
     return numbers.of("mean", plan, (value,))
 
 
-def with_kept(numbers: Numbers, parameter: ShardedParameter, level: Level, value: int) -> int:
-    """A gradient and what earlier steps have kept of the same parameter."""
-    return numbers.of("with kept", (parameter.index, level), (value,))
+def with_kept(numbers: Numbers, parameter: ShardedParameter, plan: BucketPlan, value: int) -> int:
+    """A gradient and what earlier steps have kept of the same parameter, before the reduction of this plan."""
+    return numbers.of("with kept", (parameter.index, plan), (value,))
 
 
 # ---- conditions ----
@@ -84,8 +83,7 @@ def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
     if any(m.parameter.plan is not plan for m in bucket.members):
         raise UnprovenError(f"bucket {bucket.label} has members of another plan", line)
     rest = bucket.rest_dtype
-    dtype = plan.unsharded_dtype(rest) if gathers else plan.reduced_dtype(rest)
-    if not (gathers or bucket.dtype == dtype) and bucket.plan.reduce_dtype is not None:
+    if not gathers and plan.reduce_dtype is not None and bucket.dtype != (dtype := plan.reduced_dtype(rest)):
         raise UnprovenError(f"bucket {bucket.label} travels as {bucket.dtype}, its plan says {dtype}", line)
 
 
@@ -172,15 +170,10 @@ def _kept_second(evaluation: Evaluation, line: BoundSymbol, values: Values) -> N
     name_results(tuple(line.flat_proxy_outs), found, values)
 
 
-def _levels(bucket: Bucket) -> Level:
-    return Level.REPLICAS if bucket.name.endswith("_replicas") or "_replicas_" in bucket.name else Level.WHOLE
-
-
 def _accumulated(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     given, bucket = line.args
     pairs = _members(line, bucket, evaluation.value(tuple(given), values))
-    level = _levels(bucket)
-    found = tuple(with_kept(evaluation.numbers, m.parameter, level, v) for m, v in pairs)
+    found = tuple(with_kept(evaluation.numbers, m.parameter, bucket.plan, v) for m, v in pairs)
     name_results(tuple(line.flat_proxy_outs), found, values)
 
 
@@ -218,10 +211,10 @@ def expected_gradient(
     """What a step must return for a parameter whose whole gradient, on this rank's batch, is ``gradient``."""
     plan = parameter.plan
     if Level.WHOLE in adds:
-        gradient = with_kept(numbers, parameter, Level.WHOLE, gradient)
+        gradient = with_kept(numbers, parameter, plan, gradient)
     found = part(numbers, parameter, mean(numbers, plan, gradient))
     if plan.outer is not None:
         if Level.REPLICAS in adds:
-            found = with_kept(numbers, parameter, Level.REPLICAS, found)
+            found = with_kept(numbers, parameter, plan.outer, found)
         found = numbers.of("part", (plan.outer, parameter.owner), (mean(numbers, plan.outer, found),))
     return found

@@ -8,8 +8,8 @@ Source: Alpern, Wegman and Zadeck, Detecting equality of variables in programs (
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple, cast
 
 from thunder.core.codeutils import ContextObject
 from thunder.core.proxies import NumberProxy, Proxy
@@ -52,15 +52,21 @@ class Numbers:
             a, b = differing[0]
 
     def text(self, number: int, depth: int = 2) -> str:
-        """An expression as a reader sees it, ``depth`` operations deep, with the line of the model's source."""
+        """An expression as a reader sees it, ``depth`` operations deep, with the constants that tell it from others."""
         operation, constants, operands = self.expressions[number]
+        if operation == "result":
+            return f"{self.text(operands[0], depth)}[{constants}]"
+        draw = ""
+        if operation == "draw":
+            count, operation, constants = cast(tuple[int, Hashable, Hashable], constants)
+            draw = f" (draw {count})"
         name = operation if isinstance(operation, str) else getattr(operation, "name", str(operation))
-        if depth == 0 and operands:
-            return f"{name}(...)"
-        inside = [self.text(n, depth - 1) for n in operands]
-        if not operands:
+        inside = [self.text(n, depth - 1) for n in operands] if depth else ["..."] * bool(operands)
+        if isinstance(constants, Arguments) and depth:
+            inside = constants.texts(iter(inside))
+        elif not operands:
             inside = [str(getattr(c, "name", c)) for c in (constants if isinstance(constants, tuple) else (constants,))]
-        return f"{name}({', '.join(inside)})" if inside else str(name)
+        return f"{name.removeprefix('kernels.')}({', '.join(inside)}){draw}" if inside else name
 
     def place(self, number: int) -> str:
         """The line of the model's source that computes a value; empty if none is known."""
@@ -69,6 +75,35 @@ class Numbers:
             return ""
         where = line.source_positions
         return f"{line.source_filename}:{where.lineno}" if where is not None else line.source_filename
+
+
+class Arguments(NamedTuple):
+    """The arguments of a line without the names of its operands."""
+
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
+
+    def texts(self, operands: Iterator[str]) -> list[str]:
+        """The arguments as a reader sees them, with the operands' texts in their places."""
+
+        def text(value: Any) -> str:
+            if value == HOLE:
+                return next(operands)
+            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+                return str(value[1]) if value[0] is float else repr(value[1])
+            if isinstance(value, tuple):
+                return f"({', '.join(map(text, value))}{',' * (len(value) == 1)})"
+            return str(getattr(value, "name", value))
+
+        return [*map(text, self.args), *(f"{name}={text(value)}" for name, value in self.kwargs)]
+
+
+def arguments_of(args: Any, kwargs: Any, operands: list[str]) -> Arguments:
+    """The arguments of a line as a part of its expression. The names of values are added to ``operands``."""
+    return Arguments(
+        tuple([constant(a, operands) for a in args]),
+        tuple([(name, constant(value, operands)) for name, value in sorted(kwargs.items())]),
+    )
 
 
 def constant(value: Any, operands: list[str]) -> Hashable:

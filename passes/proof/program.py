@@ -14,7 +14,7 @@ from passes.analysis.calls import part_of
 from passes.analysis.recognise import changes_values, is_deletion, is_random, is_return, is_unpack
 from passes.analysis.symbols import identity, is_foreign
 from passes.kernels.registration import has_mask, kernel_id
-from passes.proof.numbering import Numbers, constant
+from passes.proof.numbering import Numbers, arguments_of, constant
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy
@@ -90,7 +90,7 @@ def _plain_step(line: BoundSymbol) -> Step:
     operands: list[str] = []
     operation = identity(line.sym)
     args = line.args[:-1] if has_mask(line.sym) else line.args
-    constants = constant((args, line.kwargs), operands)
+    constants = arguments_of(args, line.kwargs, operands)
     if is_foreign(line.sym):
         operation = operation, line.sym.name
     return Step(line, operation, constants, tuple(operands), _results(line), None)

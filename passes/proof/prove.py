@@ -11,15 +11,16 @@ and that each law is what its collective does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from passes.analysis.recognise import is_deletion
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.step import Step
 from passes.proof.laws import LAWS, expected_gradient, mean, part
 from passes.proof.memory import SAVED, handed_over, hazards
-from passes.proof.numbering import Numbers
+from passes.proof.numbering import Arguments, Numbers
 from passes.proof.program import Evaluation, UnprovenError, Values, has_fusions
 from passes.proof.reference import (
     REFERENCE_LAWS,
@@ -52,27 +53,29 @@ COTANGENTS = "cotangents"  # as Thunder names this argument of backward
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is not that of the unsharded program.
+    """Values that are not those of the unsharded program, for one reason.
 
-    ``what``: "output 0" or "the gradient of w". ``found`` and ``expected`` are the smallest expressions that differ,
-    ``place`` the line of the model's source, if it is known.
+    ``what`` has their names, such as "output 0" or "the gradient of w". ``found`` and ``expected`` are the smallest
+    expressions that differ, ``place`` is the line of the model's source, if it is known.
     """
 
-    what: str
+    what: tuple[str, ...]
     found: str
     expected: str
     place: str = ""
 
     def __str__(self) -> str:
+        others = len(self.what) - 1
+        what = self.what[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
         where = f" ({self.place})" if self.place else ""
-        return f"{self.what}: the step computes {self.found}, the unsharded program {self.expected}{where}"
+        return f"{what}{where}:\n    the step computes {self.found}\n    the unsharded program computes {self.expected}"
 
 
 @dataclass(frozen=True)
 class Proof:
     """The result for one compiled step.
 
-    ``verdict`` is "proven", "rounding" (equal, but for what travels with less precision: ``rounding`` says what) or
+    ``verdict`` is "proven", "rounding" (equal, except for what travels with less precision: ``rounding`` says what) or
     "unproven" (``differences`` says why). ``values`` counts what was compared, ``lines`` the step's lines.
     """
 
@@ -85,14 +88,12 @@ class Proof:
     def __str__(self) -> str:
         if self.verdict == "unproven":
             return "\n".join(["unproven", *(f"  {d}" for d in self.differences)])
-        head = f"{self.values} results of {self.lines} lines are those of the unsharded program"
+        one = self.values == 1
+        results = "1 result" if one else f"{self.values} results"
+        head = f"{results} of {self.lines} lines {'is that' if one else 'are those'} of the unsharded program"
         if self.verdict == "proven":
             return f"proven: {head}"
         return "\n".join([f"proven up to rounding: {head}", *(f"  {r}" for r in self.rounding)])
-
-
-class UnprovenStepError(AssertionError):
-    """A compiled step could not be shown to be the unsharded program."""
 
 
 @dataclass
@@ -124,17 +125,13 @@ def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
     outs = results["fw_flat_out"] if program.joint else _flat(results["output"])
     given = tuple(numbers.of("cotangent", i) for i in range(len(outs)))
     values["cotangents of"] = cotangents(outs, given)
-    evaluation.run([s for s in evaluation.program(program.trace).steps if not _deletes(s)], values)
+    evaluation.run([s for s in evaluation.program(program.trace).steps if not is_deletion(s.line)], values)
     gradients: dict[str, int] = {}
     for argument, gradient in zip(results["flat_args"], results["output"] if program.joint else (), strict=False):
         if isinstance(gradient, TensorProxy):
             gradients[argument.name] = values[gradient.name]
     found = evaluation.value(tuple(outs), values)
     return Claim(program, parameters, numbers, opened, found, gradients, evaluation.effects, given)
-
-
-def _deletes(step: Any) -> bool:
-    return step.line.sym.name == "python_del"
 
 
 def _flat(structure: Any) -> tuple[Any, ...]:
@@ -144,23 +141,23 @@ def _flat(structure: Any) -> tuple[Any, ...]:
 def check(claim: Claim, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
     """Whether the lowered traces of a step compute what a claim says."""
     differences: list[Difference | str] = []
+    pairs: list[tuple[str, Any, Any]] = []  # what is compared
     evaluation = Evaluation(claim.numbers, LAWS, opened=claim.opened)
     lines = len(forward.bound_symbols) + (len(backward.bound_symbols) if backward is not None else 0)
-    compared = 0
     try:
         outputs, saved = _run_forward(claim, evaluation, forward)
-        compared += len(outputs)
-        differences += _compare(claim, ((f"output {i}", o, e) for i, (o, e) in _paired(outputs, claim.outputs)))
+        pairs += [(f"output {i}", o, e) for i, (o, e) in _paired(outputs, claim.outputs)]
         if backward is not None:
             differences += _handed_over(forward, backward)
             found = _run_backward(claim, evaluation, backward, saved)
             names = [p.name if isinstance(p, Proxy) else None for p in _arguments(forward)]
-            compared += len(claim.gradients)
-            differences += _compare(claim, _gradients(claim, dict(zip(names, found, strict=True))))
+            pairs += _gradients(claim, dict(zip(names, found, strict=True)))
         differences += _effects(claim, evaluation)
         differences += hazards(forward, backward)
     except UnprovenError as error:
         differences.append(str(error))
+    differences[:0] = _compare(claim, pairs)
+    compared = len(claim.outputs) + len(claim.gradients)
     if differences:
         return Proof("unproven", compared, lines, (), tuple(differences))
     return Proof("rounding" if evaluation.rounding else "proven", compared, lines, tuple(evaluation.rounding))
@@ -172,16 +169,27 @@ def _paired(found: Sequence[Any], expected: Sequence[Any]) -> Iterator[tuple[int
     return enumerate(zip(found, expected, strict=True))
 
 
-def _compare(claim: Claim, pairs: Any) -> Iterator[Difference]:
+def _compare(claim: Claim, pairs: Iterable[tuple[str, Any, Any]]) -> list[Difference]:
+    """The differences of some values, those that are computed first at the front."""
+    numbers = claim.numbers
+    named: dict[tuple[Any, Any], list[str]] = {}
     for what, found, expected in pairs:
         if found == expected:
             continue
-        if not (isinstance(found, int) and isinstance(expected, int)):
-            texts = [claim.numbers.text(v) if isinstance(v, int) else str(v) for v in (found, expected)]
-            yield Difference(what, *texts)
-            continue
-        a, b = claim.numbers.difference(found, expected)
-        yield Difference(what, claim.numbers.text(a), claim.numbers.text(b), claim.numbers.place(b))
+        both = isinstance(found, int) and isinstance(expected, int)
+        named.setdefault(numbers.difference(found, expected) if both else (found, expected), []).append(what)
+    order = sorted(named, key=lambda pair: max(n if isinstance(n, int) else 0 for n in pair))
+    return [Difference(tuple(named[a, b]), _text(claim, a), _text(claim, b), _place(claim, b)) for a, b in order]
+
+
+def _text(claim: Claim, value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return claim.numbers.text(value) if isinstance(value, int) else str(value)
+
+
+def _place(claim: Claim, value: Any) -> str:
+    return claim.numbers.place(value) if isinstance(value, int) else ""
 
 
 # ---- the step ----
@@ -248,8 +256,8 @@ def _is_zero(claim: Claim, number: int) -> bool:
         (number,) = expressions[number][2]
     operation, constants, _ = expressions[number]
     if operation in (PrimIDs.FULL, "torch.full"):
-        assert isinstance(constants, tuple)
-        return constants[0][1] in ((int, 0), (float, "0.0"))
+        assert isinstance(constants, Arguments)
+        return constants.args[1] in ((int, 0), (float, "0.0"))
     return operation == "torch.zeros"
 
 
@@ -299,15 +307,14 @@ def _effects(claim: Claim, evaluation: Evaluation) -> Iterator[str]:
     expected = [*claim.writes, *Keeping(claim).effects()]
     zero = [e for e in evaluation.effects if e[0] == "keep" and isinstance(e[3], int) and _is_zero(claim, e[3])]
     found = [e for e in evaluation.effects if e in expected or e not in zero]
-    for verb, some, others in (("writes", found, expected), ("does not write", expected, found)):
+    for some, others, verdict in ((found, expected, "which it should not"), (expected, found, "")):
         left = list(others)
         for effect in some:
             if effect in left:
                 left.remove(effect)
-            else:
-                kind, *_, value = effect
-                text = claim.numbers.text(value) if isinstance(value, int) else str(value)
-                yield f"the step {verb} ({kind}) {text}"
+                continue
+            text = _text(claim, effect[-1])
+            yield f"the step {effect[0]}s {text}, {verdict}" if verdict else f"the step does not {effect[0]} {text}"
 
 
 # ---- as a pass ----

@@ -13,7 +13,7 @@ very same ones; which these are is read from the compiled traces.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +35,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import AnyProxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.trace import TraceCtx, from_trace, get_tracectx, tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import FusionExecutor, OperatorExecutor, get_always_executors
@@ -76,8 +76,7 @@ class Call:
         *outs, state = self._symbol("_forward", forward_meta, Forward(self), executor=executor)(*args)
         cotangents = tuple(get_grad(outs[i]) for i in sorted(self.needs.outputs))
         gradients = self._symbol("_vjp", vjp_meta, Vjp(self), executor=executor)(state, *cotangents)
-        for i, gradient in zip(inputs, gradients, strict=True):
-            put_grad(args[i], gradient)
+        _put_grads([args[i] for i in inputs], gradients)
         return tuple(outs)
 
     @cached_property
@@ -87,6 +86,16 @@ class Call:
         taken = next((v.differentiated for v in variants if v.differentiated is not None), None)
         first = taken_apart(prepared(self.block, self.needs), taken)
         return lowered(grad_transform_on_trace(first) if self.needs.gradients else first)
+
+
+def _put_grads(inputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """Adds the lines that give each input its gradient. Thunder makes the first, at length; the others are like it."""
+    lines = get_tracectx().peek_scope()
+    for i, pair in enumerate(zip(inputs, gradients, strict=True)):
+        if i == 0:
+            put_grad(*pair)
+        else:
+            lines.append(lines[-1].from_bsym(args=pair))
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,8 @@ def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx
     inputs = {p.name: parameters.get(p) for p in record.args}
     calls: dict[tuple[int, Needs], Call] = {}
     new = from_trace(record)
+    # one line for all inputs, of which each parameter is one
+    new.bound_symbols.append(prims.unpack_trivial.bind(record.args, name="inputs", output=record.args))
     with _with_executor():
         lines = taken_apart(_with_one_name_each(dce(record), parameters), compiled)
         for line, needs in needs_of_calls(lines):
@@ -183,7 +194,7 @@ def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx
                 bsym = bsym.from_bsym(sym=calls.setdefault((id(block), needs), Call(block, needs)).symbol)
             if line.sym.id == PrimIDs.RETURN:
                 _copy_returned_inputs(new, bsym)
-            else:
+            elif line.sym.id != PrimIDs.UNPACK_TRIVIAL:
                 new.bound_symbols.append(bsym)
         trace = lowered(grad_transform_on_trace(new) if differentiated else dce(new))
         for call in calls.values():

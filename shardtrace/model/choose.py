@@ -83,7 +83,10 @@ def find_target(chosen: Chosen, options: Options, mesh: Mesh | None) -> Target:
         mesh = mesh_of_nodes(options.nodes_of, mesh, device, timeout=options.checks.timeout)
     hybrid = any(strategy.needs_mesh for _, strategy in options.rules)
     groups = resolve_groups(
-        mesh, device, hybrid=hybrid, context=options.context.mesh_dim if options.context else None,
+        mesh,
+        device,
+        hybrid=hybrid,
+        context=options.context.mesh_dim if options.context else None,
         timeout=options.checks.timeout,
     )
     tell_others_of_failure(groups.everyone)

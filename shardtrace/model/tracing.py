@@ -90,7 +90,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             state=name,
             compare=functools.partial(_comparison, states),
             fall_back=states[0].options.compile.eager is not None,
-            obstacle="its lines are split over ranks" if context is not None else _why_no_call(),
+            obstacle=_why_no_call(),
         )
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)

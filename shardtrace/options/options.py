@@ -43,7 +43,7 @@ class Options:
 
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
-        shown = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
+        shown: dict[str, Any] = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
         shown |= {"context_parallel": self.context} if self.context is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}

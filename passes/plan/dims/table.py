@@ -26,6 +26,7 @@ TABLE: Mapping[str, Rule] = {
     **losses.RULES,
 }
 
+ALIASES = {"spmm": "mm"}  # torch.overrides calls torch.mm so
 REFLECTED_AND = "rand"  # torch.rand has the name of Tensor.__rand__ without its underscores
 PLAIN = ("tanh", "sigmoid")  # functions of torch.nn.functional that are torch's
 
@@ -45,6 +46,7 @@ def canonical(name: str) -> str:
     if last.endswith("_") and room + dot + last not in TABLE:
         last = last[:-1]
     name = last if room == "nn.functional" and last in PLAIN else room + dot + last
+    name = ALIASES.get(name, name)
     functional = f"nn.functional.{name}"
     return functional if name not in TABLE and functional in TABLE else name
 

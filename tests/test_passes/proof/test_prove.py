@@ -2,13 +2,16 @@
 
 import shardtrace  # isort: split
 
-from passes.proof.numbering import Numbers
+from passes.proof.numbering import Numbers, arguments_of
 from passes.runner import PassAfterLowering
 
 import pytest
 import thunder
 import torch
-from thunder.core.trace import from_trace
+from thunder.core.devices import cpu
+from thunder.core.dtypes import float32
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -113,3 +116,46 @@ def test_equal_expressions_have_one_number():
     assert one == numbers.of("sin", (), (numbers.of("add", (), (x, y)),)) != other
     assert numbers.difference(one, other) == (x, y)
     assert numbers.text(one) == "sin(add(input(0), input(1)))"
+
+
+def test_a_difference_names_the_constant_the_results_and_the_source(fake_ranks):
+    def wrong(trace):
+        def halved(line):
+            halves = [i for i, a in enumerate(line.args) if isinstance(a, float) and a == 0.5]
+            return line.from_bsym(args=(line.args[0], 0.25)) if halves else line
+
+        new = from_trace(trace)
+        new.bound_symbols = [halved(line) for line in trace.bound_symbols]
+        return new
+
+    class Scaled(Net):
+        def forward(self, x):
+            y = torch.sin(super().forward(x) * 0.5)
+            return y, y + 1
+
+    fake_ranks(2)
+    model = shardtrace.fsdp(Scaled(), checks=UNCHECKED)
+    cmodel = thunder.jit(model, transforms=[PassAfterLowering(wrong)])
+    cmodel(torch.randn(4, 4))
+    proof = shardtrace.prove(cmodel)
+    first = proof.differences[0]
+    assert first.what[:2] == ("output 0", "output 1")
+    assert (first.found.count("0.25"), first.expected.count("0.5")) == (1, 1)
+    assert first.found.replace("0.25", "0.5") == first.expected
+    assert "test_prove.py:" in first.place
+    assert "output 0 and " in str(proof)
+    assert "\n    the step computes " in str(proof)
+
+
+def test_expressions_as_a_reader_sees_them():
+    numbers = Numbers()
+    x = numbers.of("input", 0)
+    operands = []
+    with tracectx(TraceCtx()):
+        a = TensorProxy("a", shape=(2,), device=cpu, dtype=float32)
+    shape = arguments_of((a, (6,)), {"eps": 1e-5}, operands)
+    assert operands == ["a"]
+    norm = numbers.of("kernels.norm", shape, (x,))
+    assert numbers.text(norm) == "norm(input(0), (6,), eps=1e-05)"
+    assert numbers.text(numbers.of("result", 1, (norm,))) == "norm(input(0), (6,), eps=1e-05)[1]"
+    assert numbers.text(numbers.of("draw", (2, "torch.dropout", shape), (norm,)), 1).endswith("(draw 2)")

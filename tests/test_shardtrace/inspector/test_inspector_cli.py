@@ -116,10 +116,10 @@ def test_prove(folder, capsys, monkeypatch):
     for argument in ("train", "evaluate"):
         assert main(["prove", "script.py", "--world-size", "4", "--", argument]) == 0
         assert capsys.readouterr().out.startswith("proven: ")
-    wrong = Proof("unproven", differences=(Difference("output 0", "sin(x)", "tanh(x)", "model.py:3"),))
+    wrong = Proof("unproven", differences=(Difference(("output 0",), "sin(x)", "tanh(x)", "model.py:3"),))
     monkeypatch.setattr("shardtrace.inspector.inspection.prove_compiled", lambda *args: wrong)
     assert main(["prove", "factory_for_cli.py:model"]) == 1
-    what = "output 0: the step computes sin(x), the unsharded program tanh(x) (model.py:3)"
+    what = "output 0 (model.py:3):\n    the step computes sin(x)\n    the unsharded program computes tanh(x)"
     assert capsys.readouterr().out == f"unproven\n  {what}\n"
     assert main(["inspect", "factory_for_cli.py:model"]) == 0
     page = (folder / "trace.html").read_text()

@@ -1,0 +1,1 @@
+"""How a computation is rewritten for parts of sequences: values and lines, rules of lines that mix positions, blocks."""

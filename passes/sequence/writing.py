@@ -1,0 +1,165 @@
+"""Writes lines of a computation on other operands, with the names, tags and sources of the recorded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from passes.analysis.calls import unique_name
+from passes.analysis.dims import TorchLine, resized
+from passes.analysis.gradients import differentiated
+from passes.analysis.recognise import is_random
+from passes.compat.lines import renamed
+from passes.compat.versions import Fakes
+from passes.kernels.torch_call import Meta, TorchCall, call_of
+from passes.sequence.order import gathers_first
+
+import torch
+from thunder.core import dtypes
+from thunder.core.devices import to_torch_device
+from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transforms import is_constant_for_vjp
+from torch.utils import _pytree as pytree
+
+
+class Writer:
+    """A new computation, which begins without lines.
+
+    Args:
+        old: the recorded computation.
+        inputs: the names of its inputs that need a gradient; None: those that are marked.
+    """
+
+    def __init__(self, old: TraceCtx, inputs: set[str] | None = None) -> None:
+        self.trace = from_trace(old)
+        self.taken: set[str] = set()  # names of the recorded computation that new values have
+        self._named: dict[Variable, TensorProxy] = {}  # by new value: the one of that name
+        self._differentiated = differentiated(old, inputs)
+
+    def emit(self, line: BoundSymbol | None, write: Callable[[], Any]) -> list[TensorProxy]:
+        """Adds the lines that ``write`` makes, with the tags and the source of ``line``. Returns its results."""
+        self.trace.push_scope([])
+        try:
+            with tracectx(self.trace):
+                result = write()
+        finally:
+            lines = self.trace.pop_scope()
+        for bsym in lines:
+            if line is not None:
+                bsym.tags |= line.tags
+                bsym.source_filename, bsym.source_positions = line.source_filename, line.source_positions
+        self.trace.bound_symbols += lines
+        return [p for p in tree_flatten(result)[0] if isinstance(p, Proxy)]
+
+    def swapped(self, line: BoundSymbol, swap: dict[Variable, Proxy]) -> BoundSymbol:
+        """Adds a line as it was recorded, on other operands. Its results keep their names unless these are taken."""
+        for o in line.flat_proxy_outs:
+            if o.name in self.taken and variableify(o) not in swap:
+                swap[variableify(o)] = renamed(o, self.trace.make_name())
+            self.taken.add(o.name)
+        new = line.from_bsym_swap_proxies(swap)
+        new.tags = set(line.tags)
+        self.trace.bound_symbols.append(new)
+        return new
+
+    def on_parts(
+        self, line: BoundSymbol, call: TorchLine, operands: Sequence[TensorProxy], shapes: Sequence[tuple[int, ...]]
+    ) -> list[TensorProxy]:
+        """Adds a line on other operands, with results of these shapes."""
+        args, kwargs = resized(call, shapes)
+        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
+        given = iter(operands)
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, TensorProxy) else x for x in flat], spec)
+        found = self.as_call(line, call, args, kwargs)
+        for new, shape in zip(found, shapes, strict=True):
+            if tuple(new.shape) != tuple(shape):
+                raise AssertionError(f"{call.name} of a part has shape {tuple(new.shape)}, not {shape}{place(line)}")
+        return found
+
+    def as_call(self, line: BoundSymbol, call: TorchLine, args: Any, kwargs: Any) -> list[TensorProxy]:
+        """Adds a call of the line's function with other arguments, but as many tensors."""
+        made = call_of(line.sym)
+        if made is None:
+            return self.emit(line, lambda: line.sym(*args, **kwargs))
+        return self.torch(line, made.function, args, kwargs, self.grads(line, call), like=made)
+
+    def torch(
+        self,
+        line: BoundSymbol,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        grads: Sequence[bool],
+        *,
+        like: TorchCall | None = None,
+    ) -> list[TensorProxy]:
+        """Adds a line that calls torch's function, in the modes of the call ``like``. ``grads``: which of its tensors
+        need a gradient."""
+        flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
+        places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
+        operands = [flat[i] for i in places]
+        absent = _absent(operands)
+        inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
+        for i in places:
+            flat[i] = None
+        options: dict[str, Any] = {"random": is_random(line)}
+        if like is not None:
+            modes = {"written": like.written, "autocast": like.autocast}
+            options = {"random": like.random, **modes}
+        name = getattr(function, "__name__", "call").strip("_")
+        call = TorchCall(
+            name=unique_name(self.trace, f"torch_{name}_part"), function=function, flat=flat, spec=spec, places=places,
+            inputs=inputs, results=(), absent=absent, **options,
+        )  # fmt: skip
+        with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
+            call.results = [Meta.of(t) for t in call._call([m.empty().requires_grad_(m.grad) for m in inputs])]
+        return self.emit(line, lambda: call.symbol(*operands))
+
+    def grads(self, line: BoundSymbol, call: TorchLine) -> list[bool]:
+        """Which operands of a line need a gradient."""
+        flows = not is_constant_for_vjp(line)
+        return [flows and o.name in self._differentiated and dtypes.is_inexact_dtype(o.dtype) for o in call.operands]
+
+    def name(self, new: TensorProxy, old: TensorProxy) -> None:
+        """Gives a new value the name and the tags of the recorded one, if no other has the name."""
+        if old.name not in self.taken:
+            self.taken.add(old.name)
+            named = self._named[variableify(new)] = renamed(new, old.name)
+            named.tags.update(old.tags)
+
+    def finished(self) -> TraceCtx:
+        """The new computation."""
+        lines = gathers_first(self.trace.bound_symbols)
+        self.trace.bound_symbols = [b.from_bsym_swap_proxies(self._named) for b in lines]
+        return self.trace
+
+    def final(self, proxy: TensorProxy) -> TensorProxy:
+        """A value as it is called in the finished computation."""
+        return self._named.get(variableify(proxy), proxy)
+
+
+def place(line: BoundSymbol | None) -> str:
+    """The line of the user's program, in parentheses; empty if it is not known."""
+    if line is None or line.source_filename is None or line.source_positions is None:
+        return ""
+    return f" ({line.source_filename}:{line.source_positions.lineno})"
+
+
+def _is_proxy(value: Any) -> bool:
+    return isinstance(value, Proxy)
+
+
+def _absent(operands: Sequence[TensorProxy]) -> torch.device | None:
+    """The device of the step if torch sees none here. The CPU then stands for it."""
+    devices = (to_torch_device(p.device) for p in operands)
+    return next((d for d in devices if d.type == "cuda" and not torch.cuda.is_available()), None)
+
+
+def _meta(p: TensorProxy, grad: bool, absent: torch.device | None) -> Meta:
+    shape = tuple(p.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    device = to_torch_device(p.device) if absent is None else torch.device("cpu")
+    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), device, grad)
