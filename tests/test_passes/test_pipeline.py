@@ -70,6 +70,7 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
         ["save_shards", "keep_secondary", "share_fusions", "accumulate"],
     )
     scheduled = [
+        "overlap_sequence",
         "schedule",
         "wait_copies",
         "drop_unused",
