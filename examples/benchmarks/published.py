@@ -2,10 +2,10 @@
 
     python examples/benchmarks/published.py
 
-The runs are of Llama 3 with FSDP2, and predictions of eager mode with bf16 parameters, gradients reduced in fp32, AdamW.
-``LONG`` runs split their sequences over ranks. "selective layer" recomputes every second block. "selective op" recomputes every second
+``RUNS`` are torchtitan's, of Llama 3 with FSDP2, in eager mode: bf16 parameters, gradients reduced in fp32, AdamW,
+sequences of 8192 tokens. "selective layer" recomputes every second block. "selective op" recomputes every second
 product of a block: its activations have about the bytes, and their recomputation about the FLOPs, of 20 blocks with
-``"cheap"`` among 12 with ``"full"``, which stand for it here.
+``"cheap"`` among 12 with ``"full"``, which stand for it here. ``LONG`` are runs with long sequences, which ranks share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=1
 
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
-    its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks."""
+    its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks.
+    """
 
     model: str
     ranks: int
@@ -106,9 +107,8 @@ def row(run: Run) -> str:
     found = predict(run)
     speed, peak = found.tokens / found.seconds, found.peak / 2**30
     split = f" over {run.context}" if run.context else ""
-    cells = [
-        f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}, {run.attention}"
-    ]
+    kernels = f", {run.attention}" if run.attention != "flash2" else ""
+    cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}{kernels}"]
     cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
     cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
     return f"| {' | '.join(cells)} |"
