@@ -9,10 +9,10 @@
 
 All but the last consist of a line that issues a collective and one that waits for it.
 
-Note [Gradients]. The gradient of a whole value, inside the model, is the sum of what ranks hold as such: each rank only
-adds what its own part of the sequence contributes. So the gradient of a gather is a scatter of the sum, that of a sum is
-a sum, that of a cut is zero outside of the part. Parameters are whole, and the reduction of their gradients adds them up.
-At the border of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
+Note [Gradients]. Inside the model, the gradient of a whole value is the sum of what the ranks hold: each rank has what
+its own part of the sequence contributes. The gradient of a gather is therefore a scatter of the sum, that of a sum is a
+sum, and that of a cut is zero outside of the part. The reduction of parameters' gradients adds them up. At the border
+of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sequences that ranks hold in parts: context parallelism, as data.
 
-A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last ones may be shorter, and
-are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks then have the same work.
+A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last ones may be shorter,
+and are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks then have the same work.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from thunder.core.symbol import BoundSymbol
 
 
 def gathers_first(lines: Iterable[BoundSymbol]) -> list[BoundSymbol]:
-    """The lines with each gather or exchange as early as possible. A line moves behind a gather only if it does not follow the first
-    use of what was gathered, so that values live little longer: queries are computed after keys and values."""
+    """The lines with each gather or exchange as early as possible. A line moves behind a gather only if it does not
+    follow the first use of what was gathered, so that values live little longer: queries are computed after keys and
+    values."""
     placed: list[BoundSymbol] = []
     waiting: list[BoundSymbol] = []  # lines since the last use of a gathered value
     gathered: set[str] = set()

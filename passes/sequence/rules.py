@@ -72,7 +72,7 @@ def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: Tensor
 
 def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
     """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
-    query, key, value, mask, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
+    query, key, value, _, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
     part = to.at(split)
     given = [to.part(t, split) for t in (key, value, query)]
     k, v, q = (to.writer.emit(line, lambda x=x: exchange_heads(x, part))[0] for x in given)
@@ -119,7 +119,7 @@ def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 
 
 def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """A slice that only leaves out the last positions, as for labels that are shifted by one, keeps each part as it is."""
+    """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
     x, index = call.args[0], call.args[1]
     split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
     each = _of_each_dim(index if isinstance(index, tuple) else (index,), x.ndim)

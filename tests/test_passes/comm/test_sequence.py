@@ -1,8 +1,5 @@
 """Parts of sequences: how they are cut, put together and summed up, and that each gradient is the adjoint."""
 
-import pytest
-import torch
-import torch.distributed as dist
 from passes.comm.sequence import (
     Part,
     _cut,
@@ -19,6 +16,10 @@ from passes.comm.sequence import (
 )
 from passes.plan import PlainRuntime
 from passes.plan.sequence import ContextPlan, Split
+
+import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
 SPLITS = {  # shapes of whole values
