@@ -4,8 +4,7 @@ On four ranks of this machine, two for data and two for context:
 
     torchrun --nproc_per_node=4 examples/long_context.py
 
-With --context 4, all four ranks share each sequence. The losses are the same as those of whole sequences on as many data
-ranks.
+With --context 4, all four ranks share each sequence. The losses are those of whole sequences on as many data ranks.
 """
 
 import sys
@@ -77,11 +76,11 @@ def batch(size: int, length: int, numbers: torch.Generator) -> torch.Tensor:
 
 def parse_args() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=2, help="ranks that share a sequence (2)")
-    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (512)")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a data rank (2)")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--context", type=int, default=2, metavar="N", help="ranks that share a sequence (2)")
+    parser.add_argument("--seq-len", type=int, default=512, metavar="N", help="tokens of a sequence (512)")
+    parser.add_argument("--batch-size", type=int, default=2, metavar="N", help="sequences of a data rank (2)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N")
+    parser.add_argument("--lr", type=float, default=3e-3, metavar="X")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     return parser.parse_args()
 
