@@ -209,6 +209,7 @@ class Splitter:
         """Notes a part of a recorded value. ``native``: that it was computed in parts."""
         value = self.values[old.name]
         value.parts[split] = new
+        new.tags.add(self.at(split))  # for the inspector
         value.is_split |= native
         self.writer.name(new, old)
 
