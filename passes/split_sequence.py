@@ -64,15 +64,20 @@ def split_sequence(computation: TraceCtx, *, context: Context | None) -> TraceCt
         return computation
     data, _ = compile_data_and_stats()
     add_executor(data)
+    # whether a value is detached is told by the recorded one, not by the mode in which tracing has ended
+    enabled, data.is_grad_enabled = data.is_grad_enabled, True
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
-    with exempt_from_autocast(data), langctx(Languages.TORCH):
-        for line in computation.bound_symbols:
-            if is_unpack(line):
-                _add_input(to, line, context)
-        to.follow_lines()
-        for line in computation.bound_symbols:
-            if is_return(line):
-                _add_return(to, line, context)
+    try:
+        with exempt_from_autocast(data), langctx(Languages.TORCH):
+            for line in computation.bound_symbols:
+                if is_unpack(line):
+                    _add_input(to, line, context)
+            to.follow_lines()
+            for line in computation.bound_symbols:
+                if is_return(line):
+                    _add_return(to, line, context)
+    finally:
+        data.is_grad_enabled = enabled
     return to.writer.finished()
 
 
