@@ -9,6 +9,7 @@ from passes.analysis.calls import Part, part_of
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
 from passes.analysis.recognise import (
     bucket_of,
+    is_exchange,
     is_gather,
     is_issue,
     is_offload,
@@ -97,7 +98,7 @@ def link_seconds(issue: BoundSymbol) -> float:
 def sequence_seconds(cost: CostModel, issue: BoundSymbol) -> float:
     """A collective of a sequence, from its issue to its arrival on an otherwise idle link. Its ranks are taken to
     follow each other, as those of the inner dimension of a mesh do."""
-    return cost.collective_seconds(**_sequence(issue))
+    return cost.collective_seconds(**_sequence(issue), exchanged=is_exchange(issue))
 
 
 def _sequence(issue: BoundSymbol) -> dict[str, Any]:

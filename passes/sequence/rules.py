@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.analysis.dims import TorchLine
-from passes.comm.sequence import sum_sequence
+from passes.comm.sequence import exchange_heads, exchange_positions, sum_sequence
 from passes.kernels.sequence_attention import CausalAttention
 from passes.plan.sequence import Split
 from passes.sequence.splitter import Splitter
@@ -20,7 +20,7 @@ from thunder.core.symbol import BoundSymbol
 Rule = Callable[[Splitter, BoundSymbol, TorchLine], bool]
 
 
-def _attention_arguments(
+def attention_arguments(
     query: Any,
     key: Any,
     value: Any,
@@ -34,10 +34,12 @@ def _attention_arguments(
 
 def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """Queries stay split. Keys and values are gathered; a mask has a row for each query."""
-    query, key, value, mask, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
+    query, key, value, mask, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
     split = next((s for s in to.splits(query) if s == Split.along(query.ndim - 2, s.length)), None)
     if split is None or (causal and key.shape[-2] != split.length):
         return False
+    if _exchanges(to, query, key, value, mask):
+        return _attention_of_heads(to, line, call, split)
     # the gathers come first: they are under way while other lines compute
     k, v, q = to.whole(key), to.whole(value), to.part(query, split)
     if causal:
@@ -54,7 +56,33 @@ def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     return True
 
 
-def _loss_arguments(
+def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: TensorProxy, mask: Any) -> bool:
+    """Whether ranks exchange heads for positions instead of gathering keys and values: if that is asked for, or if less
+    is sent. Both are sent forward and back: queries, keys, values and results by an exchange; keys and values by a
+    gather, and once more for backward."""
+    ranks = to.plan.ranks
+    divides = all(t.ndim == 4 and t.shape[1] % ranks == 0 for t in (query, key, value))
+    whole = all(t.shape[2] == query.shape[2] and bool(to.splits(t)) for t in (key, value))
+    if to.plan.attention == "gather" or mask is not None or not divides or not whole:
+        return False
+    exchanged = 2 * sum(t.numel for t in (query, query, key, value)) // ranks
+    gathered = 3 * sum(to.gather_cost(t) // t.dtype.bytes for t in (key, value))
+    return to.plan.attention == "ulysses" or exchanged < gathered
+
+
+def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
+    """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
+    query, key, value, _, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
+    part = to.at(split)
+    given = [to.part(t, split) for t in (key, value, query)]
+    k, v, q = (to.writer.emit(line, lambda x=x: exchange_heads(x, part))[0] for x in given)
+    (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
+    (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
+    to.know_part(call.results[0], split, found)
+    return True
+
+
+def loss_arguments(
     input: Any,
     target: Any,
     weight: Any = None,
@@ -69,7 +97,7 @@ def _loss_arguments(
 
 def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """The sum of the losses of all ranks' rows, over the number of rows that count."""
-    input, target, weight, average, ignored, reduce, reduction, smoothing = _loss_arguments(*call.args, **call.kwargs)
+    input, target, weight, average, ignored, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
     split = next((s for s in to.splits(input) if s.dim == 0 and input.ndim == 2), None)
     plain = weight is None and average is None and reduce is None and reduction in ("mean", "sum")
     if split is None or not plain or target.ndim != 1 or dtypes.is_inexact_dtype(target.dtype):
@@ -91,10 +119,10 @@ def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 
 
 def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """A slice that only leaves out the last positions, as for labels that are shifted by one, keeps each part as it is."""
+    """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
     x, index = call.args[0], call.args[1]
     split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
-    each = _of_each_dim(index if isinstance(index, tuple) else (index,), x.ndim)
+    each = of_each_dim(index, x.ndim)
     if split is None or each is None or not isinstance(each[split.dim], slice):
         return False
     start, stop, step = each[split.dim].indices(split.length)
@@ -109,8 +137,9 @@ def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     return True
 
 
-def _of_each_dim(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...] | None:
+def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with a slice or a number for each dim; None if it is another one."""
+    index = index if isinstance(index, tuple) else (index,)
     if any(i is not Ellipsis and type(i) not in (slice, int) for i in index):
         return None
     if Ellipsis in index:

@@ -116,9 +116,10 @@ def _context(states: Sequence[ShardedState]) -> Context | None:
     if state is None:
         return None
     group, options = state.groups.context, state.options.context
-    assert group is not None and options is not None
+    assert group is not None
+    assert options is not None
     direct = transport(group, {e.device.type for e in state.entries}).direct
-    plan = ContextPlan(group.size(), group.rank(), direct=direct, runtime=state.runtime)
+    plan = ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
     return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
 
 
