@@ -16,6 +16,7 @@ At the border of the model ranks hold equal gradients, which ``to_output`` divid
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.comm.properties import Property
@@ -49,6 +50,11 @@ class Part(ContextObject):
     def label(self) -> str:
         """Its name in profiles and errors."""
         return self.name
+
+    @cached_property
+    def of_gradients(self) -> Part:
+        """The same part of a gradient, which is zero beyond the end of the sequence."""
+        return Part(self.plan, self.split, 0) if any(missing for *_, missing in self.ranges()) else self
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a part of a whole value of this shape."""
@@ -262,6 +268,6 @@ _with_gradient(cut, cut, widen)
 _with_gradient(gather_sequence, _gather, _scatter)
 _with_gradient(scatter_sequence, _scatter, _gather)
 _with_gradient(sum_sequence, _sum, _sum)
-_with_gradient(gather_output, _gather, cut)
+_with_gradient(gather_output, _gather, lambda g, part: cut(g, part.of_gradients))
 _with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
 _with_gradient(from_input, _copy, _sum)
