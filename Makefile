@@ -112,7 +112,7 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	$(BIN)/mypy examples/gpt2
 	$(BIN)/mypy examples/mnist
 	$(BIN)/mypy examples/trainers
-	$(BIN)/mypy examples/huggingface.py examples/litgpt_finetune.py examples/lightning_pretrain.py
+	$(BIN)/mypy examples/huggingface.py examples/long_context.py examples/litgpt_finetune.py examples/lightning_pretrain.py
 	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs

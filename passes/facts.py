@@ -19,8 +19,8 @@ from passes.plan.step import Unused
 from passes.proof.prove import Proof, Record
 from passes.rebuild_result import Rebuild
 from passes.save_shards import Swapped
-from passes.split_sequence import Context
 from passes.set_state import Setter
+from passes.split_sequence import Context
 
 from thunder.core.trace import TraceCtx
 

@@ -118,6 +118,14 @@ def torchcompile(strategy):
         step(strategy, executors=["sdpa", "torch_kernels", "torchcompile"])
 
 
+def long_sequences(strategy):
+    sizes, names = ((1, 2, 2), ("replicate", "shard", "context")) if mesh(strategy) else ((2, 2), ("data", "context"))
+    over = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names)}
+    rows = shardtrace.ContextParallel("context", sequence_dim=0)
+    model = shardtrace.fsdp(net(), sharding_strategy=strategy, context_parallel=rows, **over)
+    model(X).sum().backward()
+
+
 def fabric(strategy):
     pytest.importorskip("lightning.fabric", reason="pip install 'shardtrace[lightning]'")
     from shardtrace.lightning import ShardtraceStrategy
@@ -164,11 +172,12 @@ FEATURES = {
     "CPU offload": offload,
     "compiled blocks": compiled_blocks,
     "torchcompile": torchcompile,
+    "long sequences": long_sequences,
     "Lightning Fabric": fabric,
     "Muon": optimizer(torch.optim.Muon),
     "Adafactor, LBFGS": optimizer(torch.optim.Adafactor, torch.optim.LBFGS),
 }
-REFUSALS = r"changes nothing|keeps nothing in host memory|fp16 scales the gradients|computes with whole tensors"
+REFUSALS = r"changes nothing|keeps nothing in host memory|fp16 scales the gradients|computes with whole tensors|cannot be combined with"
 
 
 @pytest.mark.parametrize(("feature", "strategy", "cell"), list(table()))

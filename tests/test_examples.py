@@ -25,10 +25,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [
     f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "ema", "plugin", "compare")
 ]
-SCRIPTS += ["mnist/train.py", "huggingface.py", "litgpt_finetune.py"]
+SCRIPTS += ["mnist/train.py", "huggingface.py", "long_context.py", "litgpt_finetune.py"]
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
 PACKAGES = {
     "huggingface.py": "transformers",
+    "long_context.py": "transformers",
     "lightning_pretrain.py": "litgpt",
     "litgpt_finetune.py": "litgpt",
     "mnist/train.py": "sklearn",
@@ -273,6 +274,14 @@ def test_huggingface_saves_what_from_pretrained_loads(tmp_path):
     assert type(after) is transformers.GPT2LMHeadModel
     assert before.state_dict().keys() == after.state_dict().keys()
     assert not torch.equal(before.transformer.wte.weight, after.transformer.wte.weight)
+
+
+def test_long_context_shares_sequences():
+    out = run_on_two_ranks("long_context.py", "--seq-len=64", "--steps=3")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "15 collectives of sequences" in out
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "phi3", "qwen3", "qwen3_moe"])

@@ -76,7 +76,7 @@ def switches():
 
 
 REFUSED = {
-    "Tensor, pipeline and sequence parallelism": (parallelism, "mesh must have one dimension"),
+    "Tensor and pipeline parallelism": (parallelism, "mesh must have one dimension"),
     "Optimizers of other libraries": (optimizers, "Adafactor computes with whole tensors"),
     "Forwards that depend on tensor values": (values, "depends on the values of tensors"),
     "Parameters written in forward": (writes, "weight"),

@@ -3,14 +3,16 @@
     whole = gather_sequence(x, part)       the parts of all ranks, put together
     x = scatter_sequence(whole, part)      this rank's part of the sum over ranks
     total = sum_sequence(x, part)          the sum over ranks
+    heads = exchange_heads(x, part)        all positions of this rank's share of dim 1 (Ulysses)
+    x = exchange_positions(heads, part)    the reverse
     x = cut(whole, part)                   this rank's part; sends nothing
 
-The first three consist of a line that issues a collective and one that waits for it.
+All but the last consist of a line that issues a collective and one that waits for it.
 
-Note [Gradients]. The gradient of a whole value, inside the model, is the sum of what ranks hold as such: each rank only
-adds what its own part of the sequence contributes. So the gradient of a gather is a scatter of the sum, that of a sum is
-a sum, that of a cut is zero outside of the part. Parameters are whole, and the reduction of their gradients adds them up.
-At the border of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
+Note [Gradients]. Inside the model, the gradient of a whole value is the sum of what the ranks hold: each rank has what
+its own part of the sequence contributes. The gradient of a gather is therefore a scatter of the sum, that of a sum is a
+sum, and that of a cut is zero outside of the part. The reduction of parameters' gradients adds them up. At the border
+of the model ranks hold equal gradients, which ``to_output`` divides and ``from_input`` sums up.
 """
 
 from __future__ import annotations
@@ -136,7 +138,11 @@ def _issue_gather(x: torch.Tensor, part: Part) -> InFlight:
 
 def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
     with part.plan.runtime.communicating(part.label):
-        received = future.wait()
+        return _in_order(future.wait(), part)
+
+
+def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
+    """The parts of all ranks, (ranks, *part), put together."""
     ranks, split, shape = part.plan.ranks, part.split, received.shape[1:]
     size, end = part.plan.chunk(split.length), split.length
     by_rank = torch.stack([part.chunks(x) for x in received.unbind(0)], 2)  # (before, outer, ranks, 2, chunk, after)
@@ -146,7 +152,8 @@ def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
     return rows.reshape(part.whole_shape(tuple(shape))).contiguous()  # as PyTorch's own modules expect it
 
 
-def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
+def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """The parts for all ranks, (ranks, before, outer, 2, chunk, after), padded with zeros."""
     ranks, size = part.plan.ranks, part.plan.chunk(part.split.length)
     rows = part.rows(whole)
     if missing := 2 * ranks * size - part.split.length:
@@ -154,8 +161,11 @@ def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
     before, outer, _, after = rows.shape
     in_order = rows.reshape(before, outer, 2 * ranks, size, after)
     by_rank = torch.stack([in_order[:, :, :ranks], in_order[:, :, ranks:].flip(2)], 3)
-    sent = by_rank.movedim(2, 0).contiguous()  # (ranks, before, outer, 2, chunk, after)
-    group = _group(part)
+    return by_rank.movedim(2, 0).contiguous()
+
+
+def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
+    sent, group = _by_rank(whole, part), _group(part)
     with part.plan.runtime.communicating(part.label):
         if dist.get_backend(group) == "gloo":  # its reduce_scatter sends all to all
             received = torch.empty_like(sent)
@@ -174,6 +184,29 @@ def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch
     return received.view(part.local_shape(shape))
 
 
+def _all_to_all(sent: torch.Tensor, part: Part) -> InFlight:
+    with part.plan.runtime.communicating(part.label):
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
+    return InFlight(work, received, sent)
+
+
+def _issue_to_heads(x: torch.Tensor, part: Part) -> InFlight:
+    shares = x.unflatten(1, (part.plan.ranks, -1)).movedim(1, 0)
+    return _all_to_all(shares.contiguous(), part)
+
+
+def _issue_to_positions(heads: torch.Tensor, part: Part) -> InFlight:
+    return _all_to_all(_by_rank(heads, part), part)
+
+
+def _wait_to_positions(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
+    with part.plan.runtime.communicating(part.label):
+        received = future.wait()
+    shares = received.view(part.plan.ranks, *part.local_shape(shape))
+    return shares.movedim(0, 1).flatten(1, 2)
+
+
 def _issue_sum(x: torch.Tensor, part: Part) -> InFlight:
     with part.plan.runtime.communicating(part.label):
         total = x.clone(memory_format=torch.contiguous_format)
@@ -190,6 +223,11 @@ def _wait_sum(future: InFlight, part: Part) -> torch.Tensor:
 
 def _future(x: TensorProxy, shape: tuple[int, ...]) -> FutureTensorProxy:
     return FutureTensorProxy(shape=shape, device=x.device, dtype=x.dtype)
+
+
+def _with_share(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
+    """The shape with so many times the elements of dim 1."""
+    return (shape[0], round(shape[1] * factor), *shape[2:])
 
 
 def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
@@ -222,7 +260,34 @@ wait_scatter = symbol(
 issue_sum = symbol("all_reduce_sequence", lambda x, part: _future(x, tuple(x.shape)), _issue_sum)
 wait_sum = symbol("wait_all_reduce_sequence", lambda future, part: _like(future, tuple(future.shape)), _wait_sum)
 
-SEQUENCE_WAITS = {issue_gather.id: wait_gather.id, issue_scatter.id: wait_scatter.id, issue_sum.id: wait_sum.id}
+issue_to_heads = symbol(
+    "all_to_all_heads", lambda x, part: _future(x, _with_share(tuple(x.shape), 1 / part.plan.ranks)), _issue_to_heads,
+    properties=Property.PARTS,
+)  # fmt: skip
+wait_to_heads = symbol(
+    "wait_all_to_all_heads",
+    lambda future, part: _like(future, part.whole_shape(tuple(future.shape))),
+    _wait_gather,
+    properties=Property.PARTS,
+)
+issue_to_positions = symbol(
+    "all_to_all_positions", lambda heads, part: _future(heads, tuple(heads.shape)), _issue_to_positions,
+    properties=Property.PARTS,
+)  # fmt: skip
+wait_to_positions = symbol(
+    "wait_all_to_all_positions",
+    lambda future, part, shape: _like(future, _with_share(part.local_shape(tuple(shape)), part.plan.ranks)),
+    _wait_to_positions,
+    properties=Property.PARTS,
+)
+
+SEQUENCE_WAITS = {
+    issue_gather.id: wait_gather.id,
+    issue_scatter.id: wait_scatter.id,
+    issue_sum.id: wait_sum.id,
+    issue_to_heads.id: wait_to_heads.id,
+    issue_to_positions.id: wait_to_positions.id,
+}
 
 
 def _gather(x: TensorProxy, part: Part) -> TensorProxy:
@@ -240,6 +305,16 @@ def _sum(x: TensorProxy, part: Part) -> TensorProxy:
     return found
 
 
+def _to_heads(x: TensorProxy, part: Part) -> TensorProxy:
+    found: TensorProxy = wait_to_heads(issue_to_heads(x, part), part)
+    return found
+
+
+def _to_positions(heads: TensorProxy, part: Part) -> TensorProxy:
+    found: TensorProxy = wait_to_positions(issue_to_positions(heads, part), part, tuple(heads.shape))
+    return found
+
+
 def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
     found: TensorProxy = prims.shallow_copy(x)
     return found
@@ -248,6 +323,8 @@ def _copy(x: TensorProxy, *_: Any) -> TensorProxy:
 gather_sequence = symbol("gather_sequence", _gather, None)
 scatter_sequence = symbol("scatter_sequence", _scatter, None)
 sum_sequence = symbol("sum_sequence", _sum, None)
+exchange_heads = symbol("exchange_heads", _to_heads, None)
+exchange_positions = symbol("exchange_positions", _to_positions, None)
 gather_output = symbol("gather_output", _gather, None)  # at the border of the model
 to_output = symbol("to_output", _copy, None)
 from_input = symbol("from_input", _copy, None)
@@ -268,6 +345,8 @@ _with_gradient(cut, cut, widen)
 _with_gradient(gather_sequence, _gather, _scatter)
 _with_gradient(scatter_sequence, _scatter, _gather)
 _with_gradient(sum_sequence, _sum, _sum)
+_with_gradient(exchange_heads, _to_heads, _to_positions)
+_with_gradient(exchange_positions, _to_positions, _to_heads)
 _with_gradient(gather_output, _gather, lambda g, part: cut(g, part.of_gradients))
 _with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
 _with_gradient(from_input, _copy, _sum)

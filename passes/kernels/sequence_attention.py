@@ -86,9 +86,12 @@ def _mask(query: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 
 class _InPieces(torch.autograd.Function):
-    """The attention of each chunk in two calls of torch's kernel: to the keys before it, and to its own with a causal
-    mask. No mask is in memory. The results are joined by their sums of exponentials (Dao et al., 2022, "FlashAttention",
-    section 3.1); the backward of each call takes the joined result and sums, as in Ring Attention (Liu et al., 2023)."""
+    """The attention of each chunk in two calls of torch's kernel: to the keys before it, and to its own keys with a
+    causal mask. No mask is in memory. The results are joined by their sums of exponentials. The backward of each call
+    takes the joined result and sums.
+
+    Source: FlashAttention (Dao et al., 2022, section 3.1) and Ring Attention (Liu et al., 2023).
+    """
 
     @staticmethod
     def forward(

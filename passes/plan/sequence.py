@@ -1,13 +1,13 @@
 """Sequences that ranks hold in parts: context parallelism, as data.
 
-A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last ones may be shorter, and
-are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks then have the same work.
+A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last ones may be shorter,
+and are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks then have the same work.
 """
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from passes.plan.runtime import Axis, PlainRuntime, Runtime
 
@@ -42,12 +42,15 @@ class ContextPlan:
     Args:
         ranks: how many they are.
         rank: this rank's number among them.
+        attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
+            heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
     """
 
     ranks: int
     rank: int = 0
     _: KW_ONLY
+    attention: Literal["auto", "gather", "ulysses"] = "auto"
     axis: Axis = Axis.CONTEXT
     runtime: Runtime = field(default_factory=PlainRuntime)
 

@@ -1,1 +1,1 @@
-"""How a computation is rewritten for parts of sequences: values and lines, rules of lines that mix positions, blocks."""
+"""Rewrites a computation for parts of sequences: values, lines, the rules of lines that mix positions, and blocks."""

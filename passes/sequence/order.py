@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from passes.analysis.recognise import changes_values, is_return, is_unpack, names
-from passes.comm.sequence import gather_sequence
+from passes.comm.sequence import exchange_heads, gather_sequence
 
 from thunder.core.symbol import BoundSymbol
 
 
 def gathers_first(lines: Iterable[BoundSymbol]) -> list[BoundSymbol]:
-    """The lines with each gather as early as possible. A line moves behind a gather only if it does not follow the first
-    use of what was gathered, so that values live little longer: queries are computed after keys and values."""
+    """The lines with each gather or exchange as early as possible. A line moves behind a gather only if it does not
+    follow the first use of what was gathered, so that values live little longer: queries are computed after keys and
+    values."""
     placed: list[BoundSymbol] = []
     waiting: list[BoundSymbol] = []  # lines since the last use of a gathered value
     gathered: set[str] = set()
     for bsym in lines:
-        if bsym.sym.id == gather_sequence.id:
+        if bsym.sym.id in (gather_sequence.id, exchange_heads.id):
             needed = _needed(waiting, names(bsym.flat_proxy_args))
             placed += [*needed, bsym]
             taken = set(map(id, needed))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.analysis.dims import TorchLine
-from passes.comm.sequence import sum_sequence
+from passes.comm.sequence import exchange_heads, exchange_positions, sum_sequence
 from passes.kernels.sequence_attention import CausalAttention
 from passes.plan.sequence import Split
 from passes.sequence.splitter import Splitter
@@ -38,6 +38,8 @@ def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     split = next((s for s in to.splits(query) if s == Split.along(query.ndim - 2, s.length)), None)
     if split is None or (causal and key.shape[-2] != split.length):
         return False
+    if _exchanges(to, query, key, value, mask):
+        return _attention_of_heads(to, line, call, split)
     # the gathers come first: they are under way while other lines compute
     k, v, q = to.whole(key), to.whole(value), to.part(query, split)
     if causal:
@@ -50,6 +52,32 @@ def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
             by_query = mask.ndim > 1 and mask.shape[-2] != 1
             mask = to.part(mask, Split.along(mask.ndim - 2, split.length)) if by_query else to.whole(mask)
         (found,) = to.writer.as_call(line, call, (q, k, v, mask, dropout), {"is_causal": False, **options})
+    to.know_part(call.results[0], split, found)
+    return True
+
+
+def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: TensorProxy, mask: Any) -> bool:
+    """Whether ranks exchange heads for positions instead of gathering keys and values: if that is asked for, or if less
+    is sent. Both are sent forward and back: queries, keys, values and results by an exchange; keys and values by a
+    gather, and once more for backward."""
+    ranks = to.plan.ranks
+    divides = all(t.ndim == 4 and t.shape[1] % ranks == 0 for t in (query, key, value))
+    whole = all(t.shape[2] == query.shape[2] and bool(to.splits(t)) for t in (key, value))
+    if to.plan.attention == "gather" or mask is not None or not divides or not whole:
+        return False
+    exchanged = 2 * sum(t.numel for t in (query, query, key, value)) // ranks
+    gathered = 3 * sum(to.gather_cost(t) // t.dtype.bytes for t in (key, value))
+    return to.plan.attention == "ulysses" or exchanged < gathered
+
+
+def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
+    """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
+    query, key, value, _, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
+    part = to.at(split)
+    given = [to.part(t, split) for t in (key, value, query)]
+    k, v, q = (to.writer.emit(line, lambda x=x: exchange_heads(x, part))[0] for x in given)
+    (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
+    (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
     to.know_part(call.results[0], split, found)
     return True
 
@@ -91,7 +119,7 @@ def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 
 
 def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
-    """A slice that only leaves out the last positions, as for labels that are shifted by one, keeps each part as it is."""
+    """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
     x, index = call.args[0], call.args[1]
     split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
     each = _of_each_dim(index if isinstance(index, tuple) else (index,), x.ndim)

@@ -115,8 +115,9 @@ def _context(states: Sequence[ShardedState]) -> Context | None:
     if state is None:
         return None
     group, options = state.groups.context, state.options.context
-    assert group is not None and options is not None
-    plan = ContextPlan(group.size(), group.rank(), runtime=state.runtime)
+    assert group is not None
+    assert options is not None
+    plan = ContextPlan(group.size(), group.rank(), attention=options.attention, runtime=state.runtime)
     return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
 
 

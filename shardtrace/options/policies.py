@@ -165,6 +165,9 @@ class ContextParallel:
     Args:
         mesh_dim: the name of that dimension.
         sequence_dim: the dimension of the model's tensor arguments that is the sequence.
+        attention: "gather" gathers keys and values; "ulysses" exchanges heads for positions, so that each rank computes
+            some heads of the whole sequence, where heads divide by the ranks and there is no mask but a causal one;
+            "auto" does what sends fewer bytes.
         returns: what the model returns of a sequence: "whole" on every rank, or this rank's "part", which saves the
             memory of whole logits. Gradients of both are those of the whole.
 
@@ -178,12 +181,15 @@ class ContextParallel:
     mesh_dim: str
     _: KW_ONLY
     sequence_dim: int = 1
+    attention: Literal["auto", "gather", "ulysses"] = "auto"
     returns: Literal["whole", "part"] = "whole"
 
     def __post_init__(self) -> None:
         _check("mesh_dim", self.mesh_dim, str, "the name of a mesh dimension")
         if not isinstance(self.sequence_dim, int) or self.sequence_dim < 0:
             raise ValueError(f"sequence_dim must be the number of a dimension from the left, not {self.sequence_dim!r}")
+        if self.attention not in ("auto", "gather", "ulysses"):
+            raise ValueError(f'attention must be "auto", "gather" or "ulysses", not {self.attention!r}')
         if self.returns not in ("whole", "part"):
             raise ValueError(f'returns must be "whole" or "part", not {self.returns!r}')
 

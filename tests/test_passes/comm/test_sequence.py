@@ -1,21 +1,25 @@
 """Parts of sequences: how they are cut, put together and summed up, and that each gradient is the adjoint."""
 
-import pytest
-import torch
-import torch.distributed as dist
 from passes.comm.sequence import (
     Part,
     _cut,
     _issue_gather,
     _issue_scatter,
     _issue_sum,
+    _issue_to_heads,
+    _issue_to_positions,
     _wait_gather,
     _wait_scatter,
     _wait_sum,
+    _wait_to_positions,
     _widen,
 )
 from passes.plan import PlainRuntime
 from passes.plan.sequence import ContextPlan, Split
+
+import pytest
+import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
 SPLITS = {  # shapes of whole values
@@ -71,3 +75,15 @@ def test_gather_and_scatter(split, shape):
     right = (y * found).sum()
     sums = [_wait_sum(_issue_sum(v.reshape(1), part), part) for v in (left, right)]
     torch.testing.assert_close(*sums)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("length", [8, 13])
+def test_exchange_of_heads_for_positions_and_back(length):
+    rank, shape = dist.get_rank(), (3, 4, length, 5)
+    part = Part(ContextPlan(2, rank, runtime=PlainRuntime(dist.group.WORLD)), Split.along(2, length))
+    x = whole(shape)
+    heads = _wait_gather(_issue_to_heads(_cut(x, part), part), part)
+    torch.testing.assert_close(heads, x.chunk(2, 1)[rank])
+    back = _wait_to_positions(_issue_to_positions(heads, part), part, tuple(heads.shape))
+    torch.testing.assert_close(_widen(back, part), _widen(_cut(x, part), part))

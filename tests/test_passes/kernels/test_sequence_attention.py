@@ -1,11 +1,12 @@
 """Causal attention of a rank's queries is that of the whole sequence, and so are the sums of its gradients."""
 
-import pytest
-import torch
 from passes.comm.sequence import Part, _cut, _widen
 from passes.kernels import sequence_attention
 from passes.kernels.sequence_attention import CausalAttention
 from passes.plan.sequence import ContextPlan, Split
+
+import pytest
+import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 RANKS = 2
