@@ -86,6 +86,20 @@ def gpt(dropout: float = 0.0, layers: int = 1) -> nn.Module:
     return GPT(GPTConfig(layers, n_embd=16, n_head=2, block_size=16, vocab_size=VOCAB, dropout=dropout))
 
 
+def hugging_face(kind: str, **options: Any) -> nn.Module:
+    """A causal language model of this kind, or a masked one, with one block."""
+    import transformers
+
+    bert = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    options |= bert if kind == "Bert" else {"num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=0, **options,
+    )  # fmt: skip
+    made: nn.Module = getattr(transformers, f"{kind}ForMaskedLM" if kind == "Bert" else f"{kind}ForCausalLM")(config)
+    return made
+
+
 def of_logits(model: nn.Module, x: torch.Tensor, y: torch.Tensor, *args: Any) -> torch.Tensor:
     return F.cross_entropy(model(x, *args).flatten(0, 1), y.flatten())
 
@@ -116,26 +130,26 @@ def train_both(
     steps: int = 3,
     micro: int = 1,
     tolerance: float = 1e-5,
-    jitted: Callable[[nn.Module], Any] | None = None,
+    step: Loss | None = None,
     context: Any = "context",
     **options: Any,
 ) -> nn.Module:
     """Asserts that losses and all gradients over steps of SGD are those of one process with the whole batch. ``micro``
-    batches are added up for each step, without reducing but the last. Returns the sharded model."""
+    batches are added up for each step, of which only the last one reduces. ``step`` computes the loss of the sharded model,
+    if that is another function. Returns the sharded model."""
     mesh = mesh_of(shape)
     torch.manual_seed(0)
     whole = build()
     model = shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh, context_parallel=context, **options)
-    call = model if jitted is None else jitted(model)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (whole, model)]
     row = mesh.get_local_rank("data")
-    for step in range(steps):
+    for number in range(steps):
         for i in range(micro):
-            batches = [batch((step * micro + i) * shape[0] + d, length) for d in range(shape[0])]
+            batches = [batch((number * micro + i) * shape[0] + d, length) for d in range(shape[0])]
             expected = [loss_of(whole, *b) for b in batches]
             (sum(expected) / len(expected)).backward()
             with shardtrace.no_sync(model) if i + 1 < micro else nullcontext():
-                loss = loss_of(call, *batches[row])
+                loss = (step or loss_of)(model, *batches[row])
                 loss.backward()
             torch.testing.assert_close(loss.detach().float(), expected[row].detach(), rtol=tolerance, atol=tolerance)
         compare_gradients(model, whole, tolerance)
