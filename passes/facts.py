@@ -50,6 +50,11 @@ class Facts:
     forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
     kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
 
+    @property
+    def remarks(self) -> str:
+        """About blocks and modules, and what is computed on whole sequences."""
+        return "; ".join(filter(None, (self.remark, *(self.context.remarks if self.context is not None else ()))))
+
 
 class Compilation:
     """Where the passes of a jitted function find the facts of the call that is being compiled."""

@@ -61,7 +61,7 @@ class Pass(Transform):
     def sign(self, trace: TraceCtx) -> None:
         """Says in a new trace which pass has made it."""
         took = f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"
-        remark = self.compilation.facts.remark if self.compilation is not None and self.remarks else ""
+        remark = self.compilation.facts.remarks if self.compilation is not None and self.remarks else ""
         trace.set_provenance(TraceProvenance(took + (REMARK + remark if remark else "")))
 
     def publish(self, trace: TraceCtx, what: str) -> None:

@@ -22,6 +22,7 @@ from passes.analysis.recognise import is_return, is_unpack
 from passes.comm.sequence import cut, from_input, gather_output, to_output
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast
 from passes.kernels.torch_call import add_executor
+from passes.plan import TracedParameters
 from passes.plan.sequence import ContextPlan, Split
 from passes.sequence.blocks import Blocks
 from passes.sequence.rules import RULES
@@ -52,7 +53,7 @@ class Context:
     remarks: dict[str, None] = field(default_factory=dict)
 
 
-def split_sequence(computation: TraceCtx, *, context: Context | None) -> TraceCtx:
+def split_sequence(computation: TraceCtx, *, context: Context | None, parameters: TracedParameters) -> TraceCtx:
     """Lets each rank compute on its part of the sequence.
 
     Takes: a computation as it was recorded, on whole sequences.
@@ -60,7 +61,8 @@ def split_sequence(computation: TraceCtx, *, context: Context | None) -> TraceCt
     No-op when: ranks have whole sequences.
 
     Raises:
-        RuntimeError: if random numbers would have to be the same on all ranks.
+        RuntimeError: if random numbers would have to be the same on all ranks, if no argument has a sequence, or if a
+            part of an output would have positions beyond the end of the sequence.
     """
     if context is None or context.plan.ranks == 1:
         return computation
@@ -71,38 +73,55 @@ def split_sequence(computation: TraceCtx, *, context: Context | None) -> TraceCt
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
     try:
         with exempt_from_autocast(data), langctx(Languages.TORCH):
-            for line in computation.bound_symbols:
-                if is_unpack(line):
-                    _add_input(to, line, context)
+            for line in filter(is_unpack, computation.bound_symbols):
+                _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+            _check_arguments(to, context)
             to.follow_lines()
-            for line in computation.bound_symbols:
-                if is_return(line):
-                    _add_return(to, line, context)
+            for line in filter(is_return, computation.bound_symbols):
+                _add_return(to, line, context)
     finally:
         data.is_grad_enabled = enabled
     return to.writer.finished()
 
 
-def _add_input(to: Splitter, line: BoundSymbol, context: Context) -> None:
-    """Adds an input, and cuts it if it is an argument with a sequence."""
+def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:
+    """Adds an input, and cuts it if it is an argument with a sequence. ``sharded``: it is a parameter whose gradient is
+    reduced, which adds up what ranks contribute."""
     to.writer.trace.bound_symbols.append(line)
     p = line.output
     if not isinstance(p, TensorProxy):
         return
     value = to.values[p.name] = Value(p, whole=p)
     to.writer.taken.add(p.name)
-    if any(p.history is h for h in context.kept):
-        return
-    if p.requires_grad:
+    if p.requires_grad and not sharded and p.numel:
         context.differentiated.add(p.name)
         (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
-    dim = context.dim
-    if p.ndim <= dim or p.shape[dim] < 2 * context.plan.ranks:
+    dim, whole = context.dim, value.whole
+    if not _is_argument(p, context) or p.ndim <= dim or p.shape[dim] < 2 * context.plan.ranks:
         return
     split = Split.along(dim, p.shape[dim])
-    whole = value.whole
     (value.parts[split],) = to.writer.emit(line, lambda: cut(whole, to.at(split)))
     value.is_split = True
+
+
+def _is_argument(p: TensorProxy, context: Context) -> bool:
+    return not any(p.history is h for h in context.kept)
+
+
+def _check_arguments(to: Splitter, context: Context) -> None:
+    """Raises RuntimeError if no argument has the dimension of the sequence. Notes that all sequences are too short."""
+    arguments = [v for v in to.values.values() if v.proxy.ndim and _is_argument(v.proxy, context)]
+    dim, ranks = context.dim, context.plan.ranks
+    if not arguments or any(v.is_split for v in arguments):
+        return
+    shapes = ", ".join(str(tuple(v.proxy.shape)) for v in arguments)
+    if all(v.proxy.ndim <= dim for v in arguments):
+        raise RuntimeError(
+            f"no tensor argument has a dimension {dim} that could be split over the {ranks} ranks of a sequence; their "
+            f"shapes are {shapes}: pass the dimension of the sequence as "
+            "context_parallel=ContextParallel(mesh_dim, sequence_dim=...)"
+        )
+    context.remarks[f"arguments of shapes {shapes} are too short to be split over {ranks} ranks"] = None
 
 
 def _add_return(to: Splitter, line: BoundSymbol, context: Context) -> None:
@@ -127,6 +146,11 @@ def _output(to: Splitter, value: Value, line: BoundSymbol, context: Context) -> 
         split = to.splits(value.proxy)[0]
         x = to.part(value.proxy, split)
         if context.returns_parts:
+            if not to.is_even(split):
+                raise RuntimeError(
+                    f'returns="part" needs sequences that divide into {2 * to.plan.ranks} chunks, and this one has '
+                    f'{split.length} positions: pad the batch, or choose returns="whole"'
+                )
             return x
         return to.writer.emit(line, lambda: gather_output(x, to.at(split)))[0]
     whole = to.whole(value.proxy)

@@ -18,6 +18,7 @@ of the model ranks hold equal gradients, which ``to_output`` divides and ``from_
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.comm.properties import Property
@@ -51,6 +52,11 @@ class Part(ContextObject):
     def label(self) -> str:
         """Its name in profiles and errors."""
         return self.name
+
+    @cached_property
+    def of_gradients(self) -> Part:
+        """The same part of a gradient, which is zero beyond the end of the sequence."""
+        return Part(self.plan, self.split, 0) if any(missing for *_, missing in self.ranges()) else self
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a part of a whole value of this shape."""
@@ -345,6 +351,6 @@ _with_gradient(scatter_sequence, _scatter, _gather)
 _with_gradient(sum_sequence, _sum, _sum)
 _with_gradient(exchange_heads, _to_heads, _to_positions)
 _with_gradient(exchange_positions, _to_positions, _to_heads)
-_with_gradient(gather_output, _gather, cut)
+_with_gradient(gather_output, _gather, lambda g, part: cut(g, part.of_gradients))
 _with_gradient(to_output, _copy, lambda g, part: g * (1.0 / part.plan.ranks))
 _with_gradient(from_input, _copy, _sum)

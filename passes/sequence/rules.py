@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from passes.analysis.dims import TorchLine
@@ -75,7 +76,7 @@ def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split:
     query, key, value, _, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
     part = to.at(split)
     given = [to.part(t, split) for t in (key, value, query)]
-    k, v, q = (to.writer.emit(line, lambda x=x: exchange_heads(x, part))[0] for x in given)
+    k, v, q = (to.writer.emit(line, partial(exchange_heads, x, part))[0] for x in given)
     (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
     (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
     to.know_part(call.results[0], split, found)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import proxied_values, refresh_modules
-from passes.facts import Compilation
+from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
 from passes.plan.sequence import ContextPlan
@@ -62,6 +62,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
     facts = _compilation(states).trace(get_jit_ctx())
+    context = facts.context = _context(states, facts)
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
         if state.model_name not in facts.models:
@@ -70,7 +71,6 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
                 facts.proving.append(state.model_name)
         facts.parameters.steps[state.runtime] = state.runtime.step()
         by_stand_in |= state.by_stand_in
-    context = facts.context = facts.context or _context(states)
 
     def found(tensor: torch.Tensor, wrapped: Any) -> None:
         if context is not None:
@@ -110,17 +110,42 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     return traced.result
 
 
-def _context(states: Sequence[ShardedState]) -> Context | None:
-    """How the models' sequences are split over ranks; None if each rank has whole ones."""
-    state = next((s for s in states if s.groups.context is not None), None)
-    if state is None:
-        return None
+def _context(states: Sequence[ShardedState], facts: Facts) -> Context | None:
+    """How the models' sequences are split over ranks; None if each rank has whole ones.
+
+    Raises RuntimeError if another model of the jitted function splits them in another way.
+    """
+    found = [_context_of(state) for state in states]
+    known = facts.context if facts.models else found[0]
+    for state, context in zip(states, found, strict=True):
+        if not _is_same(context, known):
+            raise RuntimeError(
+                f"{state.model_name} is computed together with a model that splits sequences over other ranks, or in "
+                "another way, or not at all: pass the same mesh and the same context_parallel to fsdp() for both, or "
+                "jit them apart"
+            )
+    return known
+
+
+def _context_of(state: ShardedState) -> Context | None:
     group, options = state.groups.context, state.options.context
-    assert group is not None
-    assert options is not None
+    if group is None or options is None:
+        return None
     direct = transport(group, {e.device.type for e in state.entries}).direct
     plan = ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
     return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
+
+
+def _is_same(one: Context | None, other: Context | None) -> bool:
+    """Whether sequences are split alike, over the same ranks."""
+
+    def ways(context: Context | None) -> tuple[Any, ...]:
+        if context is None or context.plan.ranks == 1:
+            return ()
+        plan = context.plan
+        return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
+
+    return ways(one) == ways(other)
 
 
 def _prepare(states: Sequence[ShardedState]) -> None:

@@ -1,0 +1,351 @@
+"""Losses and gradients of models whose sequences are split over ranks are those of one process."""
+
+import copy
+from functools import partial
+
+import shardtrace
+from shardtrace import CommPolicy, CompilePolicy, ContextParallel
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from contexts import (
+    VOCAB,
+    Convolution,
+    Hidden,
+    Tokens,
+    batch,
+    compare_gradients,
+    gpt,
+    hugging_face,
+    inside,
+    mesh_of,
+    of_hugging_face,
+    of_logits,
+    on_each_rank_equal,
+    train_both,
+)
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
+
+
+def padded(x):
+    """A mask (B, T) that leaves out the last three tokens of the first row."""
+    mask = torch.ones(x.shape, dtype=torch.long)
+    mask[0, -3:] = 0
+    return mask
+
+
+def with_padding(model, x, y):
+    return of_hugging_face(model, x, y, attention_mask=padded(x))
+
+
+MODELS = {
+    "gpt": (gpt, inside),
+    "llama": (partial(hugging_face, "Llama"), of_hugging_face),
+    "qwen3": (partial(hugging_face, "Qwen3", head_dim=4), of_hugging_face),
+    "gemma2": (partial(hugging_face, "Gemma2", head_dim=4, sliding_window=4), of_hugging_face),
+    "bert": (partial(hugging_face, "Bert"), with_padding),
+    "convolution": (Convolution, of_logits),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("gpt", (1, 4)),
+        ("gpt", (2, 2)),
+        ("llama", (2, 2)),
+        ("qwen3", (1, 4)),
+        ("gemma2", (1, 4)),
+        ("bert", (2, 2)),
+        ("convolution", (1, 4)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+)
+@on_ranks(4)
+def test_models(model, shape):
+    build, loss_of = MODELS[model]
+    train_both(build, loss_of, shape=shape)
+
+
+# ---- options of fsdp ----
+
+OPTIONS = {
+    **{s: {"sharding_strategy": s} for s in ("zero2", "ddp", "owner", "zero1")},
+    "strategies": {"sharding_strategy": {"*embed*": "ddp", "*": "zero3"}},
+    "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
+    "full": {"activation_checkpointing": "full"},
+    "cheap": {"activation_checkpointing": "cheap"},
+    "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
+    "sums": {"comm_policy": CommPolicy(sum_reductions=True)},
+    "inline": {"compile_policy": CompilePolicy(repeated_blocks="inline")},
+    "layer buckets": {"bucketing_strategy": "layer"},
+    "model bucket": {"bucketing_strategy": "model"},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "sdpa": {"compile_policy": CompilePolicy(jit={"executors": ["sdpa"]})},
+    "torch_kernels": {"compile_policy": CompilePolicy(jit={"executors": [shardtrace.kernels]})},
+    "no_sync": {"micro": 3, "steps": 2},
+    "no_sync of whole parameters": {"micro": 2, "sharding_strategy": "zero2"},
+    "gather": {"context": ContextParallel("context", attention="gather")},
+    "ulysses": {"context": ContextParallel("context", attention="ulysses")},
+    "too short": {"length": 3},
+    "ranks without a part": {"length": 5, "context": ContextParallel("context", attention="gather")},
+    "one rank": {"shape": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_options(name):
+    given = {"build": Tokens, "loss_of": of_logits, "steps": 1} | OPTIONS[name]
+    train_both(**given)
+
+
+@on_ranks(2)
+def test_torchcompile():
+    options = {"executors": ["sdpa", shardtrace.kernels, "torchcompile"]}
+    train_both(partial(Tokens, layers=1), of_logits, steps=1, compile_policy=CompilePolicy(jit=options))
+
+
+# ---- models, masks and losses ----
+
+
+class WithLoss(Tokens):
+    """Returns a loss of logits and labels."""
+
+    def __init__(self, loss, **options):
+        super().__init__(layers=1, **options)
+        self.loss = loss
+
+    def forward(self, x, y):
+        return self.loss(super().forward(x), y, x)
+
+
+class WithBatch(Tokens):
+    def forward(self, batch):
+        return F.cross_entropy(super().forward(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+class WithAdapter(Tokens):
+    """Its own parameters are frozen."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, tokens):
+        h = self.embedding(tokens)
+        return self.head(self.layers[0](h + self.up(self.down(h))))
+
+
+class Pooled(Tokens):
+    """The loss of one prediction for each sequence."""
+
+    def forward(self, x, y):
+        h, seen = self.layers[0](self.embedding(x)), (x > 3).unsqueeze(-1)
+        mean = (h * seen).sum(1) / seen.sum(1)
+        return F.cross_entropy(self.head(h[:, 0] + h[:, -1] + mean + h.amax(1)), y[:, 0])
+
+
+class Mixing(Tokens):
+    """Lines that mix positions, and one that writes into a buffer."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x):
+        h = self.norm(self.embedding(x).mT).mT
+        self.seen.add_(h.detach().mean((0, 1)))
+        h = (h.cumsum(1) / 10).flip(1).roll(1, 1)
+        return self.head(h.softmax(1) + h.sort(1).values + h[:, -1:])
+
+
+class SequenceFirst(Tokens):
+    def forward(self, x, y):
+        return F.cross_entropy(super().forward(x.t()).flatten(0, 1), y.t().flatten())
+
+
+def smoothed(logits, y, x):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=3, label_smoothing=0.1)
+
+
+def weighted(logits, y, x):
+    return F.cross_entropy(logits.transpose(1, 2), y, torch.linspace(0, 1, VOCAB))
+
+
+def of_tokens_that_count(logits, y, x):
+    loss, counts = F.cross_entropy(logits.mT, y, reduction="none"), y > 3
+    return (loss * counts).sum() / counts.sum()
+
+
+def by_hand(logits, y, x):
+    return -logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean() + F.mse_loss(logits, logits.detach().roll(1, 0))
+
+
+def shifted(logits, y, x):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1))
+
+
+def with_ignored_labels(model, x, y):
+    y = y.clone()
+    y[:, :4], y[1, -2:] = -100, -100
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), label_smoothing=0.1)
+
+
+def with_mask(model, x, y, *, heads=1):
+    """Causal, and within the same document."""
+    document = (torch.arange(x.shape[1]) >= 5).long()
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & (document[:, None] == document)
+    return of_logits(model, x, y, mask.expand(x.shape[0], heads, -1, -1).contiguous())
+
+
+def recomputed(layer, x, mask):
+    return checkpoint(layer, x, mask, use_reentrant=False)
+
+
+CASES = {
+    **{f.__name__: (partial(WithLoss, f), inside) for f in (smoothed, weighted, of_tokens_that_count, by_hand, shifted)},
+    "pooled": (Pooled, inside),
+    "mixing": (Mixing, of_logits),
+    "adapter": (WithAdapter, of_logits),
+    "dict": (WithBatch, lambda model, x, y: model({"x": x, "y": y})),
+    "ignored labels": (Tokens, with_ignored_labels),
+    "mask": (Tokens, with_mask),
+    "mask of each head": (partial(Tokens, heads=4), partial(with_mask, heads=4)),
+    "torch checkpoint": (partial(Tokens, around=recomputed), of_logits),
+    "loss outside": (gpt, of_logits),
+}
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_cases(name, length):
+    build, loss_of = CASES[name]
+    model = train_both(build, loss_of, length=length, steps=1)
+    assert all(map(on_each_rank_equal, model.buffers()))
+
+
+@on_ranks(2)
+def test_padding_in_a_llama():
+    build = partial(hugging_face, "Llama", tie_word_embeddings=True)
+    train_both(build, with_padding, steps=2, activation_checkpointing="full")
+
+
+@on_ranks(2)
+def test_the_sequence_may_be_the_first_dimension():
+    def loss_of(model, x, y):
+        return model(x.t().contiguous(), y.t().contiguous())
+
+    train_both(SequenceFirst, loss_of, steps=1, context=ContextParallel("context", sequence_dim=0))
+
+
+@on_ranks(2)
+def test_two_calls_in_one_function():
+    def function(model, x, y):
+        return of_logits(model, x, y) + of_logits(model, y, x)
+
+    train_both(Tokens, function, steps=1, step=thunder.jit(function))
+
+
+# ---- what goes in and comes out ----
+
+
+def both(build, **options):
+    """A model, and a copy of it whose sequences are split over two ranks."""
+    torch.manual_seed(0)
+    whole = build()
+    options = {"context_parallel": "context"} | options
+    return whole, shardtrace.fsdp(copy.deepcopy(whole), mesh=mesh_of((1, 2)), **options)
+
+
+@on_ranks(2)
+def test_gradients_of_arguments_are_whole():
+    class Prefixed(Hidden):
+        def forward(self, x, prefix, scale):
+            return super().forward((x + prefix) * scale)
+
+    whole, model = both(Prefixed)
+    torch.manual_seed(0)
+    given = [torch.randn(2, 13, 16), torch.randn(2, 1, 16), torch.tensor(1.5)]  # only the first one is split
+    seen = []
+    for m in (whole, model):
+        args = [t.clone().requires_grad_() for t in given]
+        loss = m(*args).pow(2).mean()
+        loss.backward()
+        seen.append((loss.detach(), [t.grad for t in args]))
+    torch.testing.assert_close(*seen)
+    compare_gradients(model, whole, 1e-5)
+
+
+@on_ranks(2)
+def test_gradients_of_ignored_parameters_are_whole():
+    whole = Tokens()
+    model = copy.deepcopy(whole)
+    shardtrace.fsdp(model, mesh=mesh_of((1, 2)), context_parallel="context", ignored_params=[model.head.weight])
+    for m in (whole, model):
+        of_logits(m, *batch(0, 13)).backward()
+    torch.testing.assert_close(model.head.weight.grad, whole.head.weight.grad)
+    compare_gradients(model, whole, 1e-5)
+
+
+@on_ranks(2)
+def test_results_are_whole_without_gradients():
+    whole, model = both(Tokens)
+    tokens, _ = batch(0, 13)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), whole(tokens))
+    torch.testing.assert_close(model.eval()(tokens), whole.eval()(tokens))
+
+
+@on_ranks(2)
+def test_named_arguments_and_hidden_states():
+    from transformers import BatchEncoding
+
+    whole, model = both(partial(hugging_face, "Llama"))
+    tokens, labels = batch(0, 13)
+    given = BatchEncoding({"input_ids": tokens, "labels": labels, "attention_mask": padded(tokens)})
+    expected, found = (m(**given, output_hidden_states=True) for m in (whole, model))
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+    for out in (expected, found):
+        (out.loss + out.hidden_states[1].pow(2).mean()).backward()
+    compare_gradients(model, whole, 1e-5)
+
+
+@on_ranks(2)
+def test_parts_of_results():
+    """The sum over ranks of the losses of parts is differentiated."""
+    whole, model = both(Tokens, context_parallel=ContextParallel("context", returns="part"))
+    x, y = batch(0, 16)
+    mine = torch.arange(16).view(4, 4)[[dist.get_rank(), 3 - dist.get_rank()]].flatten()
+    found, expected = model(x), whole(x)
+    torch.testing.assert_close(found, expected[:, mine])
+    F.cross_entropy(expected.flatten(0, 1), y.flatten()).backward()
+    (F.cross_entropy(found.flatten(0, 1), y[:, mine].flatten(), reduction="sum") / y.numel()).backward()
+    compare_gradients(model, whole, 1e-5)
+
+
+@on_ranks(2)
+def test_dropout_differs_between_ranks():
+    model = shardtrace.fsdp(gpt(dropout=0.5), mesh=mesh_of((1, 2)), context_parallel="context")
+    torch.manual_seed(dist.get_rank())
+    x, _ = batch(0, 16)
+    torch.manual_seed(dist.get_rank())
+    loss = model(x, x)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert on_each_rank_equal(loss.detach())
+    assert all(g.isfinite().all() for g in shardtrace.full_gradients(model).values())
+    before = model.wte.weight.grad.clone()
+    model.zero_grad()
+    model(x, x).backward()
+    assert not torch.equal(before, model.wte.weight.grad)  # drawn anew
