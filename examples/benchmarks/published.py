@@ -55,14 +55,14 @@ RUNS = (
     Run("8B", 64, "a100-80", 1, "selective layer", 2904),
     Run("70B", 64, "a100-80", 1, "full", 331),
 )
-TITAN = {"bandwidth": 2.4e12}  # HBM2e, 500 W
+HBM2E = 2.4e12
 LONG = (
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 2: with torch.compile and Float8, which are not
     # predicted; ring attention
-    Run("8B", 8, "h100-sxm", 1, "full", 3890, memory=83.9, tokens=2**15, **TITAN),
-    Run("8B", 8, "h100-sxm", 1, "full", 2540, memory=84.2, tokens=2**16, context=2, **TITAN),
-    Run("8B", 8, "h100-sxm", 1, "full", 1071, memory=84.0, tokens=2**17, context=4, **TITAN),
-    Run("8B", 8, "h100-sxm", 1, "full", 548, memory=84.5, tokens=2**18, context=8, **TITAN),
+    Run("8B", 8, "h100-sxm", 1, "full", 3890, memory=83.9, tokens=2**15, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 2540, memory=84.2, tokens=2**16, context=2, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 1071, memory=84.0, tokens=2**17, context=4, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 548, memory=84.5, tokens=2**18, context=8, bandwidth=HBM2E),
     # https://github.com/huggingface/transformers/pull/48324: 606 s a step with flash attention 2, and
     # https://github.com/huggingface/trl/pull/6846: 380 s with cuDNN's, from which the rate of "flash3" is. Both offload
     # activations and compute the loss in parts: their memory is not predicted
