@@ -41,12 +41,14 @@ class Context:
     """The ranks that hold the parts of a sequence, and the dimension of the arguments that is the sequence.
 
     ``kept`` are the histories of inputs that are no arguments: parameters and buffers. ``returns_parts``: whether the
-    model returns this rank's parts. ``remarks`` tell what is computed on whole sequences.
+    model returns this rank's parts. The pass adds to ``differentiated`` the names of arguments with a gradient, and to
+    ``remarks`` what is computed on whole sequences.
     """
 
     plan: ContextPlan
     dim: int = 1
     kept: list[Any] = field(default_factory=list)
+    differentiated: set[str] = field(default_factory=set)
     returns_parts: bool = False
     remarks: dict[str, None] = field(default_factory=dict)
 
@@ -66,15 +68,19 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
         return computation
     data, _ = compile_data_and_stats()
     add_executor(data)
+    # whether a value is detached is told by the recorded one, not by the mode in which tracing has ended
+    enabled, data.is_grad_enabled = data.is_grad_enabled, True
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
-    with exempt_from_autocast(data), langctx(Languages.TORCH):
-        for line in filter(is_unpack, computation.bound_symbols):
-            _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
-        _check_arguments(to, context)
-        to.follow_lines()
-        for line in computation.bound_symbols:
-            if is_return(line):
+    try:
+        with exempt_from_autocast(data), langctx(Languages.TORCH):
+            for line in filter(is_unpack, computation.bound_symbols):
+                _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+            _check_arguments(to, context)
+            to.follow_lines()
+            for line in filter(is_return, computation.bound_symbols):
                 _add_return(to, line, context)
+    finally:
+        data.is_grad_enabled = enabled
     return to.writer.finished()
 
 
@@ -88,6 +94,7 @@ def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bo
     value = to.values[p.name] = Value(p, whole=p)
     to.writer.taken.add(p.name)
     if p.requires_grad and not sharded and p.numel:
+        context.differentiated.add(p.name)
         (value.whole,) = to.writer.emit(line, lambda: from_input(p, to.everywhere))
     dim, whole = context.dim, value.whole
     if not _is_argument(p, context) or p.ndim <= dim or p.shape[dim] < 2 * context.plan.ranks:

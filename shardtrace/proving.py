@@ -56,7 +56,7 @@ def prove_compiled(data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, bac
             continue
         before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
         try:
-            return variables.run(prove_traces, record, facts.parameters, forward, backward)
+            return variables.run(prove_traces, record, facts.parameters, forward, backward, facts.context)
         finally:
             data.is_grad_enabled = before
     return None

@@ -100,7 +100,7 @@ def _name_of_symbol(id: Hashable) -> str | None:
 
 def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
     """How a line computes on parts if operand ``number`` is split. None: it cannot, or nothing is known about it."""
-    if split.size != line.operands[number].shape[split.dim]:
+    if not _fits(split, line.operands[number]):
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split, of_operand=number)
@@ -113,7 +113,7 @@ def follow(line: TorchLine, number: int, split: Split) -> Placed | None:
 
 def lead(line: TorchLine, number: int, split: Split) -> Placed | None:
     """How a line computes only a part of result ``number``. None: it cannot, or nothing is known about it."""
-    if split.size != line.results[number].shape[split.dim]:
+    if not _fits(split, line.results[number]):
         return None
     if line.name in RESHAPES:
         return _reshaped(line, split)
@@ -131,6 +131,10 @@ def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[A
     operand = _shape(line.operands[0]) if line.operands else ()
     change = sizes.Change(operand, _shape(line.results[0]), tuple(shapes[0]))
     return sizes.resized(line.name, line.args, line.kwargs, change)
+
+
+def _fits(split: Split, t: TensorProxy) -> bool:
+    return split.dim < t.ndim and split.size == t.shape[split.dim]
 
 
 def _shape(t: TensorProxy) -> Shape:

@@ -63,6 +63,10 @@ class Part(ContextObject):
         d = self.split.dim
         return (*shape[:d], self.plan.part_of(self.split), *shape[d + 1 :])
 
+    def is_of(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape may be this part of a value."""
+        return self.split.dim < len(shape) and shape[self.split.dim] == self.plan.part_of(self.split)
+
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole value of which a part has this shape."""
         d = self.split.dim

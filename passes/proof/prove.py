@@ -21,6 +21,7 @@ from passes.plan.step import Step
 from passes.proof.laws import LAWS, expected_gradient, mean, part
 from passes.proof.memory import SAVED, handed_over, hazards
 from passes.proof.numbering import Arguments, Numbers
+from passes.proof.parts import unproven
 from passes.proof.program import Evaluation, UnprovenError, Values, has_fusions
 from passes.proof.reference import (
     REFERENCE_LAWS,
@@ -32,6 +33,7 @@ from passes.proof.reference import (
     reference,
     results_of,
 )
+from passes.split_sequence import Context
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
@@ -320,7 +322,13 @@ def _effects(claim: Claim, evaluation: Evaluation) -> Iterator[str]:
 # ---- as a pass ----
 
 
-def prove(record: Record, parameters: TracedParameters, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
+def prove(
+    record: Record,
+    parameters: TracedParameters,
+    forward: TraceCtx,
+    backward: TraceCtx | None,
+    context: Context | None = None,
+) -> Proof:
     """Proves a compiled step, inside Thunder's compilation.
 
     Args:
@@ -328,7 +336,11 @@ def prove(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
         parameters: the sharded parameters among its inputs, and the models' steps.
         forward: the final trace.
         backward: likewise; None if nothing is differentiated.
+        context: the ranks that hold the parts of sequences; None if each has whole ones.
     """
+    split = context is not None and record.first is not record.traced
+    if context is not None and split and (differences := tuple(unproven(record.traced, record.first, context))):
+        return Proof("unproven", differences=differences)
     try:
         made = claim(record, parameters, forward, backward)
     except UnprovenError as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from passes.analysis.recognise import is_backward
 from passes.plan import TracedParameters
 from passes.proof.prove import Proof, Record, prove
+from passes.split_sequence import Context
 
 from thunder.core.trace import TraceCtx, TraceTag
 
@@ -23,6 +24,7 @@ def prove_step(
     proofs: list[Proof],
     forwards: list[TraceCtx],
     proving: Sequence[str],
+    context: Context | None,
 ) -> TraceCtx:
     """Proves that the step computes the unsharded program.
 
@@ -39,7 +41,7 @@ def prove_step(
     elif TraceTag.AUGMENTED_FORWARD in trace.tags:
         forwards[:] = [trace]
         return trace
-    proof = prove(record, parameters, forward, backward)
+    proof = prove(record, parameters, forward, backward, context)
     proofs.append(proof)
     if proof.verdict == "unproven":
         raise UnprovenStepError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from passes.analysis.dims import TorchLine
@@ -20,7 +21,7 @@ from thunder.core.symbol import BoundSymbol
 Rule = Callable[[Splitter, BoundSymbol, TorchLine], bool]
 
 
-def _attention_arguments(
+def attention_arguments(
     query: Any,
     key: Any,
     value: Any,
@@ -34,7 +35,7 @@ def _attention_arguments(
 
 def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """Queries stay split. Keys and values are gathered; a mask has a row for each query."""
-    query, key, value, mask, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
+    query, key, value, mask, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
     split = next((s for s in to.splits(query) if s == Split.along(query.ndim - 2, s.length)), None)
     if split is None or (causal and key.shape[-2] != split.length):
         return False
@@ -72,17 +73,17 @@ def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: Tensor
 
 def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split: Split) -> bool:
     """The attention of all positions, of this rank's share of the heads (Jacobs et al., 2023, "DeepSpeed Ulysses")."""
-    query, key, value, _, dropout, causal, options = _attention_arguments(*call.args, **call.kwargs)
+    query, key, value, _, dropout, causal, options = attention_arguments(*call.args, **call.kwargs)
     part = to.at(split)
     given = [to.part(t, split) for t in (key, value, query)]
-    k, v, q = (to.writer.emit(line, lambda x=x: exchange_heads(x, part))[0] for x in given)
+    k, v, q = (to.writer.emit(line, partial(exchange_heads, x, part))[0] for x in given)
     (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
     (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
     to.know_part(call.results[0], split, found)
     return True
 
 
-def _loss_arguments(
+def loss_arguments(
     input: Any,
     target: Any,
     weight: Any = None,
@@ -97,7 +98,7 @@ def _loss_arguments(
 
 def cross_entropy(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """The sum of the losses of all ranks' rows, over the number of rows that count."""
-    input, target, weight, average, ignored, reduce, reduction, smoothing = _loss_arguments(*call.args, **call.kwargs)
+    input, target, weight, average, ignored, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
     split = next((s for s in to.splits(input) if s.dim == 0 and input.ndim == 2), None)
     plain = weight is None and average is None and reduce is None and reduction in ("mean", "sum")
     if split is None or not plain or target.ndim != 1 or dtypes.is_inexact_dtype(target.dtype):
@@ -122,7 +123,7 @@ def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     """A slice that only leaves out the last positions keeps each part as it is: logits for labels that are shifted."""
     x, index = call.args[0], call.args[1]
     split = next((s for s in to.splits(x) if s == Split.along(s.dim, s.length)), None)
-    each = _of_each_dim(index if isinstance(index, tuple) else (index,), x.ndim)
+    each = of_each_dim(index, x.ndim)
     if split is None or each is None or not isinstance(each[split.dim], slice):
         return False
     start, stop, step = each[split.dim].indices(split.length)
@@ -137,8 +138,9 @@ def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
     return True
 
 
-def _of_each_dim(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...] | None:
+def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with a slice or a number for each dim; None if it is another one."""
+    index = index if isinstance(index, tuple) else (index,)
     if any(i is not Ellipsis and type(i) not in (slice, int) for i in index):
         return None
     if Ellipsis in index:

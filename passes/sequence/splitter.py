@@ -209,12 +209,14 @@ class Splitter:
         """Notes a part of a recorded value. ``native``: that it was computed in parts."""
         value = self.values[old.name]
         value.parts[split] = new
+        new.tags.update(old.tags, [self.at(split)])  # whether it is detached; the part, for the inspector
         value.is_split |= native
         self.writer.name(new, old)
 
     def know_whole(self, old: TensorProxy, new: TensorProxy) -> None:
         """Notes a recorded value that all ranks hold as a whole."""
         self.values[old.name].whole = new
+        new.tags.update(old.tags)
         self.writer.name(new, old)
 
     def whole(self, proxy: TensorProxy) -> TensorProxy:

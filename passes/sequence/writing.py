@@ -123,11 +123,10 @@ class Writer:
         return [flows and o.name in self._differentiated and dtypes.is_inexact_dtype(o.dtype) for o in call.operands]
 
     def name(self, new: TensorProxy, old: TensorProxy) -> None:
-        """Gives a new value the name and the tags of the recorded one, if no other has the name."""
+        """Gives a new value the name of the recorded one, if no other has it."""
         if old.name not in self.taken:
             self.taken.add(old.name)
-            named = self._named[variableify(new)] = renamed(new, old.name)
-            named.tags.update(old.tags)
+            self._named[variableify(new)] = renamed(new, old.name)
 
     def finished(self) -> TraceCtx:
         """The new computation."""

@@ -13,9 +13,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from passes.analysis.calls import Block, Part, part_of
+from passes.analysis.calls import Block, part_of
+from passes.analysis.calls import Part as BlockPart
 from passes.analysis.recognise import is_unpack, names
 from passes.analysis.seconds import compute_seconds
+from passes.comm.sequence import Part
 from passes.outline import traced_block
 from passes.plan import Bucket, CostModel
 from shardtrace.inspector.modules import assign_modules
@@ -44,7 +46,8 @@ class Table(Generic[T]):
 
 
 class Type(NamedTuple):
-    """The type of a value as Thunder prints it (device, dtype, shape), and its size in bytes."""
+    """The type of a value as Thunder prints it (device, dtype, shape), and its size in bytes. A dim of a sequence of
+    which ranks hold parts reads "8 of 16"."""
 
     text: str
     bytes: int
@@ -162,8 +165,13 @@ def _type(proxy: Any) -> Type | None:
     size = proxy.dtype.bytes
     for d in shape:
         size *= d
+    sizes = list(map(str, shape))
+    part = next((tag for tag in proxy.tags if isinstance(tag, Part)), None)
+    if part is not None and part.is_of(shape):
+        sizes[part.split.dim] += f" of {part.split.size}"
     kind = "future " if isinstance(proxy, FutureTensorProxy) else ""
-    return Type(f"{kind}{proxy.device.device_str()} {proxy.dtype.shortname()}{list(shape)}", size)
+    shown = ", ".join(sizes)
+    return Type(f"{kind}{proxy.device.device_str()} {proxy.dtype.shortname()}[{shown}]", size)
 
 
 def _source(bsym: BoundSymbol) -> Source | None:
@@ -186,7 +194,7 @@ class Reader:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._lines: dict[Hashable, Line] = {}
-        self._functions: dict[Part | Block, Function] = {}
+        self._functions: dict[BlockPart | Block, Function] = {}
 
     def lines(self, bsyms: Sequence[BoundSymbol]) -> tuple[Line, ...]:
         return tuple(map(self._line, bsyms))
@@ -201,7 +209,7 @@ class Reader:
             self._lines[key] = line if called is None else line._replace(function=self._function(called))
         return self._lines[key]
 
-    def _function(self, called: Part | Block) -> Function:
+    def _function(self, called: BlockPart | Block) -> Function:
         if called not in self._functions:
             lines = called.trace.bound_symbols
             self._functions[called] = Function(
