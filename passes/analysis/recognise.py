@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
@@ -145,13 +145,22 @@ def is_random(bsym: BoundSymbol) -> bool:
     return Property.RANDOM in known or named or tagged or any(map(is_random, bsym.subsymbols))
 
 
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a call of PyTorch's operator draws random numbers. One of attention does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
+    takes_dropout = any(a.name == "dropout_p" for a in operator._schema.arguments)
+    return not takes_dropout or given.get("dropout_p", 0.0) != 0
+
+
 class _WatchDraws(TorchDispatchMode):
     """Notes whether an operator that draws random numbers runs: PyTorch tags its operators."""
 
     drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in func.tags
+        self.drawn = self.drawn or draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

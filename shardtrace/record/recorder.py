@@ -16,6 +16,7 @@ from threading import get_ident
 from typing import Any
 from unittest import mock
 
+from passes.analysis.recognise import draws
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
@@ -181,16 +182,16 @@ class Recorder(TorchFunctionMode):
                 "forward computes derivatives in forward mode (torch.func.jvp, jacfwd), whose own gradient would be "
                 "lost: use torch.func.grad or jacrev"
             )
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = draws(func, args, kwargs)
         if self._inside:
-            self._drawn = self._drawn or draws
+            self._drawn = self._drawn or drawn
             return
         names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if not names and func.namespace == "prim":  # such as the device of a tensor
             return
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
-        self._keep(func, args, kwargs, result, changed, draws)
+        self._keep(func, args, kwargs, result, changed, drawn)
 
     # ---- what runs around calls ----
 

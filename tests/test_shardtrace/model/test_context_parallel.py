@@ -212,7 +212,9 @@ def recomputed(layer, x, mask):
 
 
 CASES = {
-    **{f.__name__: (partial(WithLoss, f), inside) for f in (smoothed, weighted, of_tokens_that_count, by_hand, shifted)},
+    **{
+        f.__name__: (partial(WithLoss, f), inside) for f in (smoothed, weighted, of_tokens_that_count, by_hand, shifted)
+    },
     "pooled": (Pooled, inside),
     "mixing": (Mixing, of_logits),
     "adapter": (WithAdapter, of_logits),
