@@ -47,7 +47,9 @@ class Layer(nn.Module):
 class Hidden(nn.Module):
     """Layers of hidden states (B, T, width). Returns hidden states."""
 
-    def __init__(self, width: int = 16, heads: int = 2, layers: int = 2, around: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, width: int = 16, heads: int = 2, layers: int = 2, around: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__()
         self.layers, self.around = nn.ModuleList(Layer(width, heads) for _ in range(layers)), around
 
