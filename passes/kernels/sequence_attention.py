@@ -71,10 +71,10 @@ class CausalAttention:
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's fused kernel of the CPU takes them. Meta tensors stand for those of a device."""
+    """Whether torch's fused kernel of the CPU takes them. Memory is predicted on meta tensors, as this kernel's."""
     alike = query.ndim == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    known = query.device.type in ("cpu", "meta") and query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    return alike and known
+    takes = query.is_meta or query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return alike and query.device.type in ("cpu", "meta") and takes
 
 
 def _mask(query: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -113,7 +113,9 @@ class _InPieces(torch.autograd.Function):
             out, total = found[0] if len(found) == 1 else _joined(*found)
             outs.append(out)
             sums.append(total)
-        result, sums_of_all = torch.cat(outs, -2), torch.cat(sums, -1)
+        # in the order of memory (rows, positions, heads, width), as torch's kernel makes it: models transpose it
+        result = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
+        sums_of_all = torch.cat(sums, -1)
         ctx.save_for_backward(query, key, value, result, sums_of_all)
         ctx.chunks, ctx.scale = chunks, scale
         return result
