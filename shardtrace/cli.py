@@ -218,6 +218,8 @@ def _add_plan(commands: Any) -> None:
     _add_cluster(command, "", DEVICE)
     command.add_argument("--optimizer", default="AdamW", metavar="O", help="of torch.optim (AdamW)")
     command.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards for each step (1)")
+    split = 'ranks over which each sequence is split, or "auto" (sequences are not split)'
+    command.add_argument("--context", type=_count_or_name, metavar="N", help=split)
     rounds = "rounding that may be chosen if it is faster: gather-dtype=int8,fp8 or reduce-wire=int8,int4; repeatable"
     command.add_argument("--allow", type=_option_and_values, action="append", default=[], metavar="O=V", help=rounds)
     command.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for fsdp(model, plan=FILE)")
@@ -241,6 +243,10 @@ def _number_or_name(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
+
+
+def _count_or_name(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _option_and_values(text: str) -> tuple[str, list[str]]:
@@ -290,7 +296,7 @@ def _plan(options: argparse.Namespace, script_arguments: Sequence[str]) -> None:
         world_size=options.world_size,
         device=options.device or DEVICE,
         **{name: getattr(options, name) for name in ("mesh_shape", "memory", "link", "node_link", "node_ranks")},
-        **{name: getattr(options, name) for name in ("optimizer", "accumulation")},
+        **{name: getattr(options, name) for name in ("optimizer", "accumulation", "context")},
         fixed=fixed | _given(options),
         allowed=dict(options.allow),
     )
@@ -315,7 +321,8 @@ def _to_be_planned(options: argparse.Namespace, arguments: Sequence[str]) -> tup
             f"{options.target} shards {inner.model_name} inside the {type(call.model).__name__} that it jits: let it "
             f"shard the whole model, or name a function, as in {options.target}:function"
         )
-    kept = {"mp_policy": state.options.precision, "offload_policy": state.options.offload}
+    given = state.options
+    kept = {"mp_policy": given.precision, "offload_policy": given.offload, "context_parallel": given.context}
     return whole_copy(call.model), _inputs(call), {name: value for name, value in kept.items() if value is not None}
 
 

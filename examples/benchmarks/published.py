@@ -2,10 +2,10 @@
 
     python examples/benchmarks/published.py
 
-The runs are torchtitan's, of Llama 3 with FSDP2, in eager mode: bf16 parameters, gradients reduced in fp32, AdamW,
+``RUNS`` are torchtitan's, of Llama 3 with FSDP2, in eager mode: bf16 parameters, gradients reduced in fp32, AdamW,
 sequences of 8192 tokens. "selective layer" recomputes every second block. "selective op" recomputes every second
 product of a block: its activations have about the bytes, and their recomputation about the FLOPs, of 20 blocks with
-``"cheap"`` among 12 with ``"full"``, which stand for it here.
+``"cheap"`` among 12 with ``"full"``, which stand for it here. ``LONG`` are runs with long sequences, which ranks share.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shardtrace.options.planned import TrainingPlan
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from llama.model import CONFIGS, Llama
+from llama.model import CONFIGS, Config, Llama
 
-TOKENS = 8192  # of a sequence
+MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=12_288, vocabulary=151_936)}
 
 
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
-    its memory if it differs from that of ``device``."""
+    its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks.
+    """
 
     model: str
     ranks: int
@@ -42,6 +43,9 @@ class Run(NamedTuple):
     speed: float
     memory: float | None = None
     bandwidth: float | None = None
+    tokens: int = 8192
+    context: int | None = None
+    attention: str = "flash2"
 
 
 # https://github.com/pytorch/torchtitan, docs/performance.md: the first of 2025, the others of 2024
@@ -51,14 +55,30 @@ RUNS = (
     Run("8B", 64, "a100-80", 1, "selective layer", 2904),
     Run("70B", 64, "a100-80", 1, "full", 331),
 )
+HBM2E = 2.4e12
+LONG = (
+    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 2: with torch.compile and Float8, which are not
+    # predicted; ring attention
+    Run("8B", 8, "h100-sxm", 1, "full", 3890, memory=83.9, tokens=2**15, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 2540, memory=84.2, tokens=2**16, context=2, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 1071, memory=84.0, tokens=2**17, context=4, bandwidth=HBM2E),
+    Run("8B", 8, "h100-sxm", 1, "full", 548, memory=84.5, tokens=2**18, context=8, bandwidth=HBM2E),
+    # https://github.com/huggingface/transformers/pull/48324: 606 s a step with flash attention 2, and
+    # https://github.com/huggingface/trl/pull/6846: 380 s with cuDNN's, from which the rate of "flash3" is. Both offload
+    # activations and compute the loss in parts: their memory is not predicted
+    Run("Qwen3-8B", 8, "h100-sxm", 1, "full", 2**17 / 606, tokens=2**20, context=8),
+    Run("Qwen3-8B", 8, "h100-sxm", 1, "full", 2**17 / 380, tokens=2**20, context=8, attention="flash3"),
+    # https://arxiv.org/abs/2602.21196, table 3: Ulysses in parts, flash attention 3; activations are offloaded
+    Run("8B", 8, "h100-sxm", 1, "full", 2280, tokens=2**17, context=8, attention="flash3"),
+)
 
 
 def predict(run: Run) -> TrainingPlan:
     """The plan with the options of a run."""
-    config = CONFIGS[run.model]
+    config = replace(MODELS[run.model], context=run.tokens)
     with torch.device("meta"):
         model = Llama(config)
-    cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None)
+    cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None, attention=run.attention)
     if run.bandwidth is not None:
         cost = replace(cost, device=replace(cost.device, bandwidth=MEMORY * run.bandwidth))
     fixed = {
@@ -66,8 +86,9 @@ def predict(run: Run) -> TrainingPlan:
         "sharding_strategy": "zero3",
         "activation_checkpointing": checkpointing(run.checkpointing, config.layers),
     }
-    x = torch.zeros(run.batch, TOKENS, dtype=torch.long)
-    options: dict[str, Any] = {"device": run.device, "memory": "200GB", "cost_model": cost, "fixed": fixed}
+    x = torch.zeros(run.batch, run.tokens, dtype=torch.long)
+    options: dict[str, Any] = {"device": run.device, "memory": "1TB", "cost_model": cost, "fixed": fixed}
+    options["context"] = run.context
     return shardtrace.plan(model, (x, x), world_size=run.ranks, **options)
 
 
@@ -85,7 +106,9 @@ def row(run: Run) -> str:
     """The run in a table of Markdown."""
     found = predict(run)
     speed, peak = found.tokens / found.seconds, found.peak / 2**30
-    cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}"]
+    split = f" over {run.context}" if run.context else ""
+    kernels = f", {run.attention}" if run.attention != "flash2" else ""
+    cells = [f"{run.model} on {run.ranks} {run.device}, {run.checkpointing}, {run.tokens:,} tokens{split}{kernels}"]
     cells += [f"{run.speed:,.0f}", f"{speed:,.0f}", f"{speed / run.speed - 1:+.1%}"]
     cells += [f"{run.memory or ''}", f"{peak:.1f}", f"{peak / run.memory - 1:+.1%}" if run.memory else ""]
     return f"| {' | '.join(cells)} |"
@@ -94,5 +117,5 @@ def row(run: Run) -> str:
 if __name__ == "__main__":
     print("| run | tokens/s a GPU | predicted | | GiB a GPU | predicted | |")
     print("|---|---|---|---|---|---|---|")
-    for run in RUNS:
+    for run in (*RUNS, *LONG):
         print(row(run), flush=True)

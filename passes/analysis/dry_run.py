@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from passes.analysis.flops import is_library_call
 from passes.analysis.symbols import identity, is_foreign, properties
 from passes.comm.properties import Property
+from passes.comm.sequence import Part
 from passes.compat.lines import function_of
 from passes.compat.versions import fake_kernel
 from passes.kernels.torch_call import Line, Saved
@@ -163,6 +164,13 @@ def silent(bucket: Bucket) -> Bucket:
     return Bucket(bucket.label, bucket.name, plan, bucket.members, bucket.dtype, bucket.wire)
 
 
+def _silent_part(part: Part) -> Part:
+    """A part of a sequence with a group that sends nothing."""
+    plan = part.plan
+    runtime = PlainRuntime(_SilentGroup(plan.rank, plan.ranks))
+    return Part(dataclasses.replace(plan, runtime=runtime), part.split, part.fill)
+
+
 def wire_state(bucket: Bucket) -> list[torch.Tensor]:
     """The tensors that a :func:`silent` bucket's wire keeps from step to step, on the meta device."""
     return list(bucket.wire.state(bucket, torch.device("meta"))) if bucket.wire is not None else []
@@ -193,6 +201,8 @@ def _concrete(args: Any, values: Mapping[str, Any]) -> Any:
             return arg.value
         if isinstance(arg, Bucket):
             return silent(arg)
+        if isinstance(arg, Part):
+            return _silent_part(arg)
         return values[arg.name] if isinstance(arg, Proxy) else arg
 
     return tree_map(concrete, args)

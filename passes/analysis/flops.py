@@ -19,6 +19,7 @@ from passes.kernels.attention import attention_backward_flops, attention_flops
 from passes.kernels.convolution import convolution_flops
 from passes.kernels.linear import product
 from passes.kernels.registration import Flops, Shapes, kernel_id
+from passes.kernels.sequence_attention import CausalAttention
 from passes.kernels.torch_call import Line, call_of
 from passes.plan.cost import Work
 
@@ -39,6 +40,10 @@ def work(bsym: BoundSymbol) -> Work:
     if call is not None:
         id = bsym.sym.id
         backward = isinstance(id, Line) and id.kind == "_backward"
+        if isinstance(call.function, CausalAttention):
+            shapes = [m.shape for m in call.inputs]
+            count = attention_backward_flops([(), *shapes], []) if backward else attention_flops(shapes, [])
+            return _attention(count, _tensors(bsym.flat_proxy_outs))
         return _products(call.reads.flops * (2 if backward else 1), _tensors(bsym.flat_proxy_outs))
     function = differentiated(bsym.sym)
     found = identity(bsym.sym) if function is None else function
@@ -50,7 +55,7 @@ def work(bsym: BoundSymbol) -> Work:
         shapes, results = list(map(_shape, tensors)), list(map(_shape, outs))
         count = rule(shapes, results) if function is None else 3 * rule(shapes[:-1], shapes[-1:])
         if rule in ATTENTIONS:
-            return Work(half_attention=count) if _is_half(outs) else Work(attention=count)
+            return _attention(count, outs)
         return _products(count, outs)
     if found in SPECIAL:
         return Work(special=max(map(_elements, _tensors(bsym.flat_proxy_outs)), default=0))
@@ -65,6 +70,11 @@ def _products(count: int, outs: Sequence[TensorProxy]) -> Work:
     return Work(half=count) if _is_half(outs) else Work(full=count)
 
 
+def _attention(count: int, outs: Sequence[TensorProxy]) -> Work:
+    """The FLOPs of an attention with these results."""
+    return Work(half_attention=count) if _is_half(outs) else Work(attention=count)
+
+
 def _is_half(outs: Sequence[TensorProxy]) -> bool:
     return bool(outs) and outs[0].dtype.bytes <= 2
 
@@ -73,7 +83,7 @@ def is_library_call(sym: Symbol) -> bool:
     """True for a costly symbol that fusions leave to a library. Its inputs and outputs are in memory."""
     call = call_of(sym)
     if call is not None:
-        return call.reads.flops > 0 or not call.reads.known
+        return call.reads.flops > 0 or not call.reads.known or isinstance(call.function, CausalAttention)
     return identity(sym) in FLOPS
 
 

@@ -23,6 +23,8 @@ from passes.analysis.recognise import (
     is_issue,
     is_offload,
     is_return,
+    is_sequence_issue,
+    is_sequence_wait,
     is_unpack,
     is_wait,
     names,
@@ -195,7 +197,7 @@ class _Memory:
         outputs, temporary = self._dry_run(bsym, arguments)
         for name, value in outputs.items():
             self._hold(name, value, _kind(bsym, name, unsharded))
-        if is_wait(bsym):
+        if is_wait(bsym) or is_sequence_wait(bsym):
             self._assign(outputs, _kind(bsym, "", unsharded), of="in_flight")
             for name, future in arguments.items():
                 self._hold(name, future, "in_flight")  # again: it may have released what it held
@@ -307,7 +309,7 @@ def _work_of(bucket: Bucket) -> Hashable:
 
 def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
     """The role of memory that a line allocates for its output ``name``."""
-    if is_issue(bsym):
+    if is_issue(bsym) or is_sequence_issue(bsym):
         return "in_flight"
     if bsym.sym.id in GATHERS.values() or name in unsharded:
         return "unsharded"

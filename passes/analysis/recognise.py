@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
-from passes.comm.sequence import SEQUENCE_WAITS, Part
+from passes.comm.sequence import SEQUENCE_WAITS, Part, issue_to_heads, issue_to_positions
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat.lines import differentiating_executor, fake_argument, has_grad_rule
 from passes.kernels.registration import executor as kernels
@@ -51,6 +51,11 @@ def is_sequence_issue(bsym: BoundSymbol) -> bool:
 
 def is_sequence_wait(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in SEQUENCE_WAITS.values()
+
+
+def is_exchange(bsym: BoundSymbol) -> bool:
+    """True for a line that issues an exchange of heads and positions."""
+    return bsym.sym.id in (issue_to_heads.id, issue_to_positions.id)
 
 
 def part_at(bsym: BoundSymbol) -> Part:

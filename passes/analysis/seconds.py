@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import Part, part_of
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
-from passes.analysis.recognise import bucket_of, is_gather, is_issue, is_offload, is_wait
+from passes.analysis.recognise import (
+    bucket_of,
+    is_exchange,
+    is_gather,
+    is_issue,
+    is_offload,
+    is_sequence_issue,
+    is_sequence_wait,
+    is_wait,
+    part_at,
+)
+from passes.analysis.traffic import sequence_bytes, sequence_crossings
 from passes.plan import Axis, Bucket, CostModel
 
 from thunder.core.symbol import BoundSymbol
@@ -15,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     """One line of compute. 0 for a line that computes nothing (``del``, return, unpacking). A collective takes
     :func:`link_seconds`; its share of the device is counted where it is issued, and :func:`wire_seconds` where they are
-    spent."""
+    spent. A call of a block takes :func:`block_seconds`."""
     if is_issue(bsym):
         return cost.busy_seconds(**_message(bucket_of(bsym))) + wire_seconds(cost, bsym)
     if is_wait(bsym):
@@ -23,10 +35,37 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     if is_free(bsym):
         return 0.0
     if (part := part_of(bsym)) is not None:
-        if cost not in part.facts:
-            part.facts[cost] = sum(compute_seconds(cost, b) for b in part.trace.bound_symbols)
-        return float(part.facts[cost])
-    return cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
+        return block_seconds(cost, part).total
+    busy = cost.busy_seconds(**_sequence(bsym)) if is_sequence_issue(bsym) else 0.0
+    return busy + cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
+
+
+class BlockSeconds(NamedTuple):
+    """The seconds of a block's function, and those of them in which it waits for parts of a sequence."""
+
+    total: float
+    exposed: float
+
+
+def block_seconds(cost: CostModel, part: Part) -> BlockSeconds:
+    """A call of a block, whose collectives of sequences follow each other on an otherwise idle link."""
+    if cost not in part.facts:
+        part.facts[cost] = _in_order(cost, part.trace.bound_symbols)
+    found: BlockSeconds = part.facts[cost]
+    return found
+
+
+def _in_order(cost: CostModel, lines: Iterable[BoundSymbol]) -> BlockSeconds:
+    now = is_free = exposed = 0.0
+    arrives: dict[str, float] = {}  # by future
+    for bsym in lines:
+        if is_sequence_wait(bsym):
+            idle = max(0.0, arrives[bsym.args[0].name] - now)
+            now, exposed = now + idle, exposed + idle
+        now += compute_seconds(cost, bsym)
+        if is_sequence_issue(bsym):
+            arrives[bsym.output.name] = is_free = max(now, is_free) + sequence_seconds(cost, bsym)
+    return BlockSeconds(now, exposed)
 
 
 def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
@@ -54,6 +93,17 @@ def link_seconds(issue: BoundSymbol) -> float:
         return copy_seconds(cost, bucket)
     copy = copy_seconds(cost, bucket) if bucket.plan.host is not None and is_gather(issue) else 0.0
     return collective_seconds(cost, bucket) + copy
+
+
+def sequence_seconds(cost: CostModel, issue: BoundSymbol) -> float:
+    """A collective of a sequence, from its issue to its arrival on an otherwise idle link. Its ranks are taken to
+    follow each other, as those of the inner dimension of a mesh do."""
+    return cost.collective_seconds(**_sequence(issue), exchanged=is_exchange(issue))
+
+
+def _sequence(issue: BoundSymbol) -> dict[str, Any]:
+    """The bytes of a collective of a sequence, and the ranks among which they travel."""
+    return {"nbytes": sequence_crossings(issue) * sequence_bytes(issue), "ranks": part_at(issue).plan.ranks}
 
 
 def latency_seconds(issue: BoundSymbol) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from passes.analysis.calls import part_of
 from passes.analysis.recognise import bucket_of, is_backward, is_issue, is_sequence_issue, part_at
-from passes.comm.sequence import issue_gather, issue_scatter
+from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -59,6 +59,11 @@ def _row(bsym: BoundSymbol, phase: str) -> Collective:
     bucket = bucket_of(bsym)
     parameters = tuple(m.parameter.name for m in bucket.members)
     return Collective(bsym.sym.name, phase, bucket.label, bucket.travels_as, bucket.bytes, parameters)
+
+
+def sequence_crossings(bsym: BoundSymbol) -> int:
+    """How often each byte of a collective of a sequence is sent: twice in a sum."""
+    return 2 if bsym.sym.id == issue_sum.id else 1
 
 
 def sequence_bytes(bsym: BoundSymbol) -> int:

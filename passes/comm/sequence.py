@@ -171,7 +171,7 @@ def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
 def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
     sent, group = _by_rank(whole, part), _group(part)
     with part.plan.runtime.communicating(part.label):
-        if dist.get_backend(group) == "gloo":  # its reduce_scatter sends all to all
+        if part.plan.direct:
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
         else:

@@ -95,11 +95,12 @@ class CostModel:
             data.get("node_ranks", 1),
         )
 
-    def collective_seconds(self, nbytes: int, ranks: int, *, apart: bool = False) -> float:
+    def collective_seconds(self, nbytes: int, ranks: int, *, apart: bool = False, exchanged: bool = False) -> float:
         """Seconds from issue to arrival of a collective that moves ``nbytes`` for the whole group, on an idle link.
 
         The ranks of the group follow each other, or lie ``apart``, each on another machine. A group over several
-        machines moves the bytes inside them and between them at once.
+        machines moves the bytes inside them and between them at once. If each rank has a message of its own for each
+        other (``exchanged``), no byte is for all ranks of a machine, and each rank sends its own between them.
         """
         if self.node is None or (apart and ranks > 1):
             return self.link.seconds(nbytes, ranks)
@@ -107,7 +108,8 @@ class CostModel:
         machines = -(-ranks // self.node_ranks)
         if machines == 1:
             return inside
-        between = self.link.seconds(nbytes / self.node_ranks, machines)  # each rank of a machine sends a part
+        share = 1 if exchanged else self.node_ranks  # each rank of a machine sends a part
+        between = self.link.seconds(nbytes / share, machines)
         latencies = self.node.latency + self.link.latency
         return latencies + max(inside - self.node.latency, between - self.link.latency)
 

@@ -7,7 +7,7 @@ A data sheet has peaks. What programs reach is a part of them, and the constants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from passes.plan.cost import CPU, CUDA, GLOO, NCCL, CostModel, Device, Link
@@ -24,9 +24,10 @@ TRAINING = 0.9
 # large language models (Guo et al., 2024, GMLake, https://arxiv.org/abs/2401.08156: 15 % on average). It is less with
 # PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 ALLOCATOR = 0.15
-# Flash attention 2 with a causal mask, all scores counted, to products: it computes half of the scores, at half the
-# rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100).
-CAUSAL_ATTENTION = 0.9
+# Attention with a causal mask, all scores counted, to products: it computes half of the scores. Flash attention 2 does
+# so at half the rate of products (Dao, 2023, https://arxiv.org/abs/2307.08691, for an A100 and an H100). The rate of
+# flash attention 3, and of cuDNN's, is that of a published run (examples/benchmarks/published.py), for an H100 only.
+CAUSAL_ATTENTION: Mapping[str, float] = {"flash2": 0.9, "flash3": 1.43}
 # Bytes/s that an optimizer reads and writes in the memory of the host: one core of a server streams as much, and
 # torchrun gives each rank one.
 HOST_MEMORY = 12e9
@@ -73,7 +74,7 @@ def _gpu(
         bandwidth=MEMORY * bandwidth * 1e12,
         overhead=LAUNCH,
         host_bandwidth=0.8 * bus * 1e9,
-        attention=CAUSAL_ATTENTION,
+        attention=CAUSAL_ATTENTION["flash2"],
     )
     return Hardware(name, device, memory * GB, 1.0 * GB, 0.4 * GB, ALLOCATOR, half * 1e12, source)
 
@@ -129,17 +130,23 @@ def _find(table: Mapping[str, T], key: str, what: str, given: str) -> T:
     return table[key]
 
 
-def cluster(device: Hardware, *, inside: str | None, between: str | None, node_ranks: int | None) -> CostModel:
+def cluster(
+    device: Hardware, *, inside: str | None, between: str | None, node_ranks: int | None, attention: str | None = None
+) -> CostModel:
     """The cost model of machines with ``node_ranks`` of these devices each, connected by ``inside`` in a machine and by
-    ``between`` from machine to machine. None: what is usual for the device.
+    ``between`` from machine to machine. None: what is usual for the device. ``attention``: the kernels of attention on
+    a GPU, "flash2" or "flash3", which stands for cuDNN's as well.
 
-    Raises ValueError for a link that does not exist, or a number of ranks below 1.
+    Raises ValueError for a link or kernels that do not exist, or a number of ranks below 1.
     """
     found = links_of(device, inside=inside, between=between, node_ranks=node_ranks)
     if found.node_ranks < 1:
         raise ValueError(f"a machine has 1 rank or more, not {found.node_ranks}")
     node = link(found.inside) if found.node_ranks > 1 else None
-    return CostModel(link(found.between), device.device, node, found.node_ranks)
+    rates = device.device
+    if attention is not None:
+        rates = replace(rates, attention=_find(CAUSAL_ATTENTION, attention, "attention", attention))
+    return CostModel(link(found.between), rates, node, found.node_ranks)
 
 
 class Links(NamedTuple):

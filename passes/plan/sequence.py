@@ -45,6 +45,7 @@ class ContextPlan:
         attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
             heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
+        direct: whether ranks exchange messages, because the group's own reduce_scatter sends all to all (gloo).
     """
 
     ranks: int
@@ -52,6 +53,7 @@ class ContextPlan:
     _: KW_ONLY
     attention: Literal["auto", "gather", "ulysses"] = "auto"
     axis: Axis = Axis.CONTEXT
+    direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
 
     def chunk(self, length: int) -> int:

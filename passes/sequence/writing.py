@@ -101,17 +101,18 @@ class Writer:
         flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
         places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
         operands = [flat[i] for i in places]
-        inputs = [_meta(p, grad) for p, grad in zip(operands, grads, strict=True)]
+        absent = _absent(operands)
+        inputs = [_meta(p, grad, absent) for p, grad in zip(operands, grads, strict=True)]
         for i in places:
             flat[i] = None
         options: dict[str, Any] = {"random": is_random(line)}
         if like is not None:
-            modes = {"written": like.written, "autocast": like.autocast, "absent": like.absent}
+            modes = {"written": like.written, "autocast": like.autocast}
             options = {"random": like.random, **modes}
         name = getattr(function, "__name__", "call").strip("_")
         call = TorchCall(
             name=unique_name(self.trace, f"torch_{name}_part"), function=function, flat=flat, spec=spec, places=places,
-            inputs=inputs, results=(), **options,
+            inputs=inputs, results=(), absent=absent, **options,
         )  # fmt: skip
         with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
             call.results = [Meta.of(t) for t in call._call([m.empty().requires_grad_(m.grad) for m in inputs])]
@@ -150,7 +151,14 @@ def _is_proxy(value: Any) -> bool:
     return isinstance(value, Proxy)
 
 
-def _meta(p: TensorProxy, grad: bool) -> Meta:
+def _absent(operands: Sequence[TensorProxy]) -> torch.device | None:
+    """The device of the step if torch sees none here. The CPU then stands for it."""
+    devices = (to_torch_device(p.device) for p in operands)
+    return next((d for d in devices if d.type == "cuda" and not torch.cuda.is_available()), None)
+
+
+def _meta(p: TensorProxy, grad: bool, absent: torch.device | None) -> Meta:
     shape = tuple(p.shape)
     stride = torch.empty(shape, device="meta").stride()
-    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), to_torch_device(p.device), grad)
+    device = to_torch_device(p.device) if absent is None else torch.device("cpu")
+    return Meta(shape, stride, dtypes.to_torch_dtype(p.dtype), device, grad)

@@ -7,8 +7,19 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from passes.analysis.recognise import bucket_of, is_gather, is_offload, issues_future, waits_for_future
-from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
+from passes.analysis.calls import part_of
+from passes.analysis.recognise import (
+    bucket_of,
+    is_gather,
+    is_offload,
+    is_sequence_issue,
+    is_sequence_wait,
+    issues_future,
+    part_at,
+    waits_for_future,
+)
+from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
+from passes.analysis.traffic import sequence_bytes, sequence_crossings
 from passes.plan import CostModel, HostMemory
 
 from thunder.core.symbol import BoundSymbol
@@ -40,11 +51,13 @@ class Span(NamedTuple):
 
 class Timeline(NamedTuple):
     """``starts[i]`` is the time in seconds at which line i begins; the last element is the end. ``spans`` are the
-    collectives, ``links`` the names of the groups that had collectives so far in the step."""
+    collectives, ``links`` the names of the groups that had collectives so far in the step. ``inside``: the seconds in
+    which blocks wait for parts of a sequence, which no span shows."""
 
     starts: list[float]
     spans: list[Span]
     links: list[str]
+    inside: float = 0.0
 
     @property
     def end(self) -> float:
@@ -53,7 +66,7 @@ class Timeline(NamedTuple):
     @property
     def exposed(self) -> float:
         """The seconds in which compute waits."""
-        return sum(span.exposed for span in self.spans)
+        return self.inside + sum(span.exposed for span in self.spans)
 
 
 def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
@@ -73,33 +86,36 @@ def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]]) -> 
 
 
 def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> Timeline:
-    now, starts, spans = begin, list[float](), list[Span]()
+    now, starts, spans, inside = begin, list[float](), list[Span](), 0.0
     is_free: dict[object, float] = {}
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
         starts.append(now)
-        if issues_future(bsym):
-            link = _link(bsym)
-            start = max(now + wire_seconds(cost, bsym), is_free.get(link, 0.0))
-            is_free[link] = stop = start + link_seconds(bsym)
+        if issues_future(bsym) or is_sequence_issue(bsym):
+            of_sequence, link = is_sequence_issue(bsym), _link(bsym)
+            before = compute_seconds(cost, bsym) if of_sequence else wire_seconds(cost, bsym)
+            start = max(now + before, is_free.get(link, 0.0))
+            is_free[link] = stop = start + (sequence_seconds(cost, bsym) if of_sequence else link_seconds(bsym))
             in_flight[bsym.output.name] = links.span(bsym, i, start, stop)
             now += compute_seconds(cost, bsym)
-        elif waits_for_future(bsym):
+        elif waits_for_future(bsym) or is_sequence_wait(bsym):
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop) + compute_seconds(cost, bsym)
         else:
+            part = part_of(bsym)
+            inside += block_seconds(cost, part).exposed if part is not None else 0.0
             now += compute_seconds(cost, bsym)
-    return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)
+    return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names, inside)
 
 
 def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Links) -> Timeline:
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
-        if issues_future(bsym):
+        if issues_future(bsym) or is_sequence_issue(bsym):
             in_flight[bsym.output.name] = links.span(bsym, i, starts[i], starts[i + 1])
-        elif waits_for_future(bsym):
+        elif waits_for_future(bsym) or is_sequence_wait(bsym):
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
@@ -107,6 +123,9 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
 
 def _link(start: BoundSymbol) -> object:
     """The link of a collective or copy: the process group, or the bus to the host."""
+    if is_sequence_issue(start):
+        context = part_at(start).plan
+        return context.runtime.group(context.axis)
     plan = bucket_of(start).plan
     return plan.host if is_offload(start) else plan.group
 
@@ -118,15 +137,12 @@ class _Links:
         self._numbers: dict[object, int] = {}
 
     def span(self, issue: BoundSymbol, line: int, start: float, stop: float) -> Span:
-        bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
         link = self._numbers.setdefault(_link(issue), len(self._numbers))
-        size, sent = bucket.bytes, bucket.crossings * bucket.bytes * (ranks - 1) // ranks
-        if is_offload(issue):
-            size, sent = bucket.numel * bucket.rest_dtype.bytes, 0
+        label, size, sent = _sizes(issue)
         return Span(
             kind=issue.sym.name,
             gathers=is_gather(issue),
-            bucket=bucket.label,
+            bucket=label,
             link=link,
             start=start,
             stop=stop,
@@ -140,6 +156,17 @@ class _Links:
     @property
     def names(self) -> list[str]:
         return [_name(link, number) for link, number in self._numbers.items()]
+
+
+def _sizes(issue: BoundSymbol) -> tuple[str, int, int]:
+    """The label of what travels, its bytes, and those that each rank sends."""
+    if is_sequence_issue(issue):
+        part, size = part_at(issue), sequence_bytes(issue)
+        return part.label, size, sequence_crossings(issue) * size * (part.plan.ranks - 1) // part.plan.ranks
+    bucket, ranks = bucket_of(issue), bucket_of(issue).plan.world_size
+    if is_offload(issue):
+        return bucket.label, bucket.numel * bucket.rest_dtype.bytes, 0
+    return bucket.label, bucket.bytes, bucket.crossings * bucket.bytes * (ranks - 1) // ranks
 
 
 def _name(link: Any, number: int) -> str:

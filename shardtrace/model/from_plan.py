@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrace.options.planned import TrainingPlan
+from shardtrace.options.planned import TrainingPlan, mesh_dim_names
 from shardtrace.options.spellings import canonical
 from shardtrace.ranks.consensus import announced, compare
 from shardtrace.ranks.device import choose_device
@@ -31,5 +31,5 @@ def with_plan(
         merged = found.merged(given)
     compare(group, "the plan", [found.hash], timeout=timeout)
     if mesh is None and found.mesh_shape is not None:
-        mesh = init_device_mesh(device.type, found.mesh_shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, found.mesh_shape, mesh_dim_names=mesh_dim_names(merged))
     return merged | {"mesh": mesh}

@@ -24,6 +24,7 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.ranks.mesh import transport
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
@@ -130,7 +131,8 @@ def _context_of(state: ShardedState) -> Context | None:
     group, options = state.groups.context, state.options.context
     if group is None or options is None:
         return None
-    plan = ContextPlan(group.size(), group.rank(), attention=options.attention, runtime=state.runtime)
+    direct = transport(group, {e.device.type for e in state.entries}).direct
+    plan = ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
     return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from passes.plan import CostModel
 from shardtrace.options.front import HEADINGS, Row, Rows, gib, ms
 from shardtrace.options.plan_page import Shown, embed, render
-from shardtrace.options.policies import HOMES, flat, grouped
+from shardtrace.options.policies import HOMES, ContextParallel, flat, grouped, parse_context
 from shardtrace.options.spellings import DEFAULTS
 
 import torch
@@ -43,13 +43,14 @@ class TrainingPlan:
 
     Args:
         model: the class of the model; ``fingerprint`` identifies its parameters.
-        world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen.
+        world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, or (data, context) if
+            sequences are split.
         budget: the memory that a step may need.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
             "calibrated", "partly calibrated" (links are modelled) or "given".
         choices: the options of ``fsdp`` as JSON has them; :attr:`options` are those to pass.
         seconds, exposed, tokens: of a step; ``exposed`` seconds of it compute waits for communication; ``tokens`` are
-            those that a rank reads, 0 if the inputs are no integers.
+            those that a rank computes, 0 if the inputs are no integers.
         memory: the bytes at the peak by kind; ``peak`` is their sum.
         mfu: the FLOPs of the model, none recomputed, over those that the device could do meanwhile; 0 if unknown.
         binding: what keeps the step from being faster.
@@ -115,8 +116,8 @@ class TrainingPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of :func:`shardtrace.fsdp`. A hybrid strategy needs a mesh of ``mesh_shape`` as well, which
-        ``fsdp(model, plan=plan)`` makes."""
+        """The arguments of :func:`shardtrace.fsdp`. A hybrid strategy, and ``context_parallel``, need a mesh of
+        ``mesh_shape`` as well, which ``fsdp(model, plan=plan)`` makes."""
         return grouped(self._decided)
 
     @property
@@ -321,6 +322,8 @@ def choices_of(options: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = {key: _dtype_name(v) for key, v in asdict(value).items()}
         elif isinstance(value, CPUOffloadPolicy):
             found[name] = {"pin_memory": value.pin_memory}
+        elif isinstance(value, ContextParallel):
+            found[name] = asdict(value)
         else:
             try:
                 found[name] = json.loads(json.dumps(value))
@@ -336,7 +339,15 @@ def options_of(choices: Mapping[str, Any]) -> dict[str, Any]:
         options["mp_policy"] = MixedPrecisionPolicy(**{key: _dtype(v) for key, v in policy.items()})
     if isinstance(policy := options.get("offload_policy"), Mapping):
         options["offload_policy"] = CPUOffloadPolicy(**policy)
+    if isinstance(policy := options.get("context_parallel"), Mapping):
+        options["context_parallel"] = ContextParallel(**policy)
     return options
+
+
+def mesh_dim_names(options: Mapping[str, Any]) -> tuple[str, str]:
+    """The names of the dimensions of the mesh that some options of ``fsdp`` need."""
+    context = parse_context(options.get("context_parallel"))
+    return ("data", context.mesh_dim) if context is not None else ("replicate", "shard")
 
 
 def _dtype_name(value: Any) -> Any:

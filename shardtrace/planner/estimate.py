@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from passes.analysis.calls import parts_in
 from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
-from passes.analysis.recognise import bucket_of, is_deletion, is_issue, is_return, is_unpack, names
+from passes.analysis.recognise import (
+    bucket_of,
+    is_deletion,
+    is_issue,
+    is_return,
+    is_sequence_issue,
+    is_unpack,
+    names,
+    part_at,
+)
 from passes.plan import CostModel
 from passes.plan.hardware import HOST_MEMORY, Hardware
 from shardtrace.inspector.timeline import predicted
@@ -88,6 +98,8 @@ def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
 
 def _reserved(step: ComposedStep, tensors: int, hardware: Hardware) -> dict[str, int]:
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
+    traces = [*step, *(part.trace for t in step for part in parts_in(t))]
+    groups |= {part_at(b).plan.axis for t in traces for b in t.bound_symbols if is_sequence_issue(b)}
     found = {
         "context": hardware.context,
         "communicators": len(groups) * hardware.communicator,

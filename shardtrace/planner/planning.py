@@ -20,6 +20,7 @@ from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of
 from shardtrace.options.policies import flat
 from shardtrace.options.wires import NO_WIRES, parse_allowed
 from shardtrace.planner.compose import ComposedStep
+from shardtrace.planner.context import Context, Degree, explore_degrees
 from shardtrace.planner.estimate import Estimate, Setting, estimate
 from shardtrace.planner.family import EXACT, Point
 from shardtrace.planner.optimizer import optimizer_cost
@@ -50,6 +51,7 @@ def plan(
     cost_model: CostModel | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | str = "AdamW",
     accumulation: int = 1,
+    context: Context = None,
     fixed: Mapping[str, Any] | None = None,
     allowed: Mapping[str, str | Sequence[str]] | None = None,
     jit_options: Mapping[str, Any] | None = None,
@@ -81,6 +83,9 @@ def plan(
         optimizer: a class of optimizers or the name of one of ``torch.optim``, whose state and work are counted.
         accumulation: forwards and backwards for each step of the optimizer. Each reduces its gradients, as with
             ``no_sync(reduce_each=True)``.
+        context: over how many ranks each sequence is split (``context_parallel`` of ``fsdp``), or "auto" for the number
+            with the most tokens/s. ``example_inputs`` are then the whole sequences that these ranks share. Parameters
+            are sharded over all ranks, and no hybrid strategy is tried. Default: sequences are not split.
         fixed: options of ``fsdp`` that are kept as they are, policies or fields of them by name: ``{"mp_policy":
             "bf16", "prefetch": 2}``.
         allowed: values of "gather_dtype" and "reduce_wire" that it may choose, such as ``{"gather_dtype": ["int8",
@@ -116,11 +121,12 @@ def plan(
     setting = Setting(rates.cost, found, optimizer_cost(optimizer), accumulation)
     task = Task(model, example_inputs, world_size, mesh_shape, setting, fixed, dict(jit_options or {}), wires)
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
-        search = Search(task, budget)
-    best = fastest(search.points, budget)
-    result = _write(search, best or search.front[0], rates)
-    if best is None:
+        chosen, *others = explore_degrees(task, context, budget)
+    search = chosen.search
+    result = _write(search, chosen.best or search.front[0], rates, others)
+    if chosen.best is None:
         lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
+        lower += ', or split sequences over ranks (context="auto")' if context is None and task.positions > 1 else ""
         spelled = ", ".join(f"{name}={value!r}" for name, value in result.choices.items() if value is not None)
         raise NoPlanFitsError(
             f"no step of {type(model).__name__} on {world_size} ranks fits into {size(budget)}: the least is "
@@ -166,7 +172,7 @@ def _bytes(memory: str | float) -> float:
 # ---- the result ----
 
 
-def _write(search: Search, point: Point, rates: Rates) -> TrainingPlan:
+def _write(search: Search, point: Point, rates: Rates, others: Sequence[Degree]) -> TrainingPlan:
     task, family, found = search.task, search.families[point.candidate.family], point.estimate
     setting, choices = task.setting, task.options(family.options_of(point.candidate))
     useful = setting.accumulation * family.useful_flops
@@ -185,13 +191,13 @@ def _write(search: Search, point: Point, rates: Rates) -> TrainingPlan:
         backward=found.backward,
         optimizer=found.optimizer,
         exposed=found.exposed,
-        tokens=setting.accumulation * _tokens(task.inputs),
+        tokens=setting.accumulation * _tokens(task.inputs) // task.context,
         memory={kind: nbytes for kind, nbytes in found.memory.items() if nbytes},
         mfu=useful / (found.seconds * setting.hardware.peak) if found.seconds else 0.0,
         binding=_binding(search, found),
         pareto=Rows(_row(search, p) for p in search.front),
         cost=setting.cost,
-        notes=tuple(_notes(search, point)),
+        notes=(*_notes(search, point), *map(str, others)),
         allowed=task.allowed.values,
         again=lambda plan: _largest_batch(task, plan),
     )

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
-from passes.analysis.seconds import compute_seconds, link_seconds
-from passes.plan import Bucket, CostModel
+from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds
+from passes.plan import Bucket
 from shardtrace.planner.family import Candidate, Family, Rounding
 
 import numpy as np
@@ -30,7 +30,7 @@ class Program:
         self.variants = list(family.variants)
         cost, backward = family.task.setting.cost, family.step(self.empty).backward.bound_symbols
         pairs = [[family.variants[v][c.calls[0]] for v in self.variants] for c in family.classes]
-        self.seconds = [[_seconds(cost, pair.backward) for pair in row] for row in pairs]
+        self.seconds = [[block_seconds(cost, pair.backward.id).total for pair in row] for row in pairs]
         self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
         self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
         self.compute = sum(compute_seconds(cost, b) for b in backward)
@@ -118,10 +118,6 @@ def _without_stdout() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _seconds(cost: CostModel, function: Any) -> float:
-    return sum(compute_seconds(cost, b) for b in function.id.trace.bound_symbols)
 
 
 def _saved_bytes(part: Any) -> int:

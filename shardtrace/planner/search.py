@@ -152,9 +152,10 @@ class Search:
         """The same strategies with other buckets, if their size is not given and communication is what some steps wait
         for. A bucket for each layer arrives earlier; one for two blocks has fewer latencies. Nothing is recomputed.
 
-        Only for few blocks, which are then compiled one by one. With many, smaller buckets save little."""
+        Only for few blocks, which are then compiled one by one, and whole sequences. With many blocks, smaller buckets
+        save little."""
         task, few = self.task, len(repeated_blocks(self.task.model)) <= FEW
-        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few:
+        if "bucketing_strategy" in task.fixed or family.kind not in STRATEGIES or not few or task.context > 1:
             return
         several = [b for b in family.issues if len({m.parameter.layer for m in bucket_of(b).members}) > 1]
         longest = max((link_seconds(b) - latency_seconds(b) for b in several), default=0.0)

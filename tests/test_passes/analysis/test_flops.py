@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import shardtrace
-from passes.analysis.flops import bytes_moved, flops
+from passes.analysis.flops import bytes_moved, flops, work
 from passes.analysis.recognise import bucket_of, is_collective, is_deletion, is_issue, is_return, is_unpack
 from passes.analysis.seconds import collective_seconds, compute_seconds
 from passes.plan import CostModel, Device, Link
@@ -13,11 +13,13 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from golden import compile_fake
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors import sdpaex
 from thunder.extend import OperatorExecutor
+from torch.distributed import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -203,3 +205,15 @@ def test_symbolic_values():
     lines = lines_of(lambda x, y: x @ y + 1, a, b, cache="symbolic values")
     assert sum(map(flops, lines)) == 2 * 3 * 4 * 5
     assert sum(map(bytes_moved, lines)) >= 4 * (12 + 20 + 15)
+
+
+def test_attention_of_a_part_of_a_sequence(fake_ranks):
+    """Each of two ranks computes half of the causal attention, forward and backward."""
+    fake_ranks(2)
+    mesh = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")), "context_parallel": "context"}
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    config = GPTConfig(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=32, dropout=0.0)
+    steps = [compile_fake(lambda: GPT(config), tokens, tokens, **options) for options in ({}, mesh)]
+    for traces in (thunder.last_traces, thunder.last_backward_traces):
+        whole, part = (sum(work(b).attention for b in traces(cmodel)[-1].bound_symbols) for cmodel in steps)
+        assert whole == 2 * part > 0

@@ -1,8 +1,10 @@
 from dataclasses import replace
 
+from passes.analysis.calls import parts_in
 from passes.analysis.flops import bytes_made, bytes_moved, flops
-from passes.analysis.recognise import bucket_of, is_issue, is_wait
-from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
+from passes.analysis.recognise import bucket_of, is_issue, is_sequence_issue, is_sequence_wait, is_wait
+from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
+from passes.analysis.traffic import sequence_bytes
 from passes.plan import CostModel, Device, Link, Wire
 from shardtrace import CommPolicy, CompilePolicy
 from shardtrace.inspector.timeline import predicted
@@ -12,6 +14,8 @@ import thunder
 import torch
 from golden import compile_fake
 from torch import nn
+from torch.distributed import init_device_mesh
+from toy_gpt import GPT, GPTConfig
 
 MODEL = CostModel(Link(bandwidth=1000.0, latency=0.5), Device(flops=2e3, half_flops=8e3, bandwidth=1e3, overhead=0.25))
 
@@ -46,6 +50,31 @@ def test_a_collective_takes_its_part_of_the_device_where_it_is_issued(fake_ranks
     cost = replace(MODEL, link=replace(MODEL.link, busy=0.5, busy_per_byte=0.1))
     assert compute_seconds(MODEL, gather) == 0
     assert compute_seconds(cost, gather) == 0.5 + 0.1 * bucket_of(gather).bytes / 2
+
+
+def test_a_block_waits_for_parts_of_a_sequence(fake_ranks):
+    """For keys and values, which follow each other, less what it computes between."""
+    fake_ranks(2)
+    mesh = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")), "context_parallel": "context"}
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    config = GPTConfig(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=32, dropout=0.0)
+    cmodel = compile_fake(lambda: GPT(config), tokens, tokens, **mesh)
+    block = parts_in(thunder.last_traces(cmodel)[-1])[0]
+    lines = block.trace.bound_symbols
+    slow = replace(MODEL, link=Link(bandwidth=1e9, latency=1e6))
+    first, second = (i for i, b in enumerate(lines) if is_sequence_issue(b))
+    last = max(i for i, b in enumerate(lines) if is_sequence_wait(b))
+    assert sequence_bytes(lines[first]) == 2 * 16 * 16 * 4
+    seconds = [compute_seconds(slow, b) for b in lines]
+    found = block_seconds(slow, block)
+    assert found.total == pytest.approx(sum(seconds) + found.exposed)
+    links = sequence_seconds(slow, lines[first]) + sequence_seconds(slow, lines[second])
+    assert found.exposed == pytest.approx(links - sum(seconds[first + 1 : last]))
+    fast = replace(MODEL, link=Link(bandwidth=1e15, latency=0.0))
+    assert block_seconds(fast, block).exposed < 1e-9 * block_seconds(fast, block).total
+    timeline = predicted([thunder.last_traces(cmodel)[-1]], slow)[0]
+    assert timeline.inside == pytest.approx(2 * found.exposed)
+    assert timeline.exposed == timeline.inside + sum(span.exposed for span in timeline.spans)
 
 
 def test_links_inside_a_machine_take_their_own_part():

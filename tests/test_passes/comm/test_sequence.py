@@ -61,7 +61,7 @@ def test_the_parts_of_all_ranks_are_the_whole(split, shape):
 @cases
 def test_gather_and_scatter(split, shape):
     rank = dist.get_rank()
-    part = Part(ContextPlan(2, rank, runtime=PlainRuntime(dist.group.WORLD)), split)
+    part = Part(ContextPlan(2, rank, direct=True, runtime=PlainRuntime(dist.group.WORLD)), split)
     x, gradients = whole(shape), [whole(shape, seed) for seed in (1, 2)]
     found = _wait_gather(_issue_gather(_cut(x, part), part), part)
     torch.testing.assert_close(found, x, rtol=0, atol=0)

@@ -1,0 +1,87 @@
+"""``shardtrace.plan`` with sequences that are split over ranks."""
+
+import shardtrace
+from shardtrace import ContextParallel
+from shardtrace.cli import main
+from shardtrace.inspector.fake import fake_ranks
+from shardtrace.options.planned import NoPlanFitsError
+from shardtrace.planner.context import degrees
+
+import pytest
+import thunder
+from toy_gpt import RANKS, gpt, tokens
+
+FIXED = {"prefetch": 1, "bucketing_strategy": "block", "sharding_strategy": "zero3"}
+CLUSTER = {"world_size": RANKS, "device": "cpu", "link": "1gbit", "fixed": FIXED}
+
+
+@pytest.fixture(scope="module")
+def split():
+    return shardtrace.plan(gpt(), (tokens(), tokens()), memory="1GB", context=2, **CLUSTER)
+
+
+def test_fsdp_takes_a_plan_that_splits_sequences(split, tmp_path):
+    split.to_json(tmp_path / "plan.json")
+    assert shardtrace.TrainingPlan.from_json(tmp_path / "plan.json") == split
+    assert (split.mesh_shape, split.choices["context_parallel"]) == ((2, 2), "context")
+    assert split.tokens == tokens().numel() // 2
+    with fake_ranks(RANKS):
+        cmodel = thunder.jit(shardtrace.fsdp(gpt(), plan=tmp_path / "plan.json"))
+        cmodel(tokens(), tokens()).backward()
+        assert shardtrace.memory(cmodel, persistent=split.memory["optimizer"]).peak == split.peak
+
+
+def test_no_hybrid_strategy_is_tried(task):
+    task = task._replace(fixed={}, mesh_shape=(2, 2))
+    assert list(task.strategies()) == ["zero", "hybrid", "secondary", "ddp"]
+    assert list(task._replace(context=2).strategies()) == ["zero", "ddp"]
+
+
+def test_auto_splits_what_does_not_fit():
+    inputs, options = (tokens(), tokens()), CLUSTER | {"fixed": FIXED | {"activation_checkpointing": None}}
+    with pytest.raises(NoPlanFitsError, match=r'or split sequences over ranks \(context="auto"\)') as error:
+        shardtrace.plan(gpt(), inputs, memory="100kB", **options)
+    whole = error.value.least
+    assert "context_parallel" not in whole.choices
+    found = shardtrace.plan(gpt(), inputs, memory=f"{whole.peak - 1}B", context="auto", **options)
+    assert found.mesh_shape == (2, 2)
+    assert found.notes[-1].startswith("context 1 does not fit: the least is ")
+
+
+def test_degrees(task):
+    task = task._replace(world_size=24, fixed={})
+    assert list(degrees(task, None)) == [1]
+    assert list(degrees(task, 3)) == [3]
+    assert list(degrees(task, "auto")) == [1, 2, 4, 8]  # sequences of 16 tokens
+    part = ContextParallel("c", sequence_dim=0)
+    assert list(degrees(task._replace(fixed={"context_parallel": part}), "auto")) == [1, 2]  # 4 of them
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 3}, "context=3 does not divide the 4 ranks"),
+        ({"context": 16, "world_size": 16}, "context=16 needs sequences of 32 positions: the inputs have 16"),
+        ({"context": "all"}, "context must be a number of ranks"),
+        ({"context": 2, "mesh_shape": (2, 2)}, "mesh_shape is for hybrid strategies"),
+        ({"fixed": {"context_parallel": "c"}}, "context_parallel is fixed: say over how many ranks"),
+        (
+            {"context": 2, "fixed": {"sharding_strategy": "hybrid_zero3"}},
+            'sharding_strategy="hybrid_zero3" cannot be combined with context=2',
+        ),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        shardtrace.plan(gpt(), (tokens(), tokens()), **CLUSTER | options)
+
+
+def test_on_the_command_line(capsys, monkeypatch, tmp_path):
+    text = "from toy_gpt import gpt, tokens\n\ndef build():\n    return gpt(), (tokens(), tokens())\n"
+    (tmp_path / "toy.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    common = ["--world-size", "4", "--device", "cpu", "--link", "1gbit", "--sharding-strategy", "zero3"]
+    assert main(["plan", "toy.py:build", "--context", "2", *common]) == 0
+    text = capsys.readouterr().out
+    assert "context_parallel = 'context'" in text
+    assert "mesh_shape = (2, 2)" in text
