@@ -54,7 +54,9 @@ def test_lines_of_a_tiny_model(fake_ranks):
     fake_ranks(2)
     context = ContextParallel("context", attention="gather")
     cmodel = compile_fake(Tiny, torch.ones(1, 8, 4), mesh=mesh_of((1, 2)), context_parallel=context)
-    assert_expected_inline(text(stage(cmodel, "shard_parameters"), dels=False), """\
+    assert_expected_inline(
+        text(stage(cmodel, "shard_parameters"), dels=False),
+        """\
 t0 = cut(x, dim1_of_8)
 t1 = ltorch.linear(t0, t_attention_qkv_weight, t_attention_qkv_bias)
 (t2, t3, t4) = ltorch.chunk(t1, 3, -1)
@@ -75,7 +77,8 @@ t17 = ltorch.mean(t16, None, False, dtype=None)
 t18 = sum_sequence(t17, dim0_of_1)
 t19 = ltorch.mul(t18, 0.5)
 t20 = to_output(t19, dim0_of_1)
-return {'output': (t20,), 'flat_args': [x, t_attention_out_bias, t_attention_out_weight, t_attention_qkv_bias, t_attention_qkv_weight]}""")
+return {'output': (t20,), 'flat_args': [x, t_attention_out_bias, t_attention_out_weight, t_attention_qkv_bias, t_attention_qkv_weight]}""",
+    )
 
 
 def test_keys_and_values_are_sent_before_heads_are_repeated(sharded):
