@@ -33,11 +33,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-ATTENTION, LOSS, SLICE = (
-    "nn.functional.scaled_dot_product_attention",
-    "nn.functional.cross_entropy",
-    "__getitem__",
-)
+ATTENTION, LOSS, SLICE = "nn.functional.scaled_dot_product_attention", "nn.functional.cross_entropy", "__getitem__"
 
 
 class Form(NamedTuple):
@@ -294,7 +290,7 @@ class _Proof:
 
     def _rows_of_loss(self, call: TorchLine, operands: Sequence[Form]) -> list[Form] | None:
         """A loss of this rank's rows: ``split`` has what its sum is divided by."""
-        _, _, weight, *_, ignored, _, reduction, smoothing = _ordered_loss(call)
+        _, _, weight, *_, ignored, _, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
         rows = operands[1]
         split, fill = rows.split if rows.kind == "filled" else (rows.split, None)
         if reduction != "sum" or weight is not None or split != operands[0].split or split.dim != 0:
@@ -303,7 +299,7 @@ class _Proof:
             return None
         for entry in self.known.get((LOSS, tuple(f.number for f in operands)), ()):
             assert entry.call is not None
-            _, _, recorded_weight, *_, same, _, how, smooth = _ordered_loss(entry.call)
+            _, _, recorded_weight, *_, same, _, how, smooth = loss_arguments(*entry.call.args, **entry.call.kwargs)
             if recorded_weight is None and (same, smooth) == (ignored, smoothing) and how in ("mean", "sum"):
                 of = None if how == "sum" else (rows.number, ignored)
                 return [Form("loss", entry.results[0], of)]
@@ -311,10 +307,6 @@ class _Proof:
 
     def _even(self, split: Split) -> bool:
         return self.plan.local(split.length) * self.plan.ranks == split.length
-
-
-def _ordered_loss(call: TorchLine) -> tuple[Any, ...]:
-    return loss_arguments(*call.args, **call.kwargs)
 
 
 # ---- the laws of collectives ----

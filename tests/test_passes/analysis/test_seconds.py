@@ -6,7 +6,7 @@ from passes.analysis.recognise import bucket_of, is_issue, is_sequence_issue, is
 from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
 from passes.analysis.traffic import sequence_bytes
 from passes.plan import CostModel, Device, Link, Wire
-from shardtrace import CommPolicy, CompilePolicy
+from shardtrace import CommPolicy, CompilePolicy, ContextParallel
 from shardtrace.inspector.timeline import predicted
 
 import pytest
@@ -55,7 +55,8 @@ def test_a_collective_takes_its_part_of_the_device_where_it_is_issued(fake_ranks
 def test_a_block_waits_for_parts_of_a_sequence(fake_ranks):
     """For keys and values, which follow each other, less what it computes between."""
     fake_ranks(2)
-    mesh = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")), "context_parallel": "context"}
+    gather = ContextParallel("context", attention="gather")
+    mesh = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")), "context_parallel": gather}
     tokens = torch.zeros(2, 16, dtype=torch.long)
     config = GPTConfig(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=32, dropout=0.0)
     cmodel = compile_fake(lambda: GPT(config), tokens, tokens, **mesh)
