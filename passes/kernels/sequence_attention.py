@@ -71,7 +71,7 @@ class CausalAttention:
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's fused kernel of the CPU takes them. Memory is predicted on meta tensors, as this kernel's."""
+    """Whether torch's fused kernel of the CPU takes them. Meta tensors stand for those of a device."""
     alike = query.ndim == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == key.shape[-1] == value.shape[-1]
     takes = query.is_meta or query.dtype in (torch.float32, torch.float64, torch.bfloat16)
     return alike and query.device.type in ("cpu", "meta") and takes
