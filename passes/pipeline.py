@@ -18,6 +18,7 @@ from passes.analysis.calls import with_blocks
 from passes.analysis.verify import verify_schedule
 from passes.checkpoint_activations import checkpoint_activations
 from passes.compare_ranks import compare_ranks
+from passes.delay_writes import delay_writes
 from passes.drop_unused import drop_unused
 from passes.facts import Compilation
 from passes.insert_guards import insert_guards
@@ -81,6 +82,8 @@ BEFORE_AUTODIFF = (
           "backward could read gradients before they are computed", over="epilogue"),
     Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
           "Thunder cannot return what the model returns", over="epilogue"),
+    Entry("delay_writes", delay_writes, "before autodiff and fusions, which do not look at writes",
+          "executors that fuse would drop writes, or read what was written for what was there before"),
     Entry("insert_synchronize", insert_synchronize, "before autodiff: the grad rule of a bucket buckets backward, too",
           "the computation needs whole parameters"),
     Entry("keep_random", keep_random, "before autodiff, which hands tags on; before other passes split lines",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from passes.analysis.calls import part_of
 from passes.analysis.recognise import changes_values, is_deletion, is_random, is_return, is_unpack
 from passes.analysis.symbols import identity, is_foreign
+from passes.delay_writes import snapshot
 from passes.kernels.registration import has_mask, kernel_id
 from passes.proof.numbering import Numbers, arguments_of, constant
 
@@ -70,7 +71,7 @@ def has_fusions(*traces: TraceCtx) -> bool:
 
 
 WRITTEN = {kernel_id("batch_norm"): (3, 4)}  # the arguments that a kernel writes, by its id
-IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES)
+IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES, snapshot.id)
 
 
 def _steps(line: BoundSymbol, laws: dict[Hashable, Law], opened: bool) -> Iterable[Step]:
