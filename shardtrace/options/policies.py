@@ -169,7 +169,10 @@ class ContextParallel:
             some heads of the whole sequence, where heads divide by the ranks and there is no mask but a causal one;
             "auto" does what sends fewer bytes.
         returns: what the model returns of a sequence: "whole" on every rank, or this rank's "part", which saves the
-            memory of whole logits. Gradients of both are those of the whole.
+            memory of whole logits. The loss of a part is this rank's share of a sum: divide by the positions of the
+            whole sequence, not by those of the part. Values without a sequence, such as a loss, are whole.
+
+    The ranks of the dimension must be given the same batch. That is not checked.
 
     Raises:
         ValueError, TypeError: the error names the field and the values that it accepts.
