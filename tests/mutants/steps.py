@@ -274,9 +274,9 @@ def compile_step(model: str, setting: str) -> Step:
     torch.manual_seed(0)
     claims: list[Any] = []
 
-    def remember(*args: Any) -> Proof:
+    def remember(record: Any, parameters: Any, forward: Any, backward: Any, context: Any) -> Proof:
         try:
-            claims[:] = [claim(*args)]
+            claims[:] = [claim(record, parameters, forward, backward)]
         except UnprovenError as error:
             claims[:] = [error]
         return Proof("proven")
