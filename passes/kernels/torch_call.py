@@ -170,7 +170,7 @@ class TorchCall:
 
     # ---- at run time ----
 
-    def _call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+    def call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         flat = list(self.flat)
         for n, (i, t) in enumerate(zip(self.places, tensors, strict=True)):
             flat[i] = t.clone() if n in self.written else t
@@ -187,7 +187,7 @@ class TorchCall:
     def run(self, *tensors: torch.Tensor) -> Tensors:
         """The line where nothing is differentiated."""
         with torch.no_grad():
-            return self._call(tensors)
+            return self.call(tensors)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         """The results, and what backward needs of them."""
@@ -221,7 +221,7 @@ class TorchCall:
             return found
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            outs = self._call(given)
+            outs = self.call(given)
         inputs.clear()
         saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
         saved.inputs = [get_gradient_edge(given[i]) for i in self.wanted]

@@ -115,7 +115,7 @@ class Writer:
             inputs=inputs, results=(), absent=absent, **options,
         )  # fmt: skip
         with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):
-            call.results = [Meta.of(t) for t in call._call([m.empty().requires_grad_(m.grad) for m in inputs])]
+            call.results = [Meta.of(t) for t in call.call([m.empty().requires_grad_(m.grad) for m in inputs])]
         return self.emit(line, lambda: call.symbol(*operands))
 
     def grads(self, line: BoundSymbol, call: TorchLine) -> list[bool]:

@@ -402,7 +402,8 @@ def test_each_call_that_orders_streams_is_needed():
 
 
 def test_no_other_file_orders_streams():
-    """Everything that transports call is in the files whose mutants are made."""
+    """Everything that transports call is in the files whose mutants are made. Collectives of sequences, in sequence.py,
+    have no stream of their own: each waits for one work, which test_sequence.py compares over ranks."""
     passes = Path(native.__file__).parents[1]
     calling = {
         file.stem
@@ -410,4 +411,4 @@ def test_no_other_file_orders_streams():
         for node in ast.walk(ast.parse(file.read_text()))
         if called(node) in ORDERING - {"finish", "record"} | ENDS
     }
-    assert calling <= TRANSPORTS.keys()
+    assert calling - {"sequence"} <= TRANSPORTS.keys()
