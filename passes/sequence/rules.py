@@ -59,14 +59,14 @@ def attention(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 
 def _exchanges(to: Splitter, query: TensorProxy, key: TensorProxy, value: TensorProxy, mask: Any) -> bool:
     """Whether ranks exchange heads for positions instead of gathering keys and values: if that is asked for, or if less
-    is sent. Both are sent forward and back: queries, keys, values and results by an exchange; keys and values by a
-    gather, and once more for backward."""
+    is sent. Forward exchanges queries, keys, values and results; backward their gradients, and results once more. Keys
+    and values are gathered in forward and in backward, and their gradients are scattered."""
     ranks = to.plan.ranks
     divides = all(t.ndim == 4 and t.shape[1] % ranks == 0 for t in (query, key, value))
     whole = all(t.shape[2] == query.shape[2] and bool(to.splits(t)) for t in (key, value))
     if to.plan.attention == "gather" or mask is not None or not divides or not whole:
         return False
-    exchanged = 2 * sum(t.numel for t in (query, query, key, value)) // ranks
+    exchanged = (5 * query.numel + 2 * (key.numel + value.numel)) // ranks
     gathered = 3 * sum(to.gather_cost(t) // t.dtype.bytes for t in (key, value))
     return to.plan.attention == "ulysses" or exchanged < gathered
 
@@ -79,6 +79,7 @@ def _attention_of_heads(to: Splitter, line: BoundSymbol, call: TorchLine, split:
     k, v, q = (to.writer.emit(line, partial(exchange_heads, x, part))[0] for x in given)
     (heads,) = to.writer.as_call(line, call, (q, k, v, None, dropout), {"is_causal": causal, **options})
     (found,) = to.writer.emit(line, lambda: exchange_positions(heads, part))
+    to.regather(to.writer.trace.bound_symbols[-1])  # attention saves its result for all positions
     to.know_part(call.results[0], split, found)
     return True
 

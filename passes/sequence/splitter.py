@@ -74,7 +74,7 @@ class Splitter:
         self.writer = Writer(old, inputs)
         self.values: dict[str, Value] = {}
         self._parts: dict[tuple[Split, int | None], Part] = {}
-        self._gathered: set[str] = set()  # new values that are gathered, and copies of them
+        self._gathered: set[str] = set()  # new values that come from other ranks, and copies of them
         self._torch_lines: dict[int, TorchLine | None] = {}
 
     def follow_lines(self) -> None:
@@ -141,6 +141,8 @@ class Splitter:
             for r, s in zip(call.results, placed.results, strict=True)
         ]
         found = self.writer.on_parts(line, call, operands, shapes)
+        if self._moves(line) and not self._gathered.isdisjoint(names(operands)):
+            self.regather(self.writer.trace.bound_symbols[-1])
         for old, new, split in zip(call.results, found, placed.results, strict=True):
             if placed.combine is not None:
                 self.know_whole(old, self._combined(line, new, placed.combine))
@@ -181,7 +183,7 @@ class Splitter:
         swap = {variableify(a): w for a, w in zip(operands, whole, strict=True)}
         new = self.writer.swapped(line, swap)
         if self._moves(line) and not self._gathered.isdisjoint(names(whole)):
-            self._regather(new)
+            self.regather(new)
         for old, found in zip(line.flat_proxy_outs, new.flat_proxy_outs, strict=True):
             if isinstance(old, TensorProxy):
                 value = self.values.setdefault(old.name, Value(old, line))
@@ -231,7 +233,7 @@ class Splitter:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
             (value.whole,) = self.writer.emit(value.line, lambda: gather_sequence(x, self.at(split)))
-            self._regather(self.writer.trace.bound_symbols[-1])
+            self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
 
     def part(self, proxy: TensorProxy, split: Split, fill: int | None = None) -> TensorProxy:
@@ -277,8 +279,9 @@ class Splitter:
         call = self.torch_line(line)
         return bool(properties(line.sym) & MOVES) or (call is not None and call.name in EXPANDS)
 
-    def _regather(self, line: BoundSymbol) -> None:
-        """Lets backward gather again what a line takes from other ranks, so that no rank saves whole sequences."""
+    def regather(self, line: BoundSymbol) -> None:
+        """Lets backward take again what a line takes from other ranks, so that no rank saves whole sequences, or values
+        in two layouts."""
         line.tags = line.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD}
         self._gathered |= names(line.flat_proxy_outs)
 
