@@ -7,6 +7,9 @@ The recorded computation is that of the whole sequence. From the arguments, whic
     y = attention(q, k, v)              mixes positions: k and v are gathered
     loss = cross_entropy(h, labels)     a sum over positions: the sums of all ranks are added up
 
+Where the model is given parts, the recorded computation begins with their gathers, of which nothing is left but what
+lines need.
+
 A value may be there as a whole, or in one or several splits. Lines of whole values are written only when a line needs
 them, and for a part of a result, if the table of dims (:mod:`passes.analysis.dims`) tells how to compute it. A line
 without a rule is computed on whole operands, as without this pass. See Note [Gradients] in
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.analysis.recognise import is_return, is_unpack
-from passes.comm.sequence import cut, from_input, gather_output, to_output
+from passes.comm.sequence import Part, cut, from_input, gather_output, gather_sequence, to_output
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast
 from passes.kernels.torch_call import add_executor
 from passes.plan import TracedParameters
@@ -73,8 +76,12 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
     try:
         with exempt_from_autocast(data), langctx(Languages.TORCH):
+            gathers = given_parts(computation)
             for line in filter(is_unpack, computation.bound_symbols):
-                _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+                if isinstance(line.output, TensorProxy) and line.output.name in gathers:
+                    _add_part(to, line, gathers[line.output.name])
+                else:
+                    _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
             _check_arguments(to, context)
             to.follow_lines()
             for line in filter(is_return, computation.bound_symbols):
@@ -82,6 +89,19 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     finally:
         data.is_grad_enabled = enabled
     return to.writer.finished()
+
+
+def given_parts(computation: TraceCtx) -> dict[str, BoundSymbol]:
+    """The arguments of a recorded computation that are parts: by the name of each, the line that gathers it."""
+    return {b.args[0].name: b for b in computation.bound_symbols if b.sym.id == gather_sequence.id}
+
+
+def _add_part(to: Splitter, line: BoundSymbol, gather: BoundSymbol) -> None:
+    """Adds an argument that is this rank's part of what a line gathers."""
+    to.writer.trace.bound_symbols.append(line)
+    to.writer.taken.add(line.output.name)
+    part: Part = gather.args[1]
+    to.values[gather.output.name] = Value(gather.output, gather, parts={part.split: line.output}, is_split=True)
 
 
 def _add_input(to: Splitter, line: BoundSymbol, context: Context, *, sharded: bool) -> None:

@@ -48,6 +48,7 @@ from shardtrace.training.full import full_gradients, full_params, full_state_dic
 from shardtrace.training.generation import Generator
 from shardtrace.training.join import join
 from shardtrace.training.methods import register_forward_method
+from shardtrace.training.sequence import shard_sequence
 from shardtrace.training.split import split_parameters
 
 __version__ = "0.1.0"
@@ -117,6 +118,7 @@ __all__ = [
     "prove",
     "register_forward_method",
     "save_checkpoint",
+    "shard_sequence",
     "sharded_state_dict",
     "split_parameters",
     "sync_buffers",

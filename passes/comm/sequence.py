@@ -110,7 +110,8 @@ class InFlight(NamedTuple):
 # ---- the functions ----
 
 
-def _cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
+def part_of(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """This rank's part of a whole value."""
     rows, pieces = part.rows(whole), []
     for start, stop, missing in part.ranges():
         pieces.append(rows[:, :, start:stop])
@@ -240,7 +241,7 @@ def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
 
 
 cut = symbol(
-    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), _cut, properties=Property.PARTS
+    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), part_of, properties=Property.PARTS
 )
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 

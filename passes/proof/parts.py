@@ -25,7 +25,7 @@ from passes.kernels.torch_call import call_of
 from passes.plan.sequence import ContextPlan, Split
 from passes.proof.numbering import Numbers, constant
 from passes.sequence.rules import attention_arguments, loss_arguments, of_each_dim
-from passes.split_sequence import Context
+from passes.split_sequence import Context, given_parts
 
 from thunder.core import dtypes
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
@@ -67,11 +67,14 @@ def unproven(recorded: TraceCtx, new: TraceCtx, context: Context) -> Iterator[st
     """Why a computation on parts is not shown to be the recorded one; nothing if it is."""
     proof = _Proof(context.plan)
     inputs = {p.name: proof.numbers.of("input", i) for i, p in enumerate(recorded.args)}
-    expected = proof.record(recorded, dict(inputs))
+    values = dict(inputs)
+    expected = proof.record(recorded, values)
     forms = {
         p.name: Form("border" if p.name in context.differentiated else "whole", number)
         for p, number in zip(new.args, inputs.values(), strict=True)
     }
+    for name, gather in given_parts(recorded).items():
+        forms[name] = Form("part", values[gather.output.name], gather.args[1].split)
     try:
         found = proof.follow(new, forms)
     except UnknownForm as error:

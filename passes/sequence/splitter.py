@@ -233,7 +233,8 @@ class Splitter:
             split = self.splits(proxy)[0]
             x = self.part(proxy, split)
             (value.whole,) = self.writer.emit(value.line, lambda: gather_sequence(x, self.at(split)))
-            self.regather(self.writer.trace.bound_symbols[-1])
+            if self.writer.has_gradient(proxy):  # of another value, Thunder would repeat only the wait
+                self.regather(self.writer.trace.bound_symbols[-1])
         return value.whole
 
     def part(self, proxy: TensorProxy, split: Split, fill: int | None = None) -> TensorProxy:

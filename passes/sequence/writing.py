@@ -121,7 +121,11 @@ class Writer:
     def grads(self, line: BoundSymbol, call: TorchLine) -> list[bool]:
         """Which operands of a line need a gradient."""
         flows = not is_constant_for_vjp(line)
-        return [flows and o.name in self._differentiated and dtypes.is_inexact_dtype(o.dtype) for o in call.operands]
+        return [flows and self.has_gradient(o) for o in call.operands]
+
+    def has_gradient(self, proxy: TensorProxy) -> bool:
+        """Whether a value of the recorded computation has a gradient."""
+        return proxy.name in self._differentiated and dtypes.is_inexact_dtype(proxy.dtype)
 
     def name(self, new: TensorProxy, old: TensorProxy) -> None:
         """Gives a new value the name of the recorded one, if no other has it."""

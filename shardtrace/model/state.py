@@ -55,6 +55,7 @@ class ShardedState:
         self.difference = ""  # of a forward that was recorded again, if it was another one
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
+        self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared
         self.whole: AbstractContextManager[None] | None = None  # that full_params, if it ends at the next training step
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast

@@ -14,17 +14,15 @@ from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import proxied_values, refresh_modules
-from passes.facts import Compilation, Facts
+from passes.facts import Compilation
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
-from passes.plan.sequence import ContextPlan
 from passes.runner import FirstStage, Pass
-from passes.split_sequence import Context
+from shardtrace.model.context import check_alone, compare_batches, context_of, wholes
 from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
-from shardtrace.ranks.mesh import transport
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
@@ -62,7 +60,8 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
     facts = _compilation(states).trace(get_jit_ctx())
-    context = facts.context = _context(states, facts)
+    context = facts.context = context_of(states, facts)
+    check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
         if state.model_name not in facts.models:
@@ -89,11 +88,13 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             state=name,
             compare=functools.partial(_comparison, states),
+            whole_of=wholes(states[0], context),
             fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
         )
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
+        compare_batches(states[0], traced.given)
     facts.guards.append(traced.guard)
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)
@@ -108,44 +109,6 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
     return traced.result
-
-
-def _context(states: Sequence[ShardedState], facts: Facts) -> Context | None:
-    """How the models' sequences are split over ranks; None if each rank has whole ones.
-
-    Raises RuntimeError if another model of the jitted function splits them in another way.
-    """
-    found = [_context_of(state) for state in states]
-    known = facts.context if facts.models else found[0]
-    for state, context in zip(states, found, strict=True):
-        if not _is_same(context, known):
-            raise RuntimeError(
-                f"{state.model_name} is computed together with a model that splits sequences over other ranks, or in "
-                "another way, or not at all: pass the same mesh and the same context_parallel to fsdp() for both, or "
-                "jit them apart"
-            )
-    return known
-
-
-def _context_of(state: ShardedState) -> Context | None:
-    group, options = state.groups.context, state.options.context
-    if group is None or options is None:
-        return None
-    direct = transport(group, {e.device.type for e in state.entries}).direct
-    plan = ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
-    return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
-
-
-def _is_same(one: Context | None, other: Context | None) -> bool:
-    """Whether sequences are split alike, over the same ranks."""
-
-    def ways(context: Context | None) -> tuple[Any, ...]:
-        if context is None or context.plan.ranks == 1:
-            return ()
-        plan = context.plan
-        return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
-
-    return ways(one) == ways(other)
 
 
 def _prepare(states: Sequence[ShardedState]) -> None:

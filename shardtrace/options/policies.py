@@ -168,11 +168,13 @@ class ContextParallel:
         attention: "gather" gathers keys and values; "ulysses" exchanges heads for positions, so that each rank computes
             some heads of the whole sequence, where heads divide by the ranks and there is no mask but a causal one;
             "auto" does what sends fewer bytes.
+        arguments: what the model is given of a sequence: the "whole" on every rank, or this rank's "part", as
+            :func:`shardtrace.shard_sequence` cuts it.
         returns: what the model returns of a sequence: "whole" on every rank, or this rank's "part", which saves the
             memory of whole logits. The loss of a part is this rank's share of a sum: divide by the positions of the
             whole sequence, not by those of the part. Values without a sequence, such as a loss, are whole.
 
-    The ranks of the dimension must be given the same batch. That is not checked.
+    The ranks of the dimension must be given the same batch. The first batch of each shape is compared.
 
     Raises:
         ValueError, TypeError: the error names the field and the values that it accepts.
@@ -185,6 +187,7 @@ class ContextParallel:
     _: KW_ONLY
     sequence_dim: int = 1
     attention: Literal["auto", "gather", "ulysses"] = "auto"
+    arguments: Literal["whole", "part"] = "whole"
     returns: Literal["whole", "part"] = "whole"
 
     def __post_init__(self) -> None:
@@ -193,8 +196,9 @@ class ContextParallel:
             raise ValueError(f"sequence_dim must be the number of a dimension from the left, not {self.sequence_dim!r}")
         if self.attention not in ("auto", "gather", "ulysses"):
             raise ValueError(f'attention must be "auto", "gather" or "ulysses", not {self.attention!r}')
-        if self.returns not in ("whole", "part"):
-            raise ValueError(f'returns must be "whole" or "part", not {self.returns!r}')
+        for field in ("arguments", "returns"):
+            if getattr(self, field) not in ("whole", "part"):
+                raise ValueError(f'{field} must be "whole" or "part", not {getattr(self, field)!r}')
 
 
 def parse_context(given: ContextParallel | str | None) -> ContextParallel | None:

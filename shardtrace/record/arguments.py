@@ -22,17 +22,28 @@ from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
 from thunder.core.proxies import Proxy, TensorProxy
 
+WholeOf = Callable[[TensorProxy], TensorProxy]
+
 
 class Arguments:
     """The arguments of the call, with fakes in the place of tensors. Tensors in containers and in other objects, such
-    as dataclasses, become inputs of the trace."""
+    as dataclasses, become inputs of the trace.
+
+    ``whole_of`` gives the proxy of a whole value for that of a part of it, and for another one itself.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], fakes: FakeMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        fakes: FakeMode,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        whole_of: WholeOf = lambda proxy: proxy,
     ) -> None:
-        self._fakes = fakes
+        self._fakes, self._whole_of = fakes, whole_of
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         self._made: dict[str, torch.Tensor] = {}
+        self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
@@ -46,8 +57,19 @@ class Arguments:
     def proxy(self, fake: torch.Tensor) -> Any:
         return self.by_fake.get(id(fake), (None, None))[1]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that the model was given, by the names of their proxies, without those that are computed."""
+        named = {name: self._originals.get(name) for name in self._made}
+        return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+
     def check_alone(self, fake: torch.Tensor) -> None:
-        """Raises RuntimeError if an argument that forward writes into shares memory with another one."""
+        """Raises RuntimeError if an argument that forward writes into is a part of a value, or shares memory with
+        another one."""
+        if id(fake) in self._parts:
+            raise RuntimeError(
+                f"forward writes into an argument of shape {tuple(fake.shape)}, of which this rank was given a part: "
+                'let it write into a clone, or choose ContextParallel(arguments="whole")'
+            )
         memory = {n: t.untyped_storage().data_ptr() for n, t in self._originals.items() if isinstance(t, torch.Tensor)}
         if list(memory.values()).count(memory.get(self.by_fake[id(fake)][1].name, 0)) > 1:
             raise RuntimeError(
@@ -80,18 +102,21 @@ class Arguments:
                     f"argument {value.name!r} is a sparse tensor: pass a dense one, or its indices and values"
                 )
             computed = value.history is None and dtypes.is_inexact_dtype(value.dtype)
+            whole = self._whole_of(value)
             with self._fakes:
                 fake = torch.empty(
-                    tuple(value.shape),
+                    tuple(whole.shape),
                     dtype=dtypes.to_torch_dtype(value.dtype),
                     device=stand_in(to_torch_device(value.device)),
                     requires_grad=value.requires_grad or computed,
                 )
                 fake = fake.clone() if computed else fake
-            if isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
+            if whole is not value:
+                self._parts.add(id(fake))
+            elif isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
                 fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
             self._made[value.name] = fake
-            self.by_fake[id(fake)] = fake, value
+            self.by_fake[id(fake)] = fake, whole
         return self._made[value.name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -14,7 +14,7 @@ from passes.compat.failures import add_note
 from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
 from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, stand_in, step
+from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
@@ -144,7 +144,7 @@ class Traced(NamedTuple):
     ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
     recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
     name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
-    returns of the tensors that are the result; None if they are that.
+    returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
@@ -153,6 +153,7 @@ class Traced(NamedTuple):
     setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
+    given: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,7 @@ class Setting:
         parameter_of: gives the sharded parameter of a tensor, or None.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
+        whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
     """
@@ -174,6 +176,7 @@ class Setting:
     parameter_of: ParameterOf
     state: str
     compare: Compare
+    whole_of: WholeOf
     fall_back: bool = True
     obstacle: str = ""
 
@@ -225,7 +228,7 @@ class Front:
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
         fakes, watcher = FakeMode(), CodeWatcher()
-        arguments = Arguments(self._module.forward, fakes, args, kwargs)
+        arguments = Arguments(self._module.forward, fakes, args, kwargs, self._setting.whole_of)
         inputs = Inputs(module, fakes, self._setting)
         config = getattr(self._module, "config", None)
         self._caches = bool(arguments.kwargs.get("use_cache", getattr(config, "use_cache", False)))
@@ -278,6 +281,7 @@ class Front:
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
+            arguments.tensors(),
         )
 
     def _thunder_returns(self, result: Any) -> bool:

@@ -50,11 +50,11 @@ class Net(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
 
 
-def compiled(attention):
+def compiled(attention, arguments="whole"):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    context = shardtrace.ContextParallel("context", attention=attention)
+    context = shardtrace.ContextParallel("context", attention=attention, arguments=arguments)
     cmodel = thunder.jit(shardtrace.fsdp(Net(), mesh=mesh, context_parallel=context))
-    x = torch.zeros(2, LENGTH, dtype=torch.long)
+    x = torch.zeros(2, LENGTH if arguments == "whole" else LENGTH // 2, dtype=torch.long)
     cmodel(x, x)[1].backward()
     assert shardtrace.prove(cmodel).verdict == "proven"
     (first,) = (t for t in thunder.compile_data(cmodel).transforms if isinstance(t, FirstStage))
@@ -145,10 +145,10 @@ def mutants(trace, kind, dice):
             yield with_lines(trace, [*lines[:i], call, *lines[i + 1 :]]), changed
 
 
-@pytest.mark.parametrize("attention", ["gather", "ulysses"])
-def test_mutants_are_found(fake_ranks, attention):
+@pytest.mark.parametrize(("attention", "arguments"), [("gather", "whole"), ("ulysses", "whole"), ("gather", "part")])
+def test_mutants_are_found(fake_ranks, attention, arguments):
     fake_ranks(4)
-    facts = compiled(attention)
+    facts = compiled(attention, arguments)
     record, context = facts.record, facts.context
     assert list(unproven(record.traced, record.first, context)) == []
     dice, count = random.Random(0), 0
