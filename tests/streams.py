@@ -14,13 +14,13 @@ from unittest import mock
 
 import shardtrace  # noqa: F401  before thunder
 from passes.analysis.happens_before import COMPUTE, HOST, Wait, Work
-from passes.analysis.recognise import is_deletion, is_return, is_unpack, issues_future, names
+from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
 from passes.compat.lines import function_of
 from passes.plan.host_memory import HostMemory
 
 import torch
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import FutureTensorProxy, Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.trace import TraceCtx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -346,8 +346,13 @@ def _call(bsym: Any, values: dict[str, Any]) -> Any:
     return function(*tree_map(lambda a: values[a.name] if isinstance(a, Proxy) else a, tuple(bsym.args)))
 
 
+def makes_future(bsym: Any) -> bool:
+    """True for a line that issues a collective, of a bucket or of a sequence, or a copy to the host."""
+    return isinstance(bsym.output, FutureTensorProxy)
+
+
 def _bind(bsym: Any, result: Any, values: dict[str, Any], recorder: Recorder) -> None:
-    if issues_future(bsym):
+    if makes_future(bsym):
         values[bsym.output.name] = result
         return
     for proxy, value in zip(bsym.flat_proxy_outs, _tensors(result), strict=True):

@@ -35,7 +35,7 @@ from passes.analysis.recognise import (
     waits_for_future,
 )
 from passes.analysis.symbols import properties
-from passes.comm.sequence import issue_gather
+from passes.comm.sequence import issue_gather, issue_to_heads
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -211,9 +211,9 @@ class Streams:
         future, given = bsym.output.name, self.memory([bsym.args[0].name])
         sent, received = frozenset([f"{future}.sent"]), frozenset([f"{future}.received"])
         self._name(bsym, f"{future}.received")
-        in_place = bsym.sym.id == issue_gather.id  # sent from where it is, and kept by the future
+        in_place = bsym.sym.id in (issue_gather.id, issue_to_heads.id)  # may be sent from where it is
         if in_place:
-            self._kept |= given
+            self._kept |= given  # by the future
         yield Work(i, COMPUTE, given, sent | received)
         yield Wait(i, future, COMPUTE)
         yield Work(i, future, sent | given if in_place else sent, received)

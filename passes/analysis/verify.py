@@ -96,12 +96,10 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
         _verify_secondary(trace)
         _verify_live_buckets(lines, unsharded_values(trace))
         _verify_inflight(lines)
-        for race in races(trace):
-            _fail(lines, race.line, race.message)
-        for part in parts_in(trace):
-            if any(map(is_sequence_issue, part.trace.bound_symbols)):
-                for race in races(part.trace):
-                    _fail(part.trace.bound_symbols, race.line, race.message)
+    for each in (trace, *(part.trace for part in parts_in(trace))):
+        if any(is_collective(b) or is_sequence_issue(b) for b in each.bound_symbols):
+            for race in races(each):
+                _fail(each.bound_symbols, race.line, race.message)
     return trace
 
 

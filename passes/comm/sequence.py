@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
+from passes.comm.messages import InFlight
 from passes.comm.properties import Property
 from passes.comm.symbols import symbol
 from passes.compat.versions import all_gather_single, reduce_scatter_single
@@ -95,18 +96,6 @@ class Part(ContextObject):
         return found
 
 
-class InFlight(NamedTuple):
-    """A collective in flight. ``sent`` must outlive it."""
-
-    work: Any
-    received: torch.Tensor
-    sent: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        self.work.wait()
-        return self.received
-
-
 # ---- the functions ----
 
 
@@ -133,17 +122,22 @@ def _group(part: Part) -> Any:
     return part.plan.runtime.group(part.plan.axis)
 
 
+def _wait(future: InFlight, part: Part) -> None:
+    with part.plan.runtime.communicating(part.label):
+        future.wait()
+
+
 def _issue_gather(x: torch.Tensor, part: Part) -> InFlight:
     with part.plan.runtime.communicating(part.label):
         sent = x.contiguous()
         received = sent.new_empty(part.plan.ranks, *x.shape)
         work = all_gather_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
-    return InFlight(work, received, sent)
+    return InFlight([work], received, sent)
 
 
 def _wait_gather(future: InFlight, part: Part) -> torch.Tensor:
-    with part.plan.runtime.communicating(part.label):
-        return _in_order(future.wait(), part)
+    _wait(future, part)
+    return _in_order(future.received, part)
 
 
 def _in_order(received: torch.Tensor, part: Part) -> torch.Tensor:
@@ -170,22 +164,18 @@ def _by_rank(whole: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _issue_scatter(whole: torch.Tensor, part: Part) -> InFlight:
-    sent, group = _by_rank(whole, part), _group(part)
+    sent = _by_rank(whole, part)
+    if part.plan.direct:
+        return _all_to_all(sent, part)
     with part.plan.runtime.communicating(part.label):
-        if part.plan.direct:
-            received = torch.empty_like(sent)
-            work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-        else:
-            received = torch.empty_like(sent[0])
-            work = reduce_scatter_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-    return InFlight(work, received, sent)
+        received = torch.empty_like(sent[0])
+        work = reduce_scatter_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
+    return InFlight([work], received, sent)
 
 
 def _wait_scatter(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
-    with part.plan.runtime.communicating(part.label):
-        received = future.wait()
-    if received.shape == future.sent.shape:
-        received = received.sum(0)  # in float32 inside, whatever the dtype
+    _wait(future, part)
+    received = future.received.sum(0) if part.plan.direct else future.received  # in float32 inside, whatever the dtype
     return received.view(part.local_shape(shape))
 
 
@@ -193,7 +183,7 @@ def _all_to_all(sent: torch.Tensor, part: Part) -> InFlight:
     with part.plan.runtime.communicating(part.label):
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=_group(part), async_op=True)
-    return InFlight(work, received, sent)
+    return InFlight([work], received, sent)
 
 
 def _issue_to_heads(x: torch.Tensor, part: Part) -> InFlight:
@@ -206,21 +196,20 @@ def _issue_to_positions(heads: torch.Tensor, part: Part) -> InFlight:
 
 
 def _wait_to_positions(future: InFlight, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
-    with part.plan.runtime.communicating(part.label):
-        received = future.wait()
-    shares = received.view(part.plan.ranks, *part.local_shape(shape))
+    _wait(future, part)
+    shares = future.received.view(part.plan.ranks, *part.local_shape(shape))
     return shares.movedim(0, 1).flatten(1, 2)
 
 
 def _issue_sum(x: torch.Tensor, part: Part) -> InFlight:
     with part.plan.runtime.communicating(part.label):
         total = x.clone(memory_format=torch.contiguous_format)
-        return InFlight(dist.all_reduce(total, group=_group(part), async_op=True), total, total)
+        return InFlight([dist.all_reduce(total, group=_group(part), async_op=True)], total, total)
 
 
 def _wait_sum(future: InFlight, part: Part) -> torch.Tensor:
-    with part.plan.runtime.communicating(part.label):
-        return future.wait()
+    _wait(future, part)
+    return future.received
 
 
 # ---- the symbols ----

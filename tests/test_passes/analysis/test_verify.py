@@ -3,14 +3,19 @@
 from dataclasses import replace
 
 from passes.analysis.recognise import is_collective, is_deletion
-from passes.analysis.verify import VerificationError, verify
+from passes.analysis.verify import VerificationError, verify, verify_schedule
+from passes.comm.sequence import Part, issue_gather, issue_to_heads, wait_gather, wait_to_heads
 from passes.plan import Bucket
+from passes.plan.sequence import ContextPlan, Split
 
 import pytest
 import thunder
 import torch
 from golden import compile_fake, stage
-from thunder.core.trace import from_trace
+from thunder.core import dtypes, prims
+from thunder.core.devices import cpu
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 from torch import nn
 
@@ -121,6 +126,20 @@ def test_use_after_del(cmodel):
     trace.bound_symbols = moved(lines, at(lines, "python_del", 1), at(lines, "linear"))
     with pytest.raises(VerificationError, match="is used after it was deleted"):
         verify(trace)
+
+
+@pytest.mark.parametrize(("issue", "wait"), [(issue_gather, wait_gather), (issue_to_heads, wait_to_heads)])
+def test_a_sequence_in_flight_is_not_written(issue, wait):
+    trace, part = TraceCtx(), Part(ContextPlan(2), Split.along(2, 8))
+    with tracectx(trace):
+        x, y = (TensorProxy(name, shape=(1, 2, 4, 4), device=cpu, dtype=dtypes.float32) for name in "xy")
+        future = issue(x, part)
+        prims.copy_(y, x, grad_enabled=False)
+        prims.python_return(wait(future, part))
+    with pytest.raises(VerificationError, match=f"x is written .* by compute, and may still be read by {future.name}"):
+        verify_schedule(trace)
+    trace.bound_symbols = moved(trace.bound_symbols, at(trace.bound_symbols, "copy_"), 2)
+    verify_schedule(trace)
 
 
 def test_zero2_gathers_in_backward(cmodel):

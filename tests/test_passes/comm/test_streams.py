@@ -12,17 +12,18 @@ from pathlib import Path
 
 import shardtrace  # noqa: F401
 from passes.analysis.happens_before import COMPUTE, HOST, Streams, Wait, Work, actions, unordered
-from passes.analysis.recognise import issues_future
-from passes.comm import direct, host_copies, kept_gradients, messages, native, quantized, symbols
+from passes.comm import direct, host_copies, kept_gradients, messages, native, quantized, sequence, symbols
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.compat.lines import symbol_that_calls
+from passes.overlap_sequence import overlap_sequence
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, host_memory
+from passes.plan.sequence import ContextPlan, Split
 from passes.wait_copies import wait_copies
 
 import pytest
 import torch
-from streams import RecordedGroup, recorded_host, recording, run
+from streams import RecordedGroup, makes_future, recorded_host, recording, run
 from thunder.core import dtypes, prims
 from thunder.core.devices import to_device
 from thunder.core.proxies import TensorProxy
@@ -71,7 +72,13 @@ def bucket_of_case(recorder, *, shapes=SHAPES, ranks=3, placement=Placement.SHAR
     return plain.carried_by(plan.gather)
 
 
-def program(bucket, *, backward=True):
+def program_of(recorder, *, backward=True, **options):
+    if "length" in options:
+        return sequence_program(recorder, **options)
+    return program(bucket_of_case(recorder, **options), backward=backward)
+
+
+def program(bucket, *, backward):
     """A gather, a reduction and, with host memory, a copy of gradients to the host. Compute goes on between the halves
     of each."""
     trace = TraceCtx()
@@ -104,6 +111,24 @@ def program(bucket, *, backward=True):
             grads = wait(future, reduced)
         prims.python_return((*values, *grads))
     return del_last_used(wait_copies(trace))
+
+
+def sequence_program(recorder, *, length, batch=2, ranks=3, direct=False):
+    """Each collective of sequences, on what the one before it has made. Compute goes on between the halves of each."""
+    runtime = PlainRuntime(RecordedGroup(recorder, RANK, ranks))
+    part = sequence.Part(ContextPlan(ranks, RANK, direct=direct, runtime=runtime), Split.along(2, length))
+    trace = TraceCtx()
+    with tracectx(trace):
+        shape = part.local_shape((batch, 2 * ranks, length, 4))
+        trace.args = x, y = [TensorProxy(name, shape=shape, device=CUDA, dtype=dtypes.float32) for name in "xy"]
+        for a in trace.args:
+            prims.unpack_trivial(a, name=a.name)
+        for move in (sequence._to_heads, sequence._to_positions, sequence._gather, sequence._scatter, sequence._sum):
+            moved = move(x, part)
+            (y,) = compute_with((y,))
+            (x,) = compute_with((moved,))
+        prims.python_return((x, y))
+    return overlap_sequence(trace)
 
 
 def reductions(bucket):
@@ -162,6 +187,11 @@ CASES = {
     "host, one rank, bf16": {"host": True, "ranks": 1, "dtype": BF16},
     "host, a wire of one's own": {"host": True, "gather": Wire(OnesOwn.issue, OnesOwn.finish, lambda bucket: 0)},
     "host, quantized": {"host": True, "gather": gather_wire(INT8), "reduction": reduction_wire(INT8)},
+    "sequence": {"length": 12},
+    "sequence, padded": {"length": 13},
+    "sequence, batch of one": {"length": 12, "batch": 1},
+    "sequence, direct": {"length": 12, "direct": True},
+    "sequence, direct, padded": {"length": 13, "direct": True},
 }  # fmt: skip
 
 
@@ -171,9 +201,7 @@ CASES = {
 def wrong(case):
     """What is wrong with a transport: races in its record, and what the proof assumes of it and does not hold."""
     with recording() as recorder:
-        options = dict(CASES[case])
-        backward = options.pop("backward", True)
-        trace = program(bucket_of_case(recorder, **options), backward=backward)
+        trace = program_of(recorder, **CASES[case])
         run(trace, recorder)
     proof = Streams()
     assumed = list(actions(trace, proof))
@@ -193,7 +221,7 @@ def streams_of(trace, events):
     all copies in one direction share one."""
     found = {COMPUTE: {COMPUTE}, HOST: {HOST}}
     for i, bsym in enumerate(trace.bound_symbols):
-        if issues_future(bsym):
+        if makes_future(bsym):
             there = {e.stream for e in events if e.line == i}
             messages, copies = ({s for s in there if s.startswith(kind)} for kind in ("collective", "stream"))
             found[bsym.output.name] = messages or copies or {COMPUTE}
@@ -205,7 +233,7 @@ def memory_of(trace, events, bound, proof, streams):
     """For each storage of the record, its memory in the proof. Others live in one line."""
     found = {}
     for event in events:
-        if event.line >= 0 and isinstance(event, Work) and issues_future(bsym := trace.bound_symbols[event.line]):
+        if event.line >= 0 and isinstance(event, Work) and makes_future(bsym := trace.bound_symbols[event.line]):
             future = bsym.output.name
             is_received = event.stream in streams[future] - {COMPUTE}
             for storage in map(storage_of, event.writes):
@@ -301,7 +329,7 @@ ENDS = {"_wait", "mark"}  # of ours: they call the above
 SURROUNDING = {"stream", "ahead"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
     "native": native, "direct": direct, "messages": messages, "quantized": quantized, "symbols": symbols,
-    "host_copies": host_copies, "host_memory": host_memory, "kept_gradients": kept_gradients,
+    "sequence": sequence, "host_copies": host_copies, "host_memory": host_memory, "kept_gradients": kept_gradients,
 }  # fmt: skip
 
 
@@ -382,9 +410,8 @@ def mutated(module, inside, code):
 
 def first_cases(transport):
     """A part of the names of those that are likely to find its mutants."""
-    return (
-        transport if transport in ("native", "direct", "quantized") else "native" if transport == "messages" else "host"
-    )
+    names = {"native", "direct", "quantized", "sequence"}
+    return transport if transport in names else "native" if transport == "messages" else "host"
 
 
 def test_each_call_that_orders_streams_is_needed():
@@ -398,12 +425,11 @@ def test_each_call_that_orders_streams_is_needed():
                     survivors.append(f"{name}.{'.'.join(inside)}: {what}")
     print(f"mutants, all found: {sum(all_of.values())}, {all_of}")
     assert survivors == []
-    assert all_of.keys() == {"native", "direct", "messages", "quantized", "symbols", "host_copies", "host_memory"}
+    assert all_of.keys() == TRANSPORTS.keys() - {"kept_gradients"}
 
 
 def test_no_other_file_orders_streams():
-    """Everything that transports call is in the files whose mutants are made. Collectives of sequences, in sequence.py,
-    have no stream of their own: each waits for one work, which test_sequence.py compares over ranks."""
+    """Everything that transports call is in the files whose mutants are made."""
     passes = Path(native.__file__).parents[1]
     calling = {
         file.stem
@@ -411,4 +437,4 @@ def test_no_other_file_orders_streams():
         for node in ast.walk(ast.parse(file.read_text()))
         if called(node) in ORDERING - {"finish", "record"} | ENDS
     }
-    assert calling - {"sequence"} <= TRANSPORTS.keys()
+    assert calling <= TRANSPORTS.keys()
