@@ -2,7 +2,6 @@
 
 from passes.comm.sequence import (
     Part,
-    part_of,
     _issue_gather,
     _issue_scatter,
     _issue_sum,
@@ -13,6 +12,7 @@ from passes.comm.sequence import (
     _wait_sum,
     _wait_to_positions,
     _widen,
+    part_of,
 )
 from passes.plan import PlainRuntime
 from passes.plan.sequence import ContextPlan, Split
