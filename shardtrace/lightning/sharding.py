@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from shardtrace.api import fsdp
 from shardtrace.model.empty_weights import init_empty_weights
 from shardtrace.model.state import state_of
-from shardtrace.options.policies import Checks, InitPolicy
+from shardtrace.options.policies import Checks, InitPolicy, parse_context
 from shardtrace.ranks.rendezvous import init_process_group
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,9 +49,21 @@ def environment(strategy: Any) -> Iterator[None]:
         init_process_group(device, timeout=strategy.seconds, **({"device_id": device} if device.type == "cuda" else {}))
     yield
     if isinstance(strategy.mesh, tuple):
-        strategy.mesh = init_device_mesh(
-            strategy.root_device.type, strategy.mesh, mesh_dim_names=("replicate", "shard")
-        )
+        context = parse_context(strategy.options.get("context_parallel"))
+        names = ("replicate", "shard") if context is None else ("data", context.mesh_dim)
+        strategy.mesh = init_device_mesh(strategy.root_device.type, strategy.mesh, mesh_dim_names=names)
+
+
+def sampling(strategy: Any, usual: dict[str, Any]) -> dict[str, Any]:
+    """How many replicas of the data there are, and which is this rank's: the ranks of one sequence share theirs."""
+    context, mesh = parse_context(strategy.options.get("context_parallel")), strategy.mesh
+    if context is None or not isinstance(mesh, DeviceMesh):
+        return usual
+    others = [name for name in mesh.mesh_dim_names or () if name != context.mesh_dim]
+    replicas, rank = 1, 0
+    for name in others:
+        replicas, rank = replicas * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
+    return {"num_replicas": replicas, "rank": rank}
 
 
 @contextmanager

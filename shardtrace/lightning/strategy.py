@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from passes.compat.jit import jitted_module
 from shardtrace.lightning import checkpoint
-from shardtrace.lightning.sharding import building, check_precision, environment, seconds, sharded
+from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.clipping import clip_grad_norm_
 
@@ -46,7 +46,8 @@ class ShardtraceStrategy(DDPStrategy):
         jit: compile the model with ``thunder.jit``. With False, pass ``fabric.setup`` the result of a ``thunder.jit``
             of your own, or jit a function that calls the model.
         executors: those of ``thunder.jit``.
-        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards).
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
+            context).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method, accelerator, parallel_devices, cluster_environment, precision: as for
             Fabric's DDPStrategy.
@@ -106,6 +107,10 @@ class ShardtraceStrategy(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise TypeError(f"ShardtraceStrategy writes checkpoints itself, without {type(io).__name__}: leave it out")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return sampling(self, super().distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
         with environment(self):

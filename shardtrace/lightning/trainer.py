@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
-from shardtrace.lightning.sharding import building, check_precision, environment, seconds, sharded
+from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
@@ -32,7 +32,8 @@ class ShardtraceTrainerStrategy(DDPStrategy):
 
     Args:
         sharding_strategy: as for :func:`shardtrace.fsdp`.
-        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards).
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
+            context).
         timeout: how long ranks wait for each other.
         process_group_backend, start_method: as for Lightning's DDPStrategy.
         options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.
@@ -65,6 +66,10 @@ class ShardtraceTrainerStrategy(DDPStrategy):
     def precision_plugin(self, precision: Precision | None) -> None:
         check_precision(precision)
         self._precision_plugin = precision
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return sampling(self, super().distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
         with environment(self):

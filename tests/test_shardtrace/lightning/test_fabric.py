@@ -7,6 +7,7 @@ import shardtrace
 import pytest
 import torch
 import torch.distributed as dist
+from contexts import Tokens
 from models import Weighted, Zoo, tokens
 from ranks import on_ranks
 from sharded_training import ROWS, my_rows, reference
@@ -234,3 +235,15 @@ def test_refused(fake_ranks, tmp_path):
         with contextlib.ExitStack() as stack:
             stack.enter_context(pytest.raises(error, match=message))
             call()
+
+
+@on_ranks(4)
+def test_the_ranks_of_one_sequence_get_the_same_batches():
+    fabric = launched(mesh=(2, 2), context_parallel="context")
+    rows = torch.randint(32, (8, 13), generator=torch.Generator().manual_seed(0))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
+    assert len(loader) == 2
+    model = fabric.setup(Tokens(layers=1))
+    for batch in loader:  # which ranks of one sequence compare
+        assert model(batch).shape == (2, 13, 32)
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": dist.get_rank() // 2}
