@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +73,8 @@ class MemoryRow(NamedTuple):
 class Inspection:
     """The result of :func:`inspect`. ``print`` shows the summary, a notebook the whole page."""
 
-    def __init__(self, data: StepData) -> None:
-        self.record = data
+    def __init__(self, data: StepData, prove: Callable[[], Proof | None] = lambda: None) -> None:
+        self.record, self._prove = data, prove
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -82,10 +82,11 @@ class Inspection:
         arguments), in this order. Each has ``name``, ``phase``, ``seconds``, ``lines`` and ``changes``."""
         return self.record.stages
 
-    @property
+    @cached_property
     def proof(self) -> Proof | None:
-        """The proof that the step is the unsharded program (:func:`shardtrace.prove`); None without a sharded model."""
-        return self.record.proof
+        """The proof that the step is the unsharded program (:func:`shardtrace.prove`); None without a sharded model.
+        It is made when it is asked for, or shown on the page."""
+        return self._prove()
 
     @property
     def times(self) -> str:
@@ -120,7 +121,7 @@ class Inspection:
 
     def to_html(self, path: str | Path) -> Path:
         """Writes the page to one self-contained file, which needs no network, and returns its path."""
-        return _write(path, page.render(self.record))
+        return _write(path, page.render(self.record, self.proof))
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Writes the timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
@@ -132,7 +133,7 @@ class Inspection:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return page.embed(self.record)
+        return page.embed(self.record, self.proof)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
@@ -238,7 +239,7 @@ def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None
             "Its traces have no collectives of shardtrace: it was not sharded by shardtrace.fsdp, or on one rank."
         )
         shown = shown._replace(notes=(*shown.notes, no_collectives))
-    return Inspection(shown)
+    return Inspection(shown, traces.prove)
 
 
 def _class_name(module: nn.Module) -> str:
@@ -268,9 +269,9 @@ def _traces(cmodel: Any, compilation: int | None) -> Traces:
 
 
 def with_proof(data: Any, traces: Traces) -> Traces:
-    """Traces that were compiled with Thunder's ``data``, with their proof if they have a sharded model."""
+    """Traces that were compiled with Thunder's ``data``, with what proves them if they have a sharded model."""
     forward = next((t for t in reversed(traces.forward) if t.bound_symbols), None)
     if forward is None:
         return traces
     backward = traces.backward[-1] if traces.backward else None
-    return traces._replace(proof=prove_compiled(data, traces.forward, forward, backward))
+    return traces._replace(prove=partial(prove_compiled, data, traces.forward, forward, backward))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from importlib import resources
 
+from passes.proof.prove import Proof
 from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.module_tree import draw_modules
@@ -16,7 +17,7 @@ from shardtrace.inspector.units import count, duration, size
 SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 
 
-def render(record: StepData) -> str:
+def render(record: StepData, proof: Proof | None) -> str:
     """The whole page."""
     css, script = _resource("page.css"), "".join(map(_resource, SCRIPTS))
     title = escape(f"{record.setup.model} · shardtrace")
@@ -26,17 +27,17 @@ def render(record: StepData) -> str:
     data = f'<script type="text/plain" id="data">{pack(page_data(record))}</script>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{css}</style></head>\n'
-        f"<body>{_header(record)}{_cards(record)}{panels}{_help()}{data}"
+        f"<body>{_header(record, proof)}{_cards(record)}{panels}{_help()}{data}"
         f'<script type="module">{script}</script></body></html>\n'
     )
 
 
-def embed(record: StepData) -> str:
+def embed(record: StepData, proof: Proof | None) -> str:
     """The page in a frame, for a notebook. Viewers without frames (GitHub) show only the numbers."""
     frame = "border:1px solid #8884;border-radius:8px;width:100%;height:860px"
     return (
         f"<style>.shardtrace-plain{{display:none}}</style>"
-        f'<iframe style="{frame}" srcdoc="{escape(render(record))}" title="shardtrace inspector"></iframe>'
+        f'<iframe style="{frame}" srcdoc="{escape(render(record, proof))}" title="shardtrace inspector"></iframe>'
         f'<div class="shardtrace-plain">{_heading(record)}{draw_tables(record)}</div>'
     )
 
@@ -61,9 +62,8 @@ PROVEN = (
 )
 
 
-def _header(record: StepData) -> str:
+def _header(record: StepData, proof: Proof | None) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in record.notes)
-    proof = record.proof
     if proof is not None:
         badge, _, why = str(proof).partition("\n")
         inside = f"<pre>{escape(why)}</pre>" if why else ""

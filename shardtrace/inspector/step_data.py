@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
@@ -149,7 +149,6 @@ class StepData(NamedTuple):
     notes: tuple[str, ...]  # remarks about missing or chosen data
     predicted_seconds: float
     measured_steps: int
-    proof: Proof | None = None  # that it is the unsharded program; None if it has no sharded model
 
     @property
     def times(self) -> str:
@@ -163,13 +162,14 @@ class StepData(NamedTuple):
 
 
 class Traces(NamedTuple):
-    """The traces of one compilation in the order of the passes, notes about which compilation it is, and its proof."""
+    """The traces of one compilation in the order of the passes, notes about which compilation it is, and what
+    proves it."""
 
     forward: Sequence[TraceCtx]
     backward: Sequence[TraceCtx]
     prologue: Sequence[TraceCtx]
     notes: tuple[str, ...] = ()
-    proof: Proof | None = None
+    prove: Callable[[], Proof | None] = lambda: None
 
 
 def build_step_data(
@@ -214,7 +214,6 @@ def build_step_data(
         notes=tuple(notes),
         predicted_seconds=expected[-1].end if expected else 0.0,
         measured_steps=times.steps if times is not None else 0,
-        proof=traces.proof,
     )
 
 
