@@ -56,7 +56,8 @@ def test_stored(path, stored):
 
 @pytest.fixture(scope="module")
 def fresh(request, tmp_path_factory):
-    """The notebooks of the chosen tests as futures, executed two at a time: each leaves a core idle for long."""
+    """The notebooks of the chosen tests as futures, executed two at a time: each leaves a core idle for long. As for
+    users, a step is proven where its proof is shown."""
     folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("fresh") / "notebooks")
 
     def run(path):
@@ -65,7 +66,8 @@ def fresh(request, tmp_path_factory):
         return notebook
 
     chosen = {item.callspec.params["path"] for item in request.session.items if "fresh" in item.fixturenames}
-    with ThreadPoolExecutor(2) as threads:
+    with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor(2) as threads:
+        environment.delenv("SHARDTRACE_PROVE")
         yield {path: threads.submit(run, path) for path in sorted(chosen)}
 
 

@@ -18,12 +18,13 @@ from passes.kernels.registration import has_mask, kernel_id
 from passes.proof.numbering import Numbers, arguments_of, constant
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import NumberProxy, Proxy
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Values = dict[str, Any]  # numbers, tuples of numbers (collections), or what a law passes on, by name
 Law = Callable[["Evaluation", BoundSymbol, Values], None]
+Lowering = tuple[list["Step"], list[str], Any]  # steps, the names of their operands, and what they return
 
 
 class UnprovenError(Exception):
@@ -143,6 +144,19 @@ class Evaluation:
         self.rounding: dict[str, None] = {}
         self.draws: Counter[tuple[Hashable, ...]] = Counter()
         self._programs: dict[int, tuple[TraceCtx, Program]] = {}
+        self._lowerings: dict[Hashable, Lowering] = {}
+
+    def lowering(self, line: BoundSymbol) -> Lowering:
+        """What runs a line that is not fused, made once for lines that differ only in the names of their values."""
+        assert self.lower is not None
+        step, given = _plain_step(line), line.flat_proxy_args
+        places = {a.name: i for i, a in reversed([*enumerate(given)])}
+        key = step.operation, step.constants, tuple([(places[a.name], _kind(a)) for a in given])
+        if key not in self._lowerings:
+            lowered = self.lower(line)
+            steps = [s for b in lowered.bound_symbols for s in _steps(b, self.laws, self.opened)]
+            self._lowerings[key] = steps, [a.name for a in given], returned(lowered)
+        return self._lowerings[key]
 
     def program(self, trace: TraceCtx) -> Program:
         """The program of a trace, made once."""
@@ -275,11 +289,10 @@ def _agree(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
 
 def _lower_too(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     """An executor that fuses leaves some lines alone, which other executors run. Both forms have the same value."""
-    assert evaluation.lower is not None
-    lowered = evaluation.lower(line)
-    inside = dict(values)
-    evaluation.run([s for b in lowered.bound_symbols for s in _steps(b, evaluation.laws, evaluation.opened)], inside)
-    for out, found in zip(_results(line), evaluation.value(returned(lowered), inside), strict=True):
+    steps, names, result = evaluation.lowering(line)
+    inside = {name: values[a.name] for name, a in zip(names, line.flat_proxy_args, strict=True) if a.name in values}
+    evaluation.run(steps, inside)
+    for out, found in zip(_results(line), evaluation.value(result, inside), strict=True):
         if out is not None and found != values[out]:
             evaluation.numbers.synonyms[found] = values[out]
 
@@ -297,6 +310,13 @@ def _parts_results(evaluation: Evaluation, line: BoundSymbol, values: Values) ->
     inside = dict(values)
     evaluation.run([step for part in fresh.subsymbols for step in _steps(part, evaluation.laws, True)], inside)
     return tuple([inside[name] for name in _results(fresh) if name is not None])
+
+
+def _kind(proxy: Proxy) -> Hashable:
+    """What an executor may choose by."""
+    if isinstance(proxy, TensorProxy):
+        return tuple(proxy.shape), proxy.dtype, proxy.device, proxy.requires_grad
+    return repr(proxy)
 
 
 def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
