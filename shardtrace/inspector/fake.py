@@ -13,7 +13,7 @@ from passes.compat.jit import attention_of_gpus
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.counts import parse_count
-from shardtrace.options.policies import InitPolicy
+from shardtrace.options.policies import Checks, InitPolicy
 from shardtrace.ranks.device import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 
@@ -77,11 +77,13 @@ def compile_sharded(
 ) -> Any:
     """A jitted and sharded copy of ``model``, compiled for one call in the current process group.
 
-    The model is not changed. Its copy has no memory.
+    The model is not changed. Its copy has no memory. A step that is never run is proven only where its proof is shown.
     """
     init = fsdp_options.get("init_policy", InitPolicy())
     device = resolve_device(init.device, _device(model, arguments))
-    options = {**fsdp_options, "init_policy": replace(init, device=device, param_init_fn=never_runs)}
+    checks = replace(fsdp_options.get("checks", Checks()), prove=False)
+    policies = {"init_policy": replace(init, device=device, param_init_fn=never_runs), "checks": checks}
+    options = {**fsdp_options, **policies}
     with deeper_recursion(), attention_of_gpus() if is_absent(device) else nullcontext():
         ours = thunder.jit(fsdp(hollow_copy(model), **options), **jit_options)
         compile_only(ours, _on(device, arguments))
