@@ -29,6 +29,7 @@ from shardtrace.api import fsdp
 from shardtrace.inspector.fake import Arguments, parse_arguments
 from shardtrace.model.home import shard
 from shardtrace.model.state import link_of
+from shardtrace.options.policies import parse_context
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.marks import is_library
 from shardtrace.record.results import tensors_in
@@ -166,6 +167,8 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     """
     whole = model if isinstance(model, nn.Module) else model()
     arguments = parse_arguments(example_inputs)
+    if (context := parse_context(fsdp_options.get("context_parallel"))) is not None:  # all ranks compare the whole
+        fsdp_options["context_parallel"] = replace(context, arguments="whole", returns="whole")
     remarks: list[str] = []
     expected = _step(copy.deepcopy(whole), arguments)
     exact = _in_float64(_step, whole, arguments, remarks) or Step({})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Part, part_of
@@ -40,11 +40,21 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
     return busy + cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
 
 
+class Sent(NamedTuple):
+    """A collective of a sequence in a block: its line, and its start and end in seconds since the block began. Compute
+    waits for it for ``exposed`` of them."""
+
+    issue: BoundSymbol
+    start: float
+    stop: float
+    exposed: float
+
+
 class BlockSeconds(NamedTuple):
-    """The seconds of a block's function, and those of them in which it waits for parts of a sequence."""
+    """The seconds of a block's function, and its collectives in order of issue."""
 
     total: float
-    exposed: float
+    sent: Sequence[Sent]
 
 
 def block_seconds(cost: CostModel, part: Part) -> BlockSeconds:
@@ -56,16 +66,23 @@ def block_seconds(cost: CostModel, part: Part) -> BlockSeconds:
 
 
 def _in_order(cost: CostModel, lines: Iterable[BoundSymbol]) -> BlockSeconds:
-    now = is_free = exposed = 0.0
-    arrives: dict[str, float] = {}  # by future
+    now = is_free = 0.0
+    sent: list[Sent] = []
+    places: dict[str, int] = {}  # in ``sent``, by future
     for bsym in lines:
         if is_sequence_wait(bsym):
-            idle = max(0.0, arrives[bsym.args[0].name] - now)
-            now, exposed = now + idle, exposed + idle
+            place = places[bsym.args[0].name]
+            idle = max(0.0, sent[place].stop - now)
+            sent[place], now = sent[place]._replace(exposed=idle), now + idle
+        if (part := part_of(bsym)) is not None:
+            inner = block_seconds(cost, part).sent
+            sent += [s._replace(start=now + s.start, stop=now + s.stop) for s in inner]
         now += compute_seconds(cost, bsym)
         if is_sequence_issue(bsym):
-            arrives[bsym.output.name] = is_free = max(now, is_free) + sequence_seconds(cost, bsym)
-    return BlockSeconds(now, exposed)
+            start, places[bsym.output.name] = max(now, is_free), len(sent)
+            is_free = start + sequence_seconds(cost, bsym)
+            sent.append(Sent(bsym, start, is_free, 0.0))
+    return BlockSeconds(now, sent)
 
 
 def wire_seconds(cost: CostModel, bsym: BoundSymbol) -> float:

@@ -82,7 +82,7 @@ def block_of(module: Name | None) -> str:
 def _compute(record: StepData) -> Iterator[Bar]:
     """Compute by block, and its idle times."""
     for phase in record.phases:
-        starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed}
+        starts, idle = phase.timeline.starts, {s.wait: s for s in phase.timeline.spans if s.exposed and not s.in_block}
         busy = [i for i in range(len(phase.lines)) if starts[i + 1] > starts[i]]
         block, pieces = "", list[tuple[int, str | None]]()  # None where compute is idle
         for i in busy:

@@ -98,9 +98,8 @@ class Inspection:
         """The collectives of a step in order of issue: a list of named tuples, with ``to_pandas()``."""
         rows = Rows[CollectiveRow]()
         for phase in self.record.phases:
-            spans = {span.issue: span for span in phase.timeline.spans if span.kind != "offload"}
-            for c, issue in zip(phase.collectives, sorted(spans), strict=True):
-                s = spans[issue]
+            spans = [span for span in phase.timeline.spans if span.kind != "offload"]
+            for c, s in zip(phase.collectives, sorted(spans, key=lambda span: span.issue), strict=True):
                 row = (c.phase, c.kind, *c[2:], s.issue, s.wait, s.start, s.stop, s.exposed, self.times)
                 rows.append(CollectiveRow(*row, why_issued=phase.why[s.issue], why_waited=phase.why[s.wait]))
         return rows

@@ -17,7 +17,7 @@ from shardtrace.inspector.units import count, duration, size
 SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 
 
-def render(record: StepData, proof: Proof | None) -> str:
+def render(record: StepData, proof: Proof | None = None) -> str:
     """The whole page."""
     css, script = _resource("page.css"), "".join(map(_resource, SCRIPTS))
     title = escape(f"{record.setup.model} · shardtrace")

@@ -197,7 +197,7 @@ def build_step_data(
         stages += _stages(part.name, part.traces, reader)
     stages += _stages("prologue", traces.prologue, reader)
     expected = predicted(last, cost)
-    clocks = measured(last, times.seconds) if times is not None else expected
+    clocks = measured(last, times.seconds, cost) if times is not None else expected
     phases = _phases(last, stages, clocks) if last else ()
     parameters = _parameters(buckets)
     names = [*forms, *(p.module for p in parameters), *(m for p in phases for m in p.modules if m)]

@@ -99,7 +99,7 @@ def _computing(phase: Phase) -> Spans:
 
 def _waiting(phase: Phase) -> Spans:
     starts = phase.timeline.starts
-    return ((starts[s.wait], starts[s.wait + 1]) for s in phase.timeline.spans)
+    return ((starts[s.wait], starts[s.wait + 1]) for s in phase.timeline.spans if not s.in_block)
 
 
 def _links(phase: Phase, *, gathers: bool) -> Spans:

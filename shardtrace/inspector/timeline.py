@@ -3,7 +3,7 @@ measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ HOST = "host"  # the name of the link that carries copies to the host
 
 class Span(NamedTuple):
     """A collective, or a copy to the host, on its link. Times are seconds since the step began; ``issue`` and ``wait``
-    are lines of its trace.
+    are lines of its trace, and both the line that calls a block if it is one of that block.
 
     Compute is idle for ``exposed`` seconds before ``wait`` returns. A measured span lasts from its issue to the end of
     its wait, because the time of its arrival is not known.
@@ -48,16 +48,19 @@ class Span(NamedTuple):
     bytes: int  # of the unsharded bucket; for a copy, the bytes that it moves
     sent: int  # bytes that each rank sends, and receives
 
+    @property
+    def in_block(self) -> bool:
+        """Whether it is a collective of a block."""
+        return self.issue == self.wait
+
 
 class Timeline(NamedTuple):
     """``starts[i]`` is the time in seconds at which line i begins; the last element is the end. ``spans`` are the
-    collectives, ``links`` the names of the groups that had collectives so far in the step. ``inside``: the seconds in
-    which blocks wait for parts of a sequence, which no span shows."""
+    collectives, ``links`` the names of the groups that had collectives so far in the step."""
 
     starts: list[float]
     spans: list[Span]
     links: list[str]
-    inside: float = 0.0
 
     @property
     def end(self) -> float:
@@ -66,7 +69,7 @@ class Timeline(NamedTuple):
     @property
     def exposed(self) -> float:
         """The seconds in which compute waits."""
-        return self.inside + sum(span.exposed for span in self.spans)
+        return sum(span.exposed for span in self.spans)
 
 
 def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
@@ -77,16 +80,17 @@ def predicted(traces: Sequence[TraceCtx], cost: CostModel) -> list[Timeline]:
     return clocks
 
 
-def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]]) -> list[Timeline]:
-    """The timelines of traces whose lines took ``seconds`` each."""
+def measured(traces: Sequence[TraceCtx], seconds: Sequence[Sequence[float]], cost: CostModel) -> list[Timeline]:
+    """The timelines of traces whose lines took ``seconds`` each. Within a block they are in proportion to those that
+    ``cost`` predicts."""
     links, clocks = _Links(), list[Timeline]()
     for trace, taken in zip(traces, seconds, strict=True):
-        clocks.append(_lay_out(trace, taken, clocks[-1].end if clocks else 0.0, links))
+        clocks.append(_lay_out(trace, taken, clocks[-1].end if clocks else 0.0, links, cost))
     return clocks
 
 
 def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> Timeline:
-    now, starts, spans, inside = begin, list[float](), list[Span](), 0.0
+    now, starts, spans = begin, list[float](), list[Span]()
     is_free: dict[object, float] = {}
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
@@ -103,13 +107,25 @@ def _predict(trace: TraceCtx, cost: CostModel, begin: float, links: _Links) -> T
             spans.append(span._replace(wait=i, exposed=max(0.0, span.stop - now)))
             now = max(now, span.stop) + compute_seconds(cost, bsym)
         else:
-            part = part_of(bsym)
-            inside += block_seconds(cost, part).exposed if part is not None else 0.0
+            spans += _of_block(bsym, i, now, cost, links)
             now += compute_seconds(cost, bsym)
-    return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names, inside)
+    return Timeline([*starts, now], sorted(spans, key=lambda span: span.start), links.names)
 
 
-def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Links) -> Timeline:
+def _of_block(
+    bsym: BoundSymbol, line: int, begin: float, cost: CostModel, links: _Links, seconds: float | None = None
+) -> Iterator[Span]:
+    """The collectives of the block that a line calls, if it calls one. ``seconds`` is what it took, if known."""
+    if (part := part_of(bsym)) is None:
+        return
+    total, sent = block_seconds(cost, part)
+    scale = 1.0 if seconds is None or not total else seconds / total
+    for s in sent:
+        span = links.span(s.issue, line, begin + s.start * scale, begin + s.stop * scale)
+        yield span._replace(exposed=s.exposed * scale)
+
+
+def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Links, cost: CostModel) -> Timeline:
     starts, spans = list(accumulate(seconds, initial=begin)), list[Span]()
     in_flight: dict[str, Span] = {}
     for i, bsym in enumerate(trace.bound_symbols):
@@ -118,6 +134,8 @@ def _lay_out(trace: TraceCtx, seconds: Sequence[float], begin: float, links: _Li
         elif waits_for_future(bsym) or is_sequence_wait(bsym):
             span = in_flight.pop(bsym.args[0].name)
             spans.append(span._replace(wait=i, stop=starts[i + 1], exposed=seconds[i]))
+        else:
+            spans += _of_block(bsym, i, starts[i], cost, links, seconds[i])
     return Timeline(starts, sorted(spans, key=lambda span: span.start), links.names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardtrace.inspector.fake import compile_sharded, parse_arguments
@@ -112,6 +113,8 @@ class Task(NamedTuple):
     def compile_function(self, chosen: Mapping[str, Any]) -> Any:
         """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
         options = self.options(chosen) | {"cost_model": self.setting.cost}
+        if (context := parse_context(options.get("context_parallel"))) is not None:
+            options["context_parallel"] = replace(context, arguments="whole")  # as the inputs are
         options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
         if shape := self.mesh_of(options["sharding_strategy"]):
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_dim_names(options))

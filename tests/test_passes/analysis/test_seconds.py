@@ -68,14 +68,17 @@ def test_a_block_waits_for_parts_of_a_sequence(fake_ranks):
     assert sequence_bytes(lines[first]) == 2 * 16 * 16 * 4
     seconds = [compute_seconds(slow, b) for b in lines]
     found = block_seconds(slow, block)
-    assert found.total == pytest.approx(sum(seconds) + found.exposed)
+    exposed = sum(sent.exposed for sent in found.sent)
+    assert [sent.issue for sent in found.sent] == [lines[first], lines[second]]
+    assert found.total == pytest.approx(sum(seconds) + exposed)
     links = sequence_seconds(slow, lines[first]) + sequence_seconds(slow, lines[second])
-    assert found.exposed == pytest.approx(links - sum(seconds[first + 1 : last]))
+    assert exposed == pytest.approx(links - sum(seconds[first + 1 : last]))
     fast = replace(MODEL, link=Link(bandwidth=1e15, latency=0.0))
-    assert block_seconds(fast, block).exposed < 1e-9 * block_seconds(fast, block).total
+    assert all(sent.exposed < 1e-9 * block_seconds(fast, block).total for sent in block_seconds(fast, block).sent)
     timeline = predicted([thunder.last_traces(cmodel)[-1]], slow)[0]
-    assert timeline.inside == pytest.approx(2 * found.exposed)
-    assert timeline.exposed == timeline.inside + sum(span.exposed for span in timeline.spans)
+    of_blocks = [span for span in timeline.spans if span.in_block]
+    assert sum(span.exposed for span in of_blocks) == pytest.approx(2 * exposed)
+    assert [span.stop - span.start for span in of_blocks] == pytest.approx(2 * [s.stop - s.start for s in found.sent])
 
 
 def test_links_inside_a_machine_take_their_own_part():

@@ -31,6 +31,18 @@ def test_fsdp_takes_a_plan_that_splits_sequences(split, tmp_path):
         assert shardtrace.memory(cmodel, persistent=split.memory["optimizer"]).peak == split.peak
 
 
+def test_inputs_are_whole_for_a_model_that_takes_parts(task):
+    fixed = {"context_parallel": ContextParallel("context", arguments="part")}
+    with fake_ranks(RANKS):
+        step = task._replace(fixed=fixed, context=2).compile_function({"sharding_strategy": "zero3"})
+    shown = shardtrace.inspect(step)
+    assert "gather_sequence" not in str(shown.stages[0].lines)
+    of_blocks = [row for row in shown.collectives if row.issue == row.wait]
+    assert {row.kind for row in of_blocks} == {"all_to_all_heads", "all_to_all_positions"}
+    assert all(row.start < row.stop for row in of_blocks)
+    assert sum(row.exposed for row in shown.collectives) == pytest.approx(shown.totals.exposed)
+
+
 def test_no_hybrid_strategy_is_tried(task):
     task = task._replace(fixed={}, mesh_shape=(2, 2))
     assert list(task.strategies()) == ["zero", "hybrid", "secondary", "ddp"]

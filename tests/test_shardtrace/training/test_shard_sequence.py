@@ -131,6 +131,13 @@ def test_what_is_refused():
         writing(torch.ones(2, 8))
 
 
+@on_ranks(2)
+def test_a_check_compares_whole_sequences():
+    context = ContextParallel("context", arguments="part", returns="part")
+    done = shardtrace.check(partial(Tokens, layers=1), batch(0, 13)[0], mesh=mesh_of((1, 2)), context_parallel=context)
+    assert done.ok, done
+
+
 # ---- whole batches ----
 
 
