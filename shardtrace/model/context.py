@@ -119,4 +119,4 @@ def compare_batches(state: ShardedState, given: Mapping[str, torch.Tensor]) -> N
 
 def _digest(t: torch.Tensor) -> str:
     values = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    return f"digest {int(torch.hash_tensor(values).cpu()):x}" if t.numel() else "empty"
+    return f"digest {torch.hash_tensor(values).view(torch.int64).item()}" if t.numel() else "empty"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import proxied_values, refresh_modules
-from passes.facts import Compilation
+from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
 from passes.runner import FirstStage, Pass
@@ -95,13 +95,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
         compare_batches(states[0], traced.given)
-    facts.guards.append(traced.guard)
-    if traced.last_guard is not None:
-        facts.last_guards.append(traced.last_guard)
-    if traced.setter is not None:
-        facts.setters[name] = traced.setter
-    facts.rebuild = traced.rebuild
-    facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
+    _add_traced(facts, traced, name)
     for state in states:
         facts.at_end.append(functools.partial(_refuse_values, state, proxied))
         facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
@@ -109,6 +103,17 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
     return traced.result
+
+
+def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
+    """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
+    facts.guards.append(traced.guard)
+    if traced.last_guard is not None:
+        facts.last_guards.append(traced.last_guard)
+    if traced.setter is not None:
+        facts.setters[name] = traced.setter
+    facts.rebuild = traced.rebuild
+    facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
 
 
 def _prepare(states: Sequence[ShardedState]) -> None:
