@@ -6,8 +6,7 @@ something else there, ``SLACK_ALONE`` units in the last place are rounding.
 
 Note [Lines]. If something is different, the step is compiled again with the value of each call of torch among its
 results, to find the first line that differs: a mode within the model's forward leaves them on a module, as any forward
-could. Calls are compared by place, function and number, because the two may take other ways
-(``torch.compiler.is_compiling``).
+could. Calls are compared by place, function and number: a model may ask ``torch.compiler.is_compiling``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardtrace.api import fsdp
 from shardtrace.inspector.fake import Arguments, parse_arguments
 from shardtrace.model.home import shard
 from shardtrace.model.state import link_of
-from shardtrace.options.policies import parse_context
+from shardtrace.options.policies import whole_sequences
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.marks import is_library
 from shardtrace.record.results import tensors_in
@@ -167,8 +166,7 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     """
     whole = model if isinstance(model, nn.Module) else model()
     arguments = parse_arguments(example_inputs)
-    if (context := parse_context(fsdp_options.get("context_parallel"))) is not None:  # all ranks compare the whole
-        fsdp_options["context_parallel"] = replace(context, arguments="whole", returns="whole")
+    fsdp_options |= whole_sequences(fsdp_options)
     remarks: list[str] = []
     expected = _step(copy.deepcopy(whole), arguments)
     exact = _in_float64(_step, whole, arguments, remarks) or Step({})
@@ -383,8 +381,7 @@ def _worst_of_ranks(rows: Iterable[Row]) -> list[Row]:
 
 def _torchs_lines(cmodel: Any) -> Mapping[str, int]:
     last = thunder.last_traces(cmodel)[-1]
-    parts = parts_in(last)
-    lines = (b for trace in (last, *(part.traces[-1] for part in parts)) for b in trace.bound_symbols)
+    lines = (b for trace in (last, *(part.traces[-1] for part in parts_in(last))) for b in trace.bound_symbols)
     functions = [call.function for b in lines if (call := call_of(b.sym)) is not None]
     return Counter(f"module {type(f.module).__name__}" if isinstance(f, EagerModule) else name_of(f) for f in functions)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, Literal
 
 from passes.pipeline import check_disabled
@@ -206,6 +206,13 @@ def parse_context(given: ContextParallel | str | None) -> ContextParallel | None
     if given is not None and not isinstance(given, (str, ContextParallel)):
         raise TypeError(f"context_parallel must be the name of a mesh dimension or ContextParallel(...), not {given!r}")
     return ContextParallel(given) if isinstance(given, str) else given
+
+
+def whole_sequences(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``context_parallel`` among options of ``fsdp``, if it is there, for a model that takes and returns whole
+    sequences."""
+    context = parse_context(options.get("context_parallel"))
+    return {"context_parallel": replace(context, arguments="whole", returns="whole")} if context is not None else {}
 
 
 @dataclass(frozen=True, kw_only=True)
