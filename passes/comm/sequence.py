@@ -99,7 +99,7 @@ class Part(ContextObject):
 # ---- the functions ----
 
 
-def part_of(whole: torch.Tensor, part: Part) -> torch.Tensor:
+def local_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """This rank's part of a whole value."""
     rows, pieces = part.rows(whole), []
     for start, stop, missing in part.ranges():
@@ -230,7 +230,7 @@ def _like(x: Any, shape: tuple[int, ...]) -> TensorProxy:
 
 
 cut = symbol(
-    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), part_of, properties=Property.PARTS
+    "cut", lambda whole, part: _like(whole, part.local_shape(tuple(whole.shape))), local_part, properties=Property.PARTS
 )
 widen = symbol("widen", lambda x, part: _like(x, part.whole_shape(tuple(x.shape))), _widen, properties=Property.PARTS)
 

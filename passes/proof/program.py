@@ -147,7 +147,7 @@ class Evaluation:
         self._lowerings: dict[Hashable, Lowering] = {}
 
     def lowering(self, line: BoundSymbol) -> Lowering:
-        """What runs a line that is not fused, made once for lines that differ only in the names of their values."""
+        """The lines that run a line which is not fused, made once for all that differ only in the names of values."""
         assert self.lower is not None
         step, given = _plain_step(line), line.flat_proxy_args
         places = {a.name: i for i, a in reversed([*enumerate(given)])}
@@ -313,7 +313,7 @@ def _parts_results(evaluation: Evaluation, line: BoundSymbol, values: Values) ->
 
 
 def _kind(proxy: Proxy) -> Hashable:
-    """What an executor may choose by."""
+    """The properties of a value by which an executor may choose."""
     if isinstance(proxy, TensorProxy):
         return tuple(proxy.shape), proxy.dtype, proxy.device, proxy.requires_grad
     return repr(proxy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from passes.comm.sequence import Part, part_of
+from passes.comm.sequence import Part, local_part
 from passes.plan.sequence import Split
 from shardtrace.model.context import plan_of
 from shardtrace.model.state import sharded_states
@@ -54,7 +54,7 @@ def shard_sequence(model: nn.Module, batch: T) -> T:
                 f"{2 * plan.ranks} chunks for {plan.ranks} ranks: pad it to a multiple of {2 * plan.ranks}, or give "
                 'the model whole batches with ContextParallel(arguments="whole")'
             )
-        return part_of(t, Part(plan, Split.along(dim, t.shape[dim])))
+        return local_part(t, Part(plan, Split.along(dim, t.shape[dim])))
 
     found: T = map_tensors(batch, cut)
     return found

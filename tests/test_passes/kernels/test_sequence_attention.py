@@ -1,6 +1,6 @@
 """Causal attention of a rank's queries is that of the whole sequence, and so are the sums of its gradients."""
 
-from passes.comm.sequence import Part, _widen, part_of
+from passes.comm.sequence import Part, _widen, local_part
 from passes.kernels import sequence_attention
 from passes.kernels.sequence_attention import CausalAttention
 from passes.plan.sequence import ContextPlan, Split
@@ -27,12 +27,12 @@ def test_equals_attention_of_the_whole_sequence(monkeypatch, length, heads, kern
     for rank in range(RANKS):
         plan = ContextPlan(RANKS, rank)
         part = Part(plan, Split.along(2, length))
-        of_rank = part_of(q, part)
+        of_rank = local_part(q, part)
         out = CausalAttention(plan, length)(of_rank, k, v, enable_gqa=heads < 4)
         assert out.shape == of_rank.shape
-        torch.testing.assert_close(_widen(out, part), _widen(part_of(expected, part), part))
+        torch.testing.assert_close(_widen(out, part), _widen(local_part(expected, part), part))
         # zero where a part is padded, as the gradient of a gather is
-        given = part_of(_widen(part_of(cotangent, part), part), Part(plan, part.split, fill=0))
+        given = local_part(_widen(local_part(cotangent, part), part), Part(plan, part.split, fill=0))
         for total, g in zip(found, torch.autograd.grad(out, (q, k, v), given), strict=True):
             total += g
     for ours, theirs in zip(found, gradients, strict=True):

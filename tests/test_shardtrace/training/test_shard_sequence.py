@@ -143,7 +143,7 @@ def test_a_check_compares_whole_sequences():
 
 @on_ranks(4)
 def test_ranks_of_one_sequence_need_the_same_batch():
-    """Those of different data do not, and only the first batch of each shape is compared."""
+    """Ranks of different data need none, and only the first batch of each shape is compared."""
     model = shardtrace.fsdp(Convolution(), mesh=mesh_of((2, 2)), context_parallel="context")
     rank = dist.get_rank()
     assert torch.isfinite(model(batch(rank // 2, 13)[0])).all()
