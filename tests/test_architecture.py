@@ -136,6 +136,6 @@ def lines_of(function):
 
 
 def test_files_and_functions_fit_on_few_screens():
-    assert [module for module, tree in SOURCES.items() if tree.body and tree.body[-1].end_lineno > 400] == []
+    assert [module for module, tree in SOURCES.items() if tree.body and tree.body[-1].end_lineno > 800] == []
     functions = ((m, f) for m, tree in SOURCES.items() for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
     assert [(module, function.name) for module, function in functions if lines_of(function) > 50] == []
