@@ -63,6 +63,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
+    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
@@ -86,6 +87,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
             compare=functools.partial(_comparison, states),
             whole_of=wholes(states[0], context),

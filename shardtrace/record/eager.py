@@ -149,7 +149,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Tria
 
 
 def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
-    given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
+    given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, versions = torch.get_rng_state(), [t._version for t in inputs]
     args, kwargs = pytree.tree_unflatten(given, spec)
@@ -159,6 +159,12 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
     made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     shares = not {storage(t) for t in inputs}.isdisjoint(map(storage, made))
     return Trial(result, written, drawn, shares)
+
+
+def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
+    """A real tensor like a fake. Those that no module holds by name have their values."""
+    held: torch.Tensor | None = getattr(fake, "_shardtrace_outside", None)
+    return make(fake) if held is None else held.clone()
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:

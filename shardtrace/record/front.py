@@ -16,10 +16,11 @@ from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.calls import Record
-from shardtrace.record.changes import apply, numbered
+from shardtrace.record.calls import Record, storage
+from shardtrace.record.changes import apply, numbered, written_outside
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
+from shardtrace.record.memory import Memory
 from shardtrace.record.recorder import CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
@@ -40,7 +41,7 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -68,14 +69,16 @@ class Inputs:
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
         self.absent = self._device if is_absent(self._device) else None
-        made: dict[int, torch.Tensor] = {}
-        kinds = (("_parameters", root.named_parameters), ("_buffers", root.named_buffers))
-        for kind, named in kinds:
-            for name, t in named(remove_duplicate=False):
-                if id(t) not in made:
-                    made[id(t)] = fake = self._fake(t)
-                    self._names[id(fake)] = kind, name, t
-                self.by_name[name] = made[id(t)]
+        self._made: dict[int, torch.Tensor] = {}
+        self.memory = Memory(fakes, lambda t: self._made.get(id(setting.stand_in_of(t))))
+        parameters = [("_parameters", *named) for named in root.named_parameters(remove_duplicate=False)]
+        buffers = [("_buffers", *named) for named in root.named_buffers(remove_duplicate=False)]
+        for kind, name, t in (*parameters, *sorted(buffers, key=lambda b: -b[2].nbytes)):  # parts after the whole
+            if id(t) not in self._made:
+                fake = self._fake(t) if isinstance(t, nn.Parameter) else self.memory.hold(t, self._fake)
+                self._made[id(t)] = fake
+                self._names[id(fake)] = kind, name, t
+            self.by_name[name] = self._made[id(t)]
 
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
         device = self._device if traced_device(t).type == "meta" else traced_device(t)  # one without elements
@@ -164,6 +167,7 @@ class Setting:
         known: the parameters and buffers that an earlier call has met, by their ids.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
+        stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
@@ -174,6 +178,7 @@ class Setting:
     known: dict[int, Any]
     found: Found
     parameter_of: ParameterOf
+    stand_in_of: Callable[[torch.Tensor], torch.Tensor]
     state: str
     compare: Compare
     whole_of: WholeOf
@@ -233,7 +238,8 @@ class Front:
         config = getattr(self._module, "config", None)
         self._caches = bool(arguments.kwargs.get("use_cache", getattr(config, "use_cache", False)))
         recording = Recording(
-            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
+            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, inputs.memory,
+            self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
         )  # fmt: skip
@@ -244,11 +250,14 @@ class Front:
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
-        used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
+        memory = inputs.memory
+        used = {id(t) for t in memory.outside.values()}
         check_recurrent(done.changes, used)
-        changes, left = numbered(done.changes)
+        written = {storage(t) for call in record.calls for t in call.written}
+        memory.check_whole(written)
+        changes, left = numbered([*done.changes, *written_outside(memory, written)])
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
-        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), inputs.absent)
+        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), memory, written, inputs.absent)
         blocks = Blocks(
             record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
@@ -371,7 +380,8 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
     """Adds the lines that write into buffers and arguments what they hold at the end."""
     fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
     for fake in {id(t): t for t in fakes}.values():
-        if fake not in replay.values or not replay.values.is_written(fake):
+        part = id(fake) in inputs.memory.bases  # what is written into the whole is in its parts
+        if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
             raise RuntimeError(
