@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import proxied_values, refresh_modules
+from passes.compat.jit import live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -109,7 +109,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards.append(traced.guard)
+    facts.guards += [live_buffers(), traced.guard]
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)
     if traced.setter is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -65,7 +65,7 @@ class Inputs:
         self._added: list[TensorProxy] = []
         self.by_name: dict[str, torch.Tensor] = {}
         self.replaced: set[int] = set()  # fakes of buffers that get another value after the step
-        root: nn.Module = unwrap(module)
+        self.root = root = unwrap(module)
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
         self.absent = self._device if is_absent(self._device) else None
@@ -255,6 +255,7 @@ class Front:
         check_recurrent(done.changes, used)
         written = {storage(t) for call in record.calls for t in call.written}
         memory.check_whole(written)
+        _check_apart(inputs, arguments, written)
         changes, left = numbered([*done.changes, *written_outside(memory, written)])
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
         replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), memory, written, inputs.absent)
@@ -374,6 +375,19 @@ class Front:
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:
     """A setter: what forward leaves on modules has a gradient only if it had one when it was recorded."""
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
+
+
+def _check_apart(inputs: Inputs, arguments: Arguments, written: Collection[int]) -> None:
+    """Lets no argument share memory with what forward writes into. ``written``: the keys of the storages."""
+    fakes = {id(fake): fake for fake in inputs.by_name.values() if storage(fake) in written}
+    names = [inputs.name(fake) for fake in fakes.values() if not isinstance(fake, nn.Parameter)]
+    outside = [t for t, _ in inputs.memory.outside_of(written)]
+    given = any(storage(fake) in written for fake, _ in arguments.by_fake.values())
+    if names or outside or given:
+        owners = [
+            (inputs.root.get_submodule(path)._buffers, key) for path, _, key in (n.rpartition(".") for n in names)
+        ]
+        arguments.check_apart(lambda: [*outside, *(t for b, k in owners if (t := b.get(k)) is not None)], given)
 
 
 def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:

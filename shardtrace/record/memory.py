@@ -84,8 +84,9 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> Extent:
-        begin, elements = t.storage_offset(), sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        return cls(begin * t.itemsize, (begin + 1 + elements) * t.itemsize if t.numel() else begin * t.itemsize)
+        begin = int(t.storage_offset())
+        last = begin + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        return cls(begin * t.itemsize, (last + 1 if t.numel() else begin) * t.itemsize)
 
 
 def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -199,11 +200,12 @@ class Memory:
         """``t.data`` is set to ``value``: the tensors with which ``t`` shared memory, of the ``others``, do not follow,
         and from now on a write into one of the two would be one into both."""
         s, o = storage(t), storage(value)
-        self._stale.setdefault(s, set()).update(id(x) for x in others if x is not t and storage(x) == s)
+        views = {id(x) for x in others if x is not t and storage(x) == s}
+        self._stale[s] = views | (self._stale.get(s) or set())
         self._twins.update({s: o, o: s} if s != o else {})
 
     def use(self, given: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """Raises NotImplementedError if a call reads memory that an assignment of ``data`` has parted from its tensor."""
+        """Raises NotImplementedError if a call reads what an assignment of ``data`` has parted from its memory."""
         if not self._stale:
             return
         for t in given:

@@ -45,7 +45,8 @@ _GRADIENTS = ", and gradients computed in forward are computed by no step: retur
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
-    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model in full_params",
+    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
+    "shardtrace.full_params",
     torch.Tensor.backward: _GRADIENTS,
     torch.autograd.backward: _GRADIENTS,
 }
@@ -147,7 +148,8 @@ class Recorder(TorchFunctionMode):
             changed = arguments_written(self._written, given.values())
         except Exception as error:  # whatever torch raises for fake tensors
             function = Eager(func, str(getattr(func, "__name__", "call")))
-            result, changed = self._try(function, args, kwargs, error)
+            result, tried = self._try(function, args, kwargs, error)
+            changed = tuple(tried)
         finally:
             self._inside -= 1
             self._written = []
@@ -359,8 +361,8 @@ class Recorder(TorchFunctionMode):
         returned = {id(t) for t in tensors_in(self.record.result)}
         if any(id(t) in returned for t in self._leaves):
             raise NotImplementedError(
-                "forward returns a tensor of which it has called requires_grad_, and whose gradient no step would keep: "
-                "call requires_grad_ on what the model returns, or the model in full_params"
+                "forward returns a tensor of which it has called requires_grad_, and whose gradient no step would "
+                "keep: call requires_grad_ on what the model returns, or the model inside shardtrace.full_params"
             )
 
     @contextmanager
@@ -493,7 +495,7 @@ class TensorState(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> TensorState:
-        return cls((t.size(), t.stride()), (storage(t), t.storage_offset()), t.requires_grad)
+        return cls((t.size(), t.stride()), (storage(t), int(t.storage_offset())), t.requires_grad)
 
 
 def autocast_states() -> tuple[Autocast, ...]:
