@@ -91,8 +91,8 @@ class Arguments:
         for t in self.tensors().values():
             if t.layout == torch.strided and any(overlap(t, h) for h in held()):
                 raise RuntimeError(
-                    f"an argument of shape {tuple(t.shape)} shares memory with a tensor of the model that forward writes "
-                    "into: pass a clone of it"
+                    f"an argument of shape {tuple(t.shape)} shares memory with a tensor of the model that forward "
+                    "writes into: pass a clone of it"
                 )
         if self._inputs:
             check = partial(_check_memory, partial(_compare_memory, held, written))

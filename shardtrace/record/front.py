@@ -21,7 +21,7 @@ from shardtrace.record.changes import apply, numbered, written_outside
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
-from shardtrace.record.recorder import CannotRecord, FakeMode
+from shardtrace.record.recorder import CannotRecord, FakeMode, Refused
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
@@ -197,6 +197,8 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
             traced = front.write(done)
             break
         except CannotRecord as error:
+            if isinstance(error.__cause__, Refused):
+                raise front.with_place(error.__cause__) from None
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
@@ -339,7 +341,7 @@ class Front:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._with_place(self._explained(self._first))
+        raise self.with_place(self._explained(self._first))
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
@@ -356,7 +358,7 @@ class Front:
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained
 
-    def _with_place(self, error: BaseException) -> BaseException:
+    def with_place(self, error: BaseException) -> BaseException:
         """The error with a note that says where the model's forward was."""
         walked = (f for f, _ in traceback.walk_tb(error.__traceback__))
         frames = [f for f in walked if not is_library(f.f_globals.get("__name__", ""))]

@@ -41,20 +41,23 @@ DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _HOOK = ", and no step would run the hook: write an autograd.Function, or register it on what the model returns"
-_GRADIENTS = ", and gradients computed in forward are computed by no step: return the loss"
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
     torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
     "shardtrace.full_params",
-    torch.Tensor.backward: _GRADIENTS,
-    torch.autograd.backward: _GRADIENTS,
 }
+GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
+GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 SEED = (
     "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
     "random function a torch.Generator of its own"
 )
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
+
+
+class Refused(NotImplementedError):
+    """What no step could do, nor PyTorch in its place."""
 
 
 class CannotRecord(Exception):
@@ -130,6 +133,11 @@ class Recorder(TorchFunctionMode):
         """Calls ``func`` and keeps the call."""
         if (why := REFUSED.get(func)) is not None:
             raise NotImplementedError(f"forward calls {func.__name__} of a tensor{why}")
+        if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
+            raise Refused(
+                f"forward calls {name_of(func)}, but gradients belong to steps: return the loss, and read or change "
+                "gradients outside of forward, or call the model inside shardtrace.full_params"
+            )
         if func == SET_DATA:
             return self._set_data(*args)
         flat, spec = pytree.tree_flatten((args, kwargs))
@@ -207,7 +215,7 @@ class Recorder(TorchFunctionMode):
                     continue
                 if func is torch.Tensor.detach_:
                     return True
-            raise NotImplementedError(
+            raise Refused(
                 f"{name} changes in forward whether a parameter, an argument or a view requires a gradient: "
                 "do it outside of forward, or use a new tensor (detach)"
             )

@@ -88,7 +88,7 @@ class NotTrusted(Exception):
 def name_of(function: Callable[..., Any]) -> str:
     """The last part of a torch function's name, such as "add" for torch.Tensor.add; its own name for another one."""
     name = getattr(function, "__name__", "")
-    if name == "__get__":  # of a property
+    if name in ("__get__", "__set__", "__delete__"):  # of a property
         return str(getattr(function.__self__, "__name__", ""))  # type: ignore[attr-defined]
     found = resolve_name(function)
     return found.rpartition(".")[2] if found else name or type(function).__name__

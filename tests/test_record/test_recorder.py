@@ -287,8 +287,8 @@ def test_memory_that_two_written_arguments_share_is_refused():
 NOTHING = {
     "requires_grad_ changes": lambda x, y: y.requires_grad_(),
     "retain_grad": lambda x, y: (x * 2).retain_grad(),
-    "gradients": lambda x, y: (x * 2).sum().backward(),
-    "gradients computed in forward": lambda x, y: torch.autograd.backward((x * 2).sum()),
+    "calls backward": lambda x, y: (x * 2).sum().backward(),
+    "gradients belong to steps": lambda x, y: torch.autograd.backward((x * 2).sum()),
     "memory of another tensor": lambda x, y: y.set_(x.detach()),
     "view": lambda x, y: (v := y[0], setattr(y, "data", x.detach()), v + 1),
     "uses a view": lambda x, y: (z := x.detach() * 1, setattr(y, "data", z), y.mul_(2), z + 1),
