@@ -84,7 +84,7 @@ class EagerModule(Eager):
         self._running = next((state.running for state in owners), nullcontext)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
-        with self._running(), _reparametrize_module(self.module, dict(own)):
+        with self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
             result = self._original(self.module, *args, **kwargs)
             for name, buffer in self.module.named_buffers(remove_duplicate=False):
                 if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
