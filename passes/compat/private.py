@@ -63,6 +63,8 @@ TORCH = (
     Private("torch._C", "_functorch.TransformType", "derivatives in forward mode are refused"),
     Private("torch._C", "_dispatch_has_kernel", "whether autocast knows a function"),
     Private("torch._C", "_dispatch_has_kernel_for_dispatch_key", "whether autocast knows a function"),
+    Private("torch._C", "DisableTorchFunction", "functions that kernels of fake tensors call are not recorded"),
+    Private("torch.nn.utils.parametrize", "_cache_enabled", "calls within parametrize.cached() are refused"),
     Private("torch._C", "ScriptFunction", "a scripted function is recorded as one call"),
     Private("torch._C", "ScriptMethod", "a scripted method is recorded as one call"),
     Private("torch", "_ops.OpOverload._schema", "the arguments into which an operator writes"),

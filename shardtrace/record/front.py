@@ -41,6 +41,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -227,6 +228,11 @@ class Front:
         self._rebuilt, self._caches = False, False
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
+        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._modules.values())):
+            raise RuntimeError(
+                f"{type(self._module).__name__} is called within parametrize.cached(), and a cached weight would have its "
+                "gradient in one of the calls only: enter it inside of forward, or leave it out"
+            )
         fakes, watcher = FakeMode(), CodeWatcher()
         arguments = Arguments(self._module.forward, fakes, args, kwargs, self._setting.whole_of)
         inputs = Inputs(module, fakes, self._setting)

@@ -59,9 +59,10 @@ class FakeMode(Fakes):
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators
+        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators and functions
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            with torch._C.DisableTorchFunction():
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self.recorder = recorder
         if recorder is not None:
