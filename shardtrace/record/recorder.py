@@ -49,6 +49,7 @@ REFUSED = {
     torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
     "shardtrace.full_params",
 }
+MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 SEED = (
@@ -308,6 +309,8 @@ class Recorder(TorchFunctionMode):
             return
         if not written and func.namespace == "prim":  # such as the device of a tensor
             return
+        if func.overloadpacket in MOVING:
+            raise NotImplementedError(f"{func.__name__} gives a tensor other memory: use a new tensor")
         if not all(isinstance(t, FakeTensor) for t in written):
             raise NotImplementedError("forward writes into a tensor from outside, where torch does not tell which")
         self._keep(func, args, kwargs, result, written, drawn)
