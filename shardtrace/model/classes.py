@@ -18,7 +18,7 @@ from shardtrace.model.compiled import run
 from shardtrace.model.pretrained import whole_only
 from shardtrace.model.state import ATTRIBUTE, ShardedState, own_state
 from shardtrace.model.tracing import recorded_in_place
-from shardtrace.model.whole import MARKS
+from shardtrace.model.whole import make_plain
 from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 from torch import nn
@@ -141,9 +141,12 @@ def _of_jitted(name: str, module: nn.Module) -> Any:
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded copy, or a plain one while the parameters are whole."""
-    whole = own_state(self).unsharded
-    new: nn.Module = object.__new__(type(self).__base__ if whole else type(self))
+    state = own_state(self)
+    if state.unsharded:
+        memo[id(state)] = None  # the copy has none
+    new = object.__new__(type(self))
     memo[id(self)] = new
-    kept = {name: value for name, value in self.__dict__.items() if not (whole and name in MARKS)}
-    new.__dict__.update(copy.deepcopy(kept, memo))
+    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    if state.unsharded:
+        make_plain(new)
     return new

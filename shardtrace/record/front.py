@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
+Refuse = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 @dataclass
@@ -166,6 +167,7 @@ class Setting:
         parameter_of: gives the sharded parameter of a tensor, or None.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
+        refuse: raises for a tensor that is no parameter, buffer or argument, if it may not be used; each with a name.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
@@ -176,6 +178,7 @@ class Setting:
     parameter_of: ParameterOf
     state: str
     compare: Compare
+    refuse: Refuse
     whole_of: WholeOf
     fall_back: bool = True
     obstacle: str = ""
@@ -244,7 +247,9 @@ class Front:
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
-        used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
+        outside = [(str(c.place), t) for c in record.calls for t in c.tensors() if not isinstance(t, FakeTensor)]
+        setting.refuse(outside)
+        used = {id(t) for _, t in outside}
         check_recurrent(done.changes, used)
         changes, left = numbered(done.changes)
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}

@@ -67,12 +67,11 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
     """Raises RuntimeError if the optimizer has the state of a whole parameter, from steps before ``fsdp``. Looks at the
     first parameter of each group that has several elements: a step count is shaped like any other."""
     for group in optimizer.param_groups:
-        linked = ((p, link_of(p)) for p in group["params"])
-        several = ((p, link) for p, link in linked if link is None or math.prod(link.entry.full_shape) > 1)
-        parameter, link = next(several, (None, None))
+        links = map(link_of, group["params"])
+        link = next((link for link in links if link is None or math.prod(link.entry.full_shape) > 1), None)
         if link is None or link.state.unsharded:
             continue
-        whole = link.entry.full_shape
+        whole, parameter = link.entry.full_shape, link.entry.shard
         values = optimizer.state.get(parameter, {}).values()
         if whole != tuple(parameter.shape) and any(isinstance(v, torch.Tensor) and v.shape == whole for v in values):
             raise RuntimeError(

@@ -227,5 +227,5 @@ def test_whole_state_behind_a_scale(fake_ranks):
     optimizer.step()
     optimizer.zero_grad()
     with_gradients(shardtrace.fsdp(model))
-    with pytest.raises(RuntimeError, match="AdamW has the state of the whole parameter 'layer.weight' of Scaled"):
+    with pytest.raises(RuntimeError, match=r"AdamW has the state of the whole parameter 'layer\.weight' of Scaled"):
         optimizer.step()
