@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
+from shardtrace.trainers.files import check_files
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
@@ -113,6 +114,10 @@ class ShardtraceTrainerStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Each rank copies its rows of a checkpoint into shards."""
         return True
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        check_files(self._module, checkpoint_path, "the checkpoint to load")
+        return super().load_checkpoint(checkpoint_path, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole module on the first rank, and an empty one on the others. A collective."""
