@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -95,6 +96,11 @@ class ShardtraceTrainerStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError("ShardtraceTrainerStrategy does not convert BatchNorm layers: leave sync_batchnorm out")
         super(DDPStrategy, self).setup(trainer)  # without DistributedDataParallel
+        for callback in trainer.callbacks:
+            if isinstance(getattr(callback, "_average_model", None), nn.Module):
+                callback.setup(trainer, self._module, "fit")  # averages what it copied before the module was sharded
+                average = callback._average_model
+                average.state_dict = functools.partial(_whole_state_dict, average)
 
     def model_to_device(self) -> None:
         """Leaves the module where it is: shards are moved, so that no device holds the whole module."""
@@ -137,3 +143,8 @@ class ShardtraceTrainerStrategy(DDPStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+def _whole_state_dict(module: nn.Module, **options: Any) -> Any:
+    """What a callback saves of a sharded module, when it is called without options."""
+    return type(module).state_dict(module, **options) if options else full_state_dict(module, rank0_only=True, cpu=True)

@@ -146,7 +146,8 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(state)] = None  # the copy has none
     new = object.__new__(type(self))
     memo[id(self)] = new
-    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    kept = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # a LightningModule leaves some out
+    new.__setstate__(copy.deepcopy(kept, memo))
     if state.unsharded:
         make_plain(new)
     return new
