@@ -18,8 +18,8 @@ from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
-from shardtrace.model.memory import Memory
-from shardtrace.model.refusal import compare_models, refuse
+from shardtrace.model.memory import ParameterMemory
+from shardtrace.model.refusal import compare_models, refuse, refuse_shared
 from shardtrace.model.state import ShardedState
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
@@ -146,11 +146,11 @@ def fsdp(
             options = replace(options, init=replace(options.init, broadcast_from=first))
         stored = _stored(options.init.weights, module)
         given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
+        refuse(module, chosen.places, options.init, group=group, given=given)
         homes, known = find_homes(chosen, target, evenness=options.init.evenness), share_norms()
         elsewhere = [p for p in chosen.places if homes[p.name].is_spread or target.host is not None]
-        left = Memory((f"{p.name!r} of {type(module).__name__}", p.parameter) for p in elsewhere)
-        others = [state.left for state in known]
-        refuse(module, chosen.places, options.init, group=group, given=given, left=left, before=others)
+        left = ParameterMemory((f"{p.name!r} of {type(module).__name__}", p.parameter) for p in elsewhere)
+        refuse_shared(module, chosen.places, [left, *(state.left for state in known)])
         gathers = choose_gathers(chosen, options, target)
     compare_models(module, chosen, gathers, options, weights=weights_lines(stored), given=given, group=group)
     cost = options.compile.cost_model or load_cost_model(target.device, group)

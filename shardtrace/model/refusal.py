@@ -8,7 +8,7 @@ from itertools import chain
 from passes.plan import Wire
 from shardtrace.model.choose import Chosen
 from shardtrace.model.materialize import uninitializable
-from shardtrace.model.memory import REMEDY, Memory
+from shardtrace.model.memory import REMEDY, ParameterMemory
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.sample import sample
 from shardtrace.model.state import link_of, part_of, state_of, states_in
@@ -67,17 +67,14 @@ def refuse(
     *,
     group: dist.ProcessGroup,
     given: Collection[int] = (),
-    left: Memory,
-    before: Collection[Memory] = (),
 ) -> None:
     """Raises ValueError if this rank cannot shard the model. ``given``: the ids of tensors whose values are read from
-    files; ``left`` and ``before``: as for :func:`_shared`."""
+    files."""
     problems = chain(
         _problems_of_module(model),
         _tied_to_shards(model),
         _problems_of_parameters(found),
         _clashes(model),
-        _shared(model, found, left, before),
     )
     if problem := next(problems, ""):
         raise ValueError(problem)
@@ -147,20 +144,22 @@ def _clashes(model: nn.Module) -> Iterator[str]:
             )
 
 
-def _shared(model: nn.Module, found: Iterable[Place], left: Memory, before: Collection[Memory]) -> Iterator[str]:
-    """Tensors on the memory of parameters that sharding would untie from them. ``left``: the memory that parameters are
-    to leave; ``before``: that which those of each model have left that is sharded already."""
-    seen = Memory()
+def refuse_shared(model: nn.Module, found: Iterable[Place], left: Sequence[ParameterMemory]) -> None:
+    """Raises ValueError for a tensor on the memory of a parameter that sharding would untie from it. ``left``: the
+    memory that the parameters are to leave, and that which those of each model have left that is sharded already."""
+    seen = ParameterMemory()
     for name, p in ((p.name, p.parameter) for p in found):
         if other := seen.owner(p):
-            yield (
+            raise ValueError(
                 f"parameters {other!r} and {name!r} are two Parameters on the same memory, which fsdp() would give "
                 "memory of their own: tie them by using one Parameter object for both"
             )
-        if other := next(filter(None, (memory.owner(p) for memory in before)), ""):
-            yield f"parameter {name!r} is on the memory that {other} had before it was sharded: {ONCE}"
+        if other := next(filter(None, (memory.owner(p) for memory in left[1:])), ""):
+            raise ValueError(f"parameter {name!r} is on the memory that {other} had before it was sharded: {ONCE}")
         seen.add(name, p)
     parameters = set(map(id, model.parameters()))
     for name, t in (*model.named_buffers(), *tensors_held(model)):
-        if id(t) not in parameters and (other := next(filter(None, (m.owner(t) for m in (left, *before))), "")):
-            yield f"{name!r} is no parameter and lies in the memory of {other}, which fsdp() replaces: {REMEDY}"
+        if id(t) not in parameters and (other := next(filter(None, (m.owner(t) for m in left)), "")):
+            raise ValueError(
+                f"{name!r} is no parameter and lies in the memory of {other}, which fsdp() replaces: {REMEDY}"
+            )

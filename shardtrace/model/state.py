@@ -16,7 +16,7 @@ from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, Shard
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
-from shardtrace.model.memory import Memory
+from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -48,14 +48,14 @@ class ShardedState:
         *,
         ignored: tuple[nn.Parameter, ...] = (),
         known: WeakSet[ShardedState] | None = None,
-        left: Memory | None = None,
+        left: ParameterMemory | None = None,
     ) -> None:
         self.known = WeakSet() if known is None else known  # the states of this process, for functions of torch
         self.known.add(self)
         self.model, self.model_name = model, type(model).__name__
         self.groups, self.group = groups, groups.everyone
         self.options, self.cost = options, cost
-        self.left = left or Memory()  # the memory in which parameters were whole
+        self.left = left or ParameterMemory()  # the memory in which parameters were whole
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced

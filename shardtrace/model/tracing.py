@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import proxied_values, refresh_modules
+from passes.compat.jit import live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -64,6 +64,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
+    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
@@ -87,6 +88,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
             compare=functools.partial(_comparison, states),
             refuse=functools.partial(_refuse_shards, states),
@@ -109,7 +111,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards.append(traced.guard)
+    facts.guards += [live_buffers(), traced.guard]
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)
     if traced.setter is not None:
@@ -180,18 +182,16 @@ def _compilation(states: Sequence[ShardedState]) -> Compilation:
 
 
 def _refuse_shards(states: Sequence[ShardedState], outside: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises RuntimeError for a tensor that forward uses otherwise than as a parameter, and that is a shard or has been
-    part of a parameter."""
-    for name, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
-        link = link_of(t)
-        if link is not None and link.entry.home.is_spread:
+    """Raises RuntimeError for a tensor that forward uses, with its place, if it is in the memory that a parameter had
+    before ``fsdp``, or a shard that has no stand-in."""
+    for place, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
+        if (link := link_of(t)) is not None and link.entry.home.is_spread:
             raise RuntimeError(
-                f"{name}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
-                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight or "
-                "module.parameters()"
+                f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
+                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
             )
         if link is None and (owner := next(filter(None, (s.left.owner(t) for s in states[0].known)), "")):
-            raise RuntimeError(f"{name}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
+            raise RuntimeError(f"{place}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
 
 
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:

@@ -23,6 +23,8 @@ def join_trainers() -> None:
     """Lets the Accelerator and the Trainer of Hugging Face, if they are imported, take sharded models."""
     if (accelerate := sys.modules.get("accelerate.accelerator")) is not None:
         _join_accelerator(accelerate.Accelerator)
+    if (local := sys.modules.get("accelerate.local_sgd")) is not None:
+        _refuse_local_sgd(local.LocalSGD)
     join_trainer()
 
 
@@ -76,6 +78,22 @@ def _join_accelerator(cls: Any) -> None:
     cls.prepare_model, cls.get_state_dict = prepare_model, get_state_dict
     cls.join_uneven_inputs = join_uneven_inputs
     cls.save_state, cls.load_state = save_state, load_state
+
+
+@functools.cache
+def _refuse_local_sgd(cls: Any) -> None:
+    enter = cls.__enter__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        if self.enabled and _is_sharded(self.model):
+            raise RuntimeError(
+                "LocalSGD averages the models of ranks, and each rank of a sharded one has other rows: leave it out, "
+                "and add up gradients by accelerator.accumulate(model)"
+            )
+        return enter(self)
+
+    cls.__enter__ = __enter__
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:

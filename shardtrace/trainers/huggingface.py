@@ -25,27 +25,9 @@ def join_trainer() -> None:
 @functools.cache  # once for each class
 def _join(cls: Any, get_last_checkpoint: Any) -> None:
     """Replaces methods of the Trainer which all ranks call, and in which only the first one saves."""
+    _agree_on_checkpoints(cls, get_last_checkpoint)
     save, save_optimizer = cls.save_model, cls._save_optimizer_and_scheduler
-    load_optimizer, load_best = cls._load_optimizer_and_scheduler, cls._load_best_model
-    train_, save_all = cls.train, cls._save_checkpoint
-
-    @functools.wraps(train_)
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        path = resume_from_checkpoint
-        if path is True:
-            path = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
-        check_files(self.model, path or None, "the checkpoint to resume from")
-        return train_(self, resume_from_checkpoint, *args, **kwargs)
-
-    @functools.wraps(save_all)
-    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        save_all(self, *args, **kwargs)
-        self.state.best_model_checkpoint = after_first(self.model, self.state.best_model_checkpoint)
-
-    @functools.wraps(load_best)
-    def load_best_model(self: Any) -> None:
-        check_files(self.model, self.state.best_model_checkpoint, "the best checkpoint to load")
-        load_best(self)
+    load_optimizer = cls._load_optimizer_and_scheduler
 
     @functools.wraps(save)
     def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +57,31 @@ def _join(cls: Any, get_last_checkpoint: Any) -> None:
         load_full_optimizer_state_dict(model, self.optimizer, whole)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
-    cls.train, cls._save_checkpoint, cls._load_best_model = train, save_checkpoint, load_best_model
     cls.save_model = save_model
     cls._save_optimizer_and_scheduler = save_optimizer_and_scheduler
     cls._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+
+
+def _agree_on_checkpoints(cls: Any, get_last_checkpoint: Any) -> None:
+    """Replaces methods in which each rank looks for checkpoints by itself."""
+    train_, save_all, load_best = cls.train, cls._save_checkpoint, cls._load_best_model
+
+    @functools.wraps(train_)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
+        check_files(self.model, path or None, "the checkpoint to resume from")
+        return train_(self, resume_from_checkpoint, *args, **kwargs)
+
+    @functools.wraps(save_all)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        save_all(self, *args, **kwargs)
+        self.state.best_model_checkpoint = after_first(self.model, self.state.best_model_checkpoint)
+
+    @functools.wraps(load_best)
+    def load_best_model(self: Any) -> None:
+        check_files(self.model, self.state.best_model_checkpoint, "the best checkpoint to load")
+        load_best(self)
+
+    cls.train, cls._save_checkpoint, cls._load_best_model = train, save_checkpoint, load_best_model

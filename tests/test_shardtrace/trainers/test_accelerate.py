@@ -18,3 +18,16 @@ def test_uneven_inputs_are_not_joined(fake_ranks, monkeypatch):
         accelerator.join_uneven_inputs([model])
     with pytest.raises(RuntimeError, match=r"cannot join sharded models"):
         accelerator.join_uneven_inputs([torch.optim.SGD(model.parameters()), model], even_batches=True)
+
+
+def test_models_of_shards_are_not_averaged(fake_ranks):
+    from accelerate.local_sgd import LocalSGD
+
+    fake_ranks(2)
+    local = object.__new__(LocalSGD)
+    local.enabled, local.model = True, shardtrace.fsdp(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"LocalSGD averages .*accelerator\.accumulate"), local:
+        pass
+    local.enabled = False
+    with local:
+        pass
