@@ -7,7 +7,7 @@ in place, and records the call (:mod:`shardtrace.record`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from shardtrace.model.context import check_alone, compare_batches, context_of, w
 from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
+from shardtrace.model.memory import REMEDY
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
@@ -90,6 +91,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
             compare=functools.partial(_comparison, states),
+            refuse=functools.partial(_refuse_shards, states),
             whole_of=wholes(states[0], context),
             fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
@@ -177,6 +179,19 @@ def _compilation(states: Sequence[ShardedState]) -> Compilation:
     disabled = {name for state in states for name in state.options.compile.disable_passes}
     transforms[:] = pipeline(compilation, transforms, disable=disabled, observe=dump())
     return compilation
+
+
+def _refuse_shards(states: Sequence[ShardedState], outside: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError for a tensor that forward uses, with its place, if it is in the memory that a parameter had
+    before ``fsdp``, or a shard that has no stand-in."""
+    for place, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
+        if (link := link_of(t)) is not None and link.entry.home.is_spread:
+            raise RuntimeError(
+                f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
+                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
+            )
+        if link is None and (owner := next(filter(None, (s.left.owner(t) for s in states[0].known)), "")):
+            raise RuntimeError(f"{place}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
 
 
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:

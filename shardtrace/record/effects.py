@@ -11,6 +11,7 @@ from typing import Any
 
 from shardtrace.record.state import MISSING, MODULE_STATE, Entry, Holder, State, is_user_class, same, slot_names
 
+import torch
 from torch import nn
 
 OUTSIDE_DEPTH = 2  # containers and objects, one in another, below a global variable
@@ -82,6 +83,19 @@ class Effects:
         for change in self.found:
             change.put(change.old)
         self._before = {}
+
+
+def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules hold by other ways than as parameters and buffers, and where. Those that a hook sets
+    before each call, such as ``spectral_norm``'s, are left out."""
+    excluded: list[Entry] = []
+    for module in root.modules():
+        remade = (getattr(hook, "name", None) for hook in module._forward_pre_hooks.values())
+        excluded += ((vars(module), name) for name in (*OF_RNNS, *remade))
+    state = State(excluded=excluded)
+    state.add_value(root, type(root).__name__)
+    for holder in state.holders:
+        yield from ((holder.name(key), v) for key, v in holder.entries.items() if isinstance(v, torch.Tensor))
 
 
 def _files(root: nn.Module) -> list[ModuleType]:

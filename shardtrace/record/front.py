@@ -46,6 +46,7 @@ from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
+Refuse = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 @dataclass
@@ -171,6 +172,7 @@ class Setting:
         stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
+        refuse: raises for a tensor that is no parameter, buffer or argument, if it may not be used; each with a name.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
@@ -182,6 +184,7 @@ class Setting:
     stand_in_of: Callable[[torch.Tensor], torch.Tensor]
     state: str
     compare: Compare
+    refuse: Refuse
     whole_of: WholeOf
     fall_back: bool = True
     obstacle: str = ""
@@ -259,6 +262,8 @@ class Front:
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         memory = inputs.memory
+        met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
+        setting.refuse((place, t) for place, t in met if t is not None)
         used = {id(t) for t in memory.outside.values()}
         check_recurrent(done.changes, used)
         written = {storage(t) for call in record.calls for t in call.written}

@@ -9,6 +9,7 @@ leaves parameters without meaning, and the next communication raises: a run cont
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from passes.plan import Placement
@@ -64,13 +65,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
     """Raises RuntimeError if the optimizer has the state of a whole parameter, from steps before ``fsdp``. Looks at the
-    first parameter of each group."""
+    first parameter of each group that has several elements: a step count is shaped like any other."""
     for group in optimizer.param_groups:
-        parameter = next(iter(group["params"]), None)
-        link = link_of(parameter)
-        if parameter is None or link is None or link.state.unsharded:
+        links = map(link_of, group["params"])
+        link = next((link for link in links if link is None or math.prod(link.entry.full_shape) > 1), None)
+        if link is None or link.state.unsharded:
             continue
-        whole = link.entry.full_shape
+        whole, parameter = link.entry.full_shape, link.entry.shard
         values = optimizer.state.get(parameter, {}).values()
         if whole != tuple(parameter.shape) and any(isinstance(v, torch.Tensor) and v.shape == whole for v in values):
             raise RuntimeError(
