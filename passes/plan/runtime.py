@@ -50,6 +50,13 @@ class Runtime(Protocol):
     def compare_step(self, step: Step) -> None:
         """Raises on every rank if the ranks are about to run different steps. Called before a step sends anything."""
 
+    def begin_backward(self, step: Step) -> Step:
+        """Returns ``step``, or the one to run from here on if gradients are treated otherwise by now."""
+        ...
+
+    def compare_backward(self, step: Step, *, changed: bool) -> None:
+        """Like :meth:`compare_step`, before the backward of ``step``, which may have been ``changed`` since forward."""
+
     def compare_trace(self, collectives: list[str]) -> None:
         """Raises on every rank if the ranks have compiled different collectives. Called with those of each trace."""
 

@@ -183,10 +183,11 @@ def compiled_steps(check_steps):
     def step(kind):
         with torch.no_grad() if kind == "eval" else model.no_sync() if kind == "kept" else nullcontext():
             loss = cmodel(x).sum()
-        if kind != "eval":
-            loss.backward()
+        with model.no_sync() if kind in ("kept", "switched") else nullcontext():
+            if kind != "eval":
+                loss.backward()
 
-    for kind in ("kept", "eval", "reduced"):
+    for kind in ("kept", "eval", "switched", "reduced"):
         step(kind)
     lines = [b.sym.name for b in thunder.last_traces(cmodel)[-1].bound_symbols]
     assert ("check_ranks" in lines) == (check_steps is not False)
@@ -194,7 +195,7 @@ def compiled_steps(check_steps):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True)])
+@pytest.mark.parametrize(("how", "check_steps"), [("kept", None), ("eval", True), ("switched", True)])
 def test_ranks_about_to_run_different_steps(how, check_steps):
     step = compiled_steps(check_steps)
     with pytest.raises(shardtrace.RankMismatchError) as raised:
