@@ -47,7 +47,7 @@ class Backwards:
         steps = {runtime: runtime.begin_backward(step) for runtime, step in first.steps.items()}
         chosen = self._lowered(steps)
         for runtime, step in chosen.steps.items():
-            runtime.compare_backward(step, changed=step is not first.steps[runtime])
+            runtime.compare_step(step, changed=step is not first.steps[runtime])
         if chosen.stages[-1] is not self.stages[-1]:
             self.stages[:], self.facts.parameters.steps = chosen.stages, chosen.steps
         return (compiled if chosen is first else chosen.function)(saved, cotangents)

@@ -5,7 +5,7 @@
 The line puts a hook on the autograd node that calls the compiled backward. The hook runs before anything is sent, in
 the mode of ``torch.autograd.grad``. It refuses ``create_graph=True``, because autograd cannot differentiate a compiled
 backward: without an error a gradient penalty would be dropped silently. It also notes for :mod:`passes.drop_unused` the
-outputs that the backward does not come from. The node then calls the backward that :mod:`passes.choose_backward` chooses.
+outputs that the backward does not come from. The node calls what :mod:`passes.choose_backward` chooses.
 """
 
 from __future__ import annotations

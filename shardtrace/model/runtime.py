@@ -112,29 +112,26 @@ class ModelRuntime:
             self._compare(collectives)
             self._agreed.add(known)
 
-    def compare_step(self, step: Step) -> None:
+    def compare_step(self, step: Step, *, changed: bool | None = None) -> None:
         """Compares each step if ``Checks.steps`` is True. By default compares a step only if it differs from the one
         that followed the same predecessor the last time, or if it begins elsewhere, such as after a forward instead of
         a backward. If only one rank changes its course, it thus sends nothing, and raises if the others do not come in
-        time. A step that sends nothing is not compared.
+        time. A step that neither sends nor keeps anything is not compared.
+
+        ``changed`` is a bool before a backward. Backwards are compared likewise, from the first changed one on.
         """
-        if step.collectives or step.gradients is Gradients.KEPT:
-            self._compare_part(step, "forward")
-
-    def compare_backward(self, step: Step, *, changed: bool) -> None:
-        """Compares a backward like :meth:`compare_step`, from the first one on that its forward has not foreseen."""
-        self._switches |= changed
-        if self.compares and (self._switches or self._checks.steps):
-            self._compare_part(step, "backward")
-
-    def _compare_part(self, step: Step, phase: str) -> None:
-        if self.progress is None:
+        self._switches |= bool(changed)
+        compares = bool(step.collectives) or step.gradients is Gradients.KEPT
+        if changed is not None:
+            compares = self.compares and (self._switches or self._checks.steps is True)
+        if self.progress is None or not compares:
             return
-        place = f"a {'step' if phase == 'forward' else phase} begins {self.progress}"
+        phase = "forward" if changed is None else "backward"
+        place = f"a {'step' if changed is None else phase} begins {self.progress}"
         last, now = self._last, (step.sends, place)
         unusual = last is not None and (self.progress.under_way or self._usual.get(last) != now)
         if self._checks.steps or unusual:
-            first, *rest = step.collectives or ["no collective"]
+            first, *rest = step.collectives or ["nothing"]
             self._compare([f"{first}, where {place}", *rest], likely=True, here=place)
             self.progress.drain()
         self._last = self._usual[last] = now
@@ -147,4 +144,6 @@ class ModelRuntime:
         announce(self.groups.everyone, self._what, error)
 
     def communicating(self, bucket: str) -> communicating:
-        return communicating(f"a collective of {bucket or 'the model'}", self.groups.everyone)
+        timeout = self._checks.timeout
+        limit = None if timeout == Checks.timeout else timeout  # by default that of the process group
+        return communicating(f"a collective of {bucket or 'the model'}", self.groups.everyone, limit=limit)

@@ -113,7 +113,7 @@ def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
 
 def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
     def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool) -> None:
-        """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is set to True."""
+        """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is True."""
         set_sync(self, requires_all_reduce, Level.REPLICAS)
 
     return set_requires_all_reduce
