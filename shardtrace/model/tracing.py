@@ -106,6 +106,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     if makes_graphs(get_compile_data().transforms):
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
+        facts.before_lowering.extend(functools.partial(refuse_graphs, state) for state in states)
     return traced.result
 
 
