@@ -20,12 +20,20 @@ from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
+from shardtrace.record.numbers import (
+    Place,
+    PlainNumbers,
+    Varying,
+    check_recurrent,
+    only_written,
+    places_of,
+    record_numbers,
+)
 from shardtrace.record.recorder import CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
-from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.state import is_plain
 from shardtrace.record.watcher import CodeWatcher
@@ -141,15 +149,14 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
-    recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
+    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
     name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
     returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
     guard: Callable[[], None]
-    last_guard: Callable[[], None] | None
+    last_guards: Sequence[Callable[[], None]]
     setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
@@ -168,7 +175,9 @@ class Setting:
         compare: makes the last guard of a recording and its record, or None.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
+        varying: tells which plain numbers have changed.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        computing: whether lines may take plain numbers as inputs.
     """
 
     known: dict[int, Any]
@@ -177,8 +186,10 @@ class Setting:
     state: str
     compare: Compare
     whole_of: WholeOf
+    varying: Varying
     fall_back: bool = True
     obstacle: str = ""
+    computing: bool = True
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -202,7 +213,8 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, the code that ran, and how to record it again."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, its numbers, and
+    what remembers these."""
 
     record: Record
     inputs: Inputs
@@ -210,6 +222,8 @@ class Recorded(NamedTuple):
     changes: list[Change]
     watcher: CodeWatcher
     recording: Recording
+    numbers: PlainNumbers
+    keep: Callable[[], None]
 
 
 class Front:
@@ -239,8 +253,19 @@ class Front:
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
-        changes = counted(changes, lambda: recording(watcher)[1])
-        return Recorded(record, inputs, arguments, changes, watcher, recording)
+        shared, given = (
+            get_compile_data().fn is not self._module,
+            {**dict(enumerate(arguments.args)), **arguments.kwargs},
+        )
+        holders = Snapshot(self._module, watcher, label=type(self._module).__name__).take()
+        places = places_of(holders, self._module.forward, {} if shared else given)
+        tried = self._setting.varying.changed(places)
+        first = recording, record, changes, PlainNumbers()
+        recording, record, changes, numbers = record_numbers(
+            first, watcher, tried, computing=self._setting.computing, shared=shared
+        )
+        keep = partial(self._setting.varying.keep, places, tried, numbers)
+        return Recorded(record, inputs, arguments, changes, watcher, recording, numbers, keep)
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
@@ -259,6 +284,7 @@ class Front:
         count, returned = len(lines), tensors_in(record.result)
         try:
             with exempt_from_autocast(get_compile_data()):
+                takes = done.numbers.write(replay)
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
@@ -272,12 +298,17 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        excluded = [change.entry for change in only_written(done.changes, used)]
-        snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        for place in (p for p in done.numbers.places if p.argument):
+            arguments.take(place.key, place.put)
+        done.keep()
+        snapshot = Snapshot(
+            self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
+            replaced=[(p.owner, p.key) for p in done.numbers.places], label=type(self._module).__name__,
+        )  # fmt: skip
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             snapshot.check,
-            setting.compare(done.recording, record),
+            [*takes, *filter(None, [setting.compare(done.recording, record)])],
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
