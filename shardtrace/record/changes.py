@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardtrace.record.effects import Change
-from shardtrace.record.numbers import StandIn
+from shardtrace.record.numbers import is_number
 from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
@@ -52,7 +52,7 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
 
 
 def _holds_fake(value: Any, depth: int) -> bool:
-    if isinstance(value, FakeTensor) or is_plain(value) or type(value) is StandIn or depth == 0:
+    if isinstance(value, FakeTensor) or is_plain(value) or is_number(value) or depth == 0:
         return isinstance(value, FakeTensor)
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_holds_fake(v, depth - 1) for v in value)
@@ -69,7 +69,7 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
             return value
         return pytree.tree_unflatten([tensors[v.number] if isinstance(v, Numbered) else v for v in leaves], spec)
 
-    changes = [replace(c, new=c.new.now()) if type(c.new) is StandIn else c for c in changes]  # before any is put
+    changes = [replace(c, new=c.new.now()) if is_number(c.new) else c for c in changes]  # before any is put
     for change in changes:
         value = filled(change.new)
         if change.kind == "append":

@@ -21,8 +21,7 @@ from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.numbers import (
-    Place,
-    PlainNumbers,
+    RecordingOfNumbers,
     Varying,
     check_recurrent,
     only_written,
@@ -149,9 +148,10 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
-    name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
-    returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
+    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step
+    what forward sets, from the tensors that were packed under the given name; None if it sets nothing. ``remark`` is
+    about blocks and modules. ``rebuild`` makes what the jitted model returns of the tensors that are the result; None
+    if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
@@ -213,16 +213,15 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, its numbers, and
-    what remembers these."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, and what
+    remembers its plain values."""
 
     record: Record
     inputs: Inputs
     arguments: Arguments
     changes: list[Change]
     watcher: CodeWatcher
-    recording: Recording
-    numbers: PlainNumbers
+    recording: RecordingOfNumbers
     keep: Callable[[], None]
 
 
@@ -253,19 +252,16 @@ class Front:
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
-        shared, given = (
-            get_compile_data().fn is not self._module,
-            {**dict(enumerate(arguments.args)), **arguments.kwargs},
+        shared, varying = get_compile_data().fn is not self._module, self._setting.varying
+        given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
+        state = Snapshot(self._module, watcher, label=type(self._module).__name__)
+        places = places_of(state.take(), self._module.forward, given)
+        tried = varying.changed(places)
+        recording, record, changes = record_numbers(
+            recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
         )
-        holders = Snapshot(self._module, watcher, label=type(self._module).__name__).take()
-        places = places_of(holders, self._module.forward, {} if shared else given)
-        tried = self._setting.varying.changed(places)
-        first = recording, record, changes, PlainNumbers()
-        recording, record, changes, numbers = record_numbers(
-            first, watcher, tried, computing=self._setting.computing, shared=shared
-        )
-        keep = partial(self._setting.varying.keep, places, tried, numbers)
-        return Recorded(record, inputs, arguments, changes, watcher, recording, numbers, keep)
+        keep = partial(varying.keep, places, tried, recording)
+        return Recorded(record, inputs, arguments, changes, watcher, recording, keep)
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
@@ -284,7 +280,7 @@ class Front:
         count, returned = len(lines), tensors_in(record.result)
         try:
             with exempt_from_autocast(get_compile_data()):
-                takes = done.numbers.write(replay)
+                takes = done.recording.write(replay)
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
@@ -298,12 +294,12 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        for place in (p for p in done.numbers.places if p.argument):
+        for place in (p for p in done.recording.places if p.argument):
             arguments.take(place.key, place.put)
         done.keep()
         snapshot = Snapshot(
             self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
-            replaced=[(p.owner, p.key) for p in done.numbers.places], label=type(self._module).__name__,
+            replaced=[(p.owner, p.key) for p in done.recording.places], label=type(self._module).__name__,
         )  # fmt: skip
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),

@@ -1,10 +1,10 @@
-"""Plain numbers that change from step to step become inputs of the step, not constants of a compilation for each value.
+"""Plain numbers that change from step to step are inputs of the step, not constants of a compilation for each value.
 
 Note [Stand-ins]. The forward is recorded once more with stand-ins in the place of numbers. What Python computes of a
 stand-in and a number is a stand-in. A function of torch that scales by a number is kept with the stand-in, and computes
-with the number. Any other use reads the stand-in: it gives the number, which stays a constant. The second record counts
-only if it makes the very calls of the first one, so that a stand-in has led the forward nowhere else. Each step computes
-the numbers anew, in Python. They travel as 0-dim tensors, and torch's function gets a number again: its result is
+with the number. Any other use reads the stand-in: it gives the number, which is a constant from then on. The second
+record counts only if it makes the calls of the first one, so that no stand-in has led the forward another way. Each
+step computes the numbers in Python. They travel as 0-dim tensors, and torch's function gets a number: its result is
 eager's.
 """
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from types import CellType
+from typing import Any
 
 from passes.compat.versions import functional_transform
 from shardtrace.record.calls import Call, Record, Whole
 from shardtrace.record.effects import Change
-from shardtrace.record.recorder import FakeMode
 from shardtrace.record.recording import Described, Recording
 from shardtrace.record.replay import Replay
 from shardtrace.record.results import LEAVES, parts
@@ -48,8 +47,8 @@ SCALING = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a number stands: ``owner[key]``, or ``owner.key`` of a class, a cell or an object with slots. The owner of
-    an argument is a dict by positions and names."""
+    """Where a plain value stands: in a dict, a list, a cell or a class. For an argument, ``key`` is its position or
+    name, and ``owner`` a dict of arguments."""
 
     owner: Any
     key: Any
@@ -66,87 +65,106 @@ class Place:
             Change(self.owner, self.key, "", self.label, None, None).put(value)
 
 
-class StandIn:
-    """In the place of a number while a forward is recorded: that of a ``place``, or what a ``function`` makes of
-    ``operands``, numbers and other stand-ins."""
+class Number:
+    """A number of each step: the one at a place, or what a function makes of others. ``read``: it is a constant of the
+    recording."""
 
-    def __init__(self, place: Place | None, function: Callable[..., Any] | None = None, operands: Any = ()) -> None:
-        self.place, self.function, self.operands = place, function, operands
-        self.origins: tuple[StandIn, ...] = (self,) if place else tuple(o for a in operands for o in _origins(a))
+    def __init__(self, place: Any, function: Callable[..., Any] | None = None, operands: Any = ()) -> None:
+        self.place, self._function, self._operands = place, function, operands
+        self.origins: set[Number] = {self} if place else {o for a in operands if is_number(a) for o in a.origins}
         self.read, self.taken = False, place.get() if place else None
-        self.type: Any = None
         self.type = type(self.value)
+
+    def compute(self, take: Callable[[Number], Any]) -> Any:
+        """The number, if ``take`` gives those at places."""
+        if self._function is None:
+            return take(self)
+        return self._function(*(a.compute(take) if is_number(a) else a for a in self._operands))
 
     @property
     def value(self) -> Any:
-        """The number of the step."""
-        return self.taken if self.function is None else self.function(*map(plain, self.operands))
+        """The number of this step."""
+        return self.compute(lambda origin: origin.taken)
 
     def now(self) -> Any:
-        """The number that the place has now, or of those."""
-        if self.function is None:
-            return self.place.get()  # type: ignore[union-attr]
-        return self.function(*(a.now() if type(a) is StandIn else a for a in self.operands))
+        """The number by what stands at the places now."""
+        return self.compute(lambda origin: origin.place.get())
 
-    def number(self) -> Any:
+    def mark_read(self) -> Any:
         for origin in self.origins:
             origin.read = True
         return self.value
 
     @property
-    def is_read(self) -> bool:
+    def is_constant(self) -> bool:
         return any(origin.read for origin in self.origins)
 
+    def tensor(self) -> torch.Tensor:
+        """The function of the line that makes a tensor of it."""
+        return torch.tensor(self.value, dtype=DTYPES[self.type], device="cpu")
+
+
+def is_number(value: Any) -> bool:
+    return type(value) is Number
+
+
+class StandIn:
+    """In the place of a number while a forward is recorded. If it lives longer, it is the number of the last step."""
+
+    def __init__(self, number: Number) -> None:
+        self._shardtrace_number = number
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.number(), name)
+        return getattr(read(self), name)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what isinstance asks
-        return self.type or StandIn
+        return self._shardtrace_number.type
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls torch's function with numbers. The recorder has kept the call with the stand-ins."""
-        args, kwargs = pytree.tree_map(plain if functional_transform() is None else _read, (args, kwargs or {}))
+        """Calls torch's function with numbers. The recorder has kept the call with stand-ins, except in a transform."""
+        args, kwargs = pytree.tree_map(plain if functional_transform() is None else read, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
+def number_in(value: Any) -> Any:
+    """The number of a stand-in; another value as it is."""
+    return value._shardtrace_number if type(value) is StandIn else value
+
+
 def plain(value: Any) -> Any:
-    """The number of a stand-in, also in a slice; any other value as it is."""
+    """The value of a stand-in, also in a slice; another value as it is."""
     if type(value) is slice:
         return slice(plain(value.start), plain(value.stop), plain(value.step))
-    return value.value if type(value) is StandIn else value
+    return number_in(value).value if type(value) is StandIn else value
 
 
-def _read(value: Any) -> Any:
-    return value.number() if type(value) is StandIn else value
+def read(value: Any) -> Any:
+    """The same, of a stand-in that becomes a constant."""
+    return number_in(value).mark_read() if type(value) is StandIn else value
 
 
-def _origins(value: Any) -> tuple[StandIn, ...]:
-    return value.origins if type(value) is StandIn else ()
-
-
-def _computing(function: Callable[..., Any], *, reflected: bool) -> Callable[..., Any]:
-    def compute(self: StandIn, other: Any) -> Any:
-        a, b = (other, self) if reflected else (self, other)
-        if type(other) in (int, float, StandIn) and type(function(plain(a), plain(b))) in DTYPES:
-            return StandIn(None, function, (a, b))
-        return NotImplemented if isinstance(other, torch.Tensor) else function(_read(a), _read(b))
+def _computing(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def compute(self: StandIn, *others: Any) -> Any:
+        operands = (*others, self) if reflected else (self, *others)
+        if any(isinstance(a, torch.Tensor) for a in others):
+            return NotImplemented
+        known = all(type(a) in (int, float, StandIn) for a in others)
+        if known and type(function(*map(plain, operands))) in DTYPES:
+            return StandIn(Number(None, function, [number_in(a) for a in operands]))
+        return function(*map(read, operands))
 
     return compute
 
 
 def _reading(name: str) -> Callable[..., Any]:
-    def read(self: StandIn, *args: Any) -> Any:
-        return getattr(self.number(), name)(*map(_read, args))
-
-    return read
+    return lambda self, *args: getattr(read(self), name)(*map(read, args))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(StandIn, f"__{_name}__", _computing(getattr(operator, _name), reflected=False))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg"):
+    setattr(StandIn, f"__{_name}__", _computing(getattr(operator, _name)))
     setattr(StandIn, f"__r{_name}__", _computing(getattr(operator, _name), reflected=True))
-StandIn.__neg__ = lambda self: StandIn(None, operator.neg, (self,))  # type: ignore[attr-defined]
 for _name in {*vars(int), *vars(float), "__reduce_ex__"} - {*vars(StandIn), "__new__", "__getattribute__"}:
     if _name.startswith("__"):
         setattr(StandIn, _name, _reading(_name))
@@ -176,105 +194,89 @@ class OfNumbers:
         return self.function(*args, **kwargs)
 
 
-class Number:
-    """The function of the line that makes a tensor of a number."""
-
-    __name__ = "number"
-
-    def __init__(self, stand_in: StandIn) -> None:
-        self._stand_in = stand_in
-
-    def __call__(self) -> torch.Tensor:
-        return torch.tensor(self._stand_in.value, dtype=DTYPES[self._stand_in.type], device="cpu")
-
-
-class PlainNumbers:
-    """The numbers that a step takes as inputs.
+@dataclass(frozen=True, eq=False)
+class RecordingOfNumbers(Recording):
+    """A recording with stand-ins for the ``numbers`` at places.
 
     Args:
-        places: where they stand.
-        computing: whether lines may take them. Otherwise forward may only set them.
+        computing: whether lines may take numbers. Otherwise forward may only set them.
         shared: whether the step has more than the forward. A number that the forward uses and sets is then a constant.
     """
 
-    def __init__(self, places: Iterable[Place] = (), *, computing: bool = True, shared: bool = False) -> None:
-        self._origins = {p: StandIn(p) for p in places}
-        self._computing, self._shared = computing, shared
-        self.inputs: dict[int, tuple[StandIn, torch.Tensor]] = {}
+    numbers: Sequence[Number] = ()
+    computing: bool = True
+    shared: bool = False
+    inputs: dict[Number, torch.Tensor] = field(default_factory=dict)  # that lines take, with a fake tensor for each
 
-    def stand_in(self, key: Any, value: Any) -> Any:
-        """The stand-in for an argument, by its position or name; ``value`` if there is none."""
-        found = (o for p, o in self._origins.items() if p.argument and p.key == key)
-        return next(found, value)
+    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
+        done, changes = self.raw(watcher)
+        return done, self.take_out(done, changes)
+
+    def raw(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
+        """The record with stand-ins, and the changes."""
+        try:
+            for number in self.numbers:
+                number.taken = number.place.get()
+                number.place.put(StandIn(number))
+            return super().__call__(watcher)
+        finally:
+            for number in self.numbers:
+                number.place.put(number.taken)
 
     @property
     def places(self) -> list[Place]:
         """Those of the numbers that are no constants."""
-        return [place for place, origin in self._origins.items() if not origin.read]
+        return [number.place for number in self.numbers if not number.read]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Puts the stand-ins where the numbers are."""
-        for place, origin in self._origins.items():
-            origin.taken = place.get()
-            place.put(origin)
-        try:
-            yield
-        finally:
-            for place, origin in self._origins.items():
-                place.put(origin.taken)
-
-    def taken_out(self, done: Record, changes: Sequence[Change], fakes: FakeMode) -> list[Change]:
-        """Puts tensors in the place of the stand-ins in the calls of a record, and returns the changes."""
+    def take_out(self, done: Record, changes: Sequence[Change]) -> list[Change]:
+        """Puts fake tensors in the place of stand-ins in the calls of a record. Returns the changes without them."""
         self._mark_read(done, changes)
-        self.inputs = {}
-        with fakes:
+        self.inputs.clear()
+        with self.fakes:
             done.calls = list(map(self._with_tensors, done.calls))
         return list(map(_counted, changes))
 
     def _mark_read(self, done: Record, changes: Sequence[Change]) -> None:
-        used: set[int] = set()
+        used: set[Number] = set()
         for call in done.calls:
-            takes = self._computing and _takes_numbers(call.function)
+            takes = self.computing and _takes_numbers(call.function)
             for found in _stand_ins((call.args, call.kwargs), set()):
-                if not takes or not _fits(found.value):
-                    found.number()
-                used.update(map(id, found.origins))
-        for change in changes:
-            if self._shared and id(change.old) in used:
-                _read(change.old)
-        for held in (done.result, *(change.new for change in changes if type(change.new) is not StandIn)):
-            for found in _stand_ins(held, set()):
-                found.number()
+                used |= number_in(found).origins
+                if not takes or not _fits(plain(found)):
+                    read(found)
+        for change in changes if self.shared else ():
+            if number_in(change.old) in used:
+                read(change.old)
+        held = (done.result, *(change.new for change in changes if type(change.new) is not StandIn))
+        for found in _stand_ins(held, set()):
+            read(found)
 
     def _with_tensors(self, call: Call) -> Call:
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
-        numbers = {i: v.value for i, v in enumerate(flat) if type(v) is StandIn and not v.is_read}
-        flat = [self._tensor(v) if type(v) is StandIn and not v.is_read else plain(v) for v in flat]
+        numbers = {i: v for i, v in enumerate(map(number_in, flat)) if is_number(v) and not v.is_constant}
+        for number in numbers.values():
+            if number not in self.inputs:
+                self.inputs[number] = torch.empty((), dtype=DTYPES[number.type], device="cpu")
+        flat = [self.inputs[numbers[i]] if i in numbers else plain(v) for i, v in enumerate(flat)]
         args, kwargs = pytree.tree_unflatten(flat, spec)
-        function = OfNumbers(call.function, tuple(numbers), tuple(numbers.values())) if numbers else call.function
+        examples = tuple(number.value for number in numbers.values())
+        function = OfNumbers(call.function, tuple(numbers), examples) if numbers else call.function
         return replace(call, function=function, args=args, kwargs=kwargs)
-
-    def _tensor(self, stand_in: StandIn) -> torch.Tensor:
-        if id(stand_in) not in self.inputs:
-            self.inputs[id(stand_in)] = stand_in, torch.empty((), dtype=DTYPES[stand_in.type], device="cpu")
-        return self.inputs[id(stand_in)][1]
 
     def write(self, replay: Replay) -> list[Callable[[], None]]:
         """Adds the lines of the numbers to the running trace, ahead of all that backward may repeat. Returns the guard
         that takes the numbers of a step, if there are any."""
-        used = [stand_in for stand_in, _ in self.inputs.values()]
-        for stand_in, fake in self.inputs.values():
-            replay.values.know(fake, replay.line(Number(stand_in), (), {}, [fake])[0])
-        self.inputs = {}
-        origins = [(place, origin) for place, origin in self._origins.items() if not origin.read]
+        for number, fake in self.inputs.items():
+            replay.values.know(fake, replay.line(number.tensor, (), {}, [fake])[0])
+        origins = [number for number in self.numbers if not number.read]
+        checked = [*origins, *self.inputs]
+        self.inputs.clear()
 
         def take() -> None:
-            for place, origin in origins:
-                origin.taken = place.get()
-            for stand_in in (*(origin for _, origin in origins), *used):
-                if type(stand_in.value) is not stand_in.type or not _fits(stand_in.value):
-                    raise RuntimeError("a number is of another type")  # Thunder compiles another step
+            for origin in origins:
+                origin.taken = origin.place.get()
+            if not all(type(value := n.value) is n.type and _fits(value) for n in checked):
+                raise RuntimeError("a number is of another type")  # Thunder compiles another step
 
         return [take] if origins else []
 
@@ -301,116 +303,110 @@ def _stand_ins(value: Any, seen: set[int]) -> Iterator[StandIn]:
 
 def _counted(change: Change) -> Change:
     """A change with the number of each step. Its kind is "count" if the forward only computes with the old number."""
-    old, new = change.old, change.new
-    new = plain(new) if type(new) is StandIn and new.is_read else new
-    counts = type(old) is StandIn and not old.read and type(new) is StandIn
-    return replace(change, kind="count" if counts else change.kind, old=plain(old), new=new)
+    old, new = number_in(change.old), number_in(change.new)
+    counts = is_number(old) and not old.read and is_number(new)
+    new = new.value if is_number(new) and new.is_constant else new
+    return replace(change, kind="count" if counts else change.kind, old=plain(change.old), new=new)
 
 
-@dataclass(frozen=True, eq=False)
-class RecordingOfNumbers(Recording):
-    """A recording with stand-ins for ``numbers``."""
+def record_numbers(
+    recording: Recording,
+    done: Record,
+    changes: list[Change],
+    watcher: CodeWatcher,
+    places: Sequence[Place],
+    **how: Any,
+) -> tuple[RecordingOfNumbers, Record, list[Change]]:
+    """The recording, its record and the changes, with inputs for the numbers at ``places`` and for those that forward
+    sets. These are what is given if it is another record with stand-ins. ``how``: see :class:`RecordingOfNumbers`."""
 
-    numbers: PlainNumbers
+    def with_numbers(numbers: Sequence[Number]) -> RecordingOfNumbers:
+        given = {n.place.key: StandIn(n) for n in numbers if n.place.argument}
+        args = tuple(given.get(i, v) for i, v in enumerate(recording.args))
+        kwargs = {k: given.get(k, v) for k, v in recording.kwargs.items()}
+        return RecordingOfNumbers(**{**vars(recording), "args": args, "kwargs": kwargs}, numbers=numbers, **how)
 
-    def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
-        done, changes = self.raw(watcher)
-        return done, self.numbers.taken_out(done, changes, self.fakes)
-
-    def raw(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
-        with self.numbers.in_place():
-            return super().__call__(watcher)
-
-    def repeats(self, first: Described, done: Record) -> bool:
-        """Whether the record with stand-ins makes the calls of the first one."""
-        calls = [
-            replace(c, args=pytree.tree_map(plain, c.args), kwargs=pytree.tree_map(plain, c.kwargs)) for c in done.calls
-        ]
-        return not first.difference(Described.of(Record(calls, result=pytree.tree_map(plain, done.result))))
-
-
-Recorded = tuple[Recording, Record, list[Change], PlainNumbers]
-
-
-def record_numbers(first: Recorded, watcher: CodeWatcher, places: Sequence[Place], **how: bool) -> Recorded:
-    """Records once more, with inputs for the numbers at ``places`` and for those that forward sets.
-
-    ``first``: what is returned if the forward takes no stand-ins. ``how``: see :class:`PlainNumbers`.
-    """
-    recording, done, changes, _ = first
     known = {(id(p.owner), p.key) for p in places}
     numbers = [c for c in changes if type(c.old) in DTYPES and type(c.new) in DTYPES]
     counts = [Place(c.owner, c.key, c.label) for c in numbers if (id(c.owner), c.key) not in known]
-    described = Described.of(done) if places or counts else None
-    for chosen in filter(None, ([*places, *counts], counts if places else [])):
-        inputs = PlainNumbers(chosen, **how)
-        args = tuple(inputs.stand_in(i, v) for i, v in enumerate(recording.args))
-        kwargs = {k: inputs.stand_in(k, v) for k, v in recording.kwargs.items()}
-        again = RecordingOfNumbers(**{**vars(recording), "args": args, "kwargs": kwargs, "numbers": inputs})
+    attempts = [chosen for chosen in ([*places, *counts], counts if places else []) if chosen]
+    first = Described.of(done if attempts else Record())
+    for chosen in attempts:
+        again = with_numbers(list(map(Number, chosen)))
         with suppress(Exception):  # of code that takes no stand-in
             found, new = again.raw(watcher)
-            if again.repeats(described, found):
-                return again, found, inputs.taken_out(found, new, again.fakes), inputs
-    return first
+            if not first.difference(Described.of(_plain(found))):
+                return again, found, again.take_out(found, new)
+    return with_numbers(()), done, changes
+
+
+def _plain(done: Record) -> Record:
+    def values(structure: Any) -> Any:
+        return pytree.tree_map(plain, structure)
+
+    return Record(
+        [replace(c, args=values(c.args), kwargs=values(c.kwargs)) for c in done.calls], result=values(done.result)
+    )
 
 
 # ---- which numbers change ----
 
 
 class Varying:
-    """What the plain values of one call of a model were, each time that it was recorded. ``say`` is told of a place with
-    many values, each of which is compiled."""
+    """What the plain values of one call of a model were when it was recorded last. ``say`` is told of a place with many
+    values, each of which is compiled."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._last: dict[str, Any] = {}
-        self._seen: dict[str, list[str]] = {}  # the different values of each place, up to VARIANTS
-        self._inputs: set[str] = set()
+        self._seen: dict[str, set[str]] = {}  # the values of each place, up to VARIANTS
+        self._inputs: dict[str, int] = {}  # numbers, by their labels, and the ids of their owners
         self._constants: set[str] = set()  # numbers that forward reads
 
     def changed(self, places: Iterable[Place]) -> list[Place]:
         """The numbers that are to become inputs: they are not what they were. ``places``: of all plain values."""
 
         def varies(place: Place, value: Any) -> bool:
+            if place.label in self._inputs:
+                return place.argument or self._inputs[place.label] == id(place.owner)  # else the owner is compiled
             before = self._last.get(place.label)
-            return place.label in self._inputs or (type(before) is type(value) and not same(before, value))
+            return type(before) is type(value) and not same(before, value)
 
         return [p for p in places if type(v := p.get()) in DTYPES and p.label not in self._constants and varies(p, v)]
 
-    def keep(self, places: Iterable[Place], tried: Iterable[Place], numbers: PlainNumbers) -> None:
+    def keep(self, places: Iterable[Place], tried: Iterable[Place], done: RecordingOfNumbers) -> None:
         """Remembers the values of a recording, and which of the numbers that were tried became inputs."""
-        inputs, labels = {p.label for p in numbers.places}, {p.label for p in tried}
-        self._inputs |= labels & inputs
-        self._constants |= labels - inputs
-        self._last = {p.label: p.get() for p in places}
-        for name in self._last.keys() - inputs:
-            seen, value = self._seen.setdefault(name, []), repr(self._last[name])
-            if value not in seen and len(seen) < VARIANTS:
-                seen.append(value)
-                if len(seen) == VARIANTS:
-                    self._say(
-                        f"{name} has had {VARIANTS} values ({seen[-2]} -> {value}), and a step was compiled for each: "
-                        "pass it as a tensor, or make it a buffer (register_buffer) and write into it"
-                    )
+        inputs = {p.label: id(p.owner) for p in done.places}
+        self._constants |= {p.label for p in tried} - inputs.keys()
+        self._inputs |= {p.label: id(p.owner) for p in tried if p.label in inputs}
+        before, self._last = self._last, {p.label: p.get() for p in places}
+        for name, value in self._last.items():
+            seen = self._seen.setdefault(name, set())
+            if name in inputs or len(seen) == VARIANTS:
+                continue
+            seen.add(repr(value))
+            if len(seen) == VARIANTS:
+                self._say(
+                    f"{name} has had {VARIANTS} values ({before.get(name)!r} -> {value!r}), and a step was compiled "
+                    "for each: pass it as a tensor, or make it a buffer (register_buffer) and write into it"
+                )
 
 
 def places_of(holders: Iterable[Holder], function: Callable[..., Any], given: Mapping[Any, Any]) -> list[Place]:
-    """The places of plain values that can be set. ``given``: the arguments of ``function``, by positions and names."""
+    """The places of plain values. ``given``: the arguments of ``function`` by positions and names."""
     found = [
         Place(h.owner, key, h.name(key))
         for h in holders
-        if not isinstance(h.owner, (tuple, set, ContextVar))
+        if isinstance(h.owner, (dict, list, type, CellType))
         for key, value in h.entries.items()
         if is_plain(value) and not (isinstance(h.owner, type) and key not in vars(h.owner))
     ]
-    names: list[Any] = []
+    names: list[str] = []
     with suppress(TypeError, ValueError):
         names = list(inspect.signature(function).parameters)
-    for key, value in given.items():
-        if is_plain(value):
-            name = names[key] if isinstance(key, int) and key < len(names) else key
-            found.append(Place(given, key, f"argument {name!r}", argument=True))
-    return found
+    numbers = {key: value for key, value in given.items() if is_plain(value)}
+    labels: dict[Any, str] = {**dict(enumerate(names)), **{key: key for key in numbers if isinstance(key, str)}}
+    return found + [Place(numbers, key, f"argument {labels.get(key, key)!r}", argument=True) for key in numbers]
 
 
 # ---- what forward sets ----
