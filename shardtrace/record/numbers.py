@@ -99,7 +99,7 @@ class Number:
     def is_constant(self) -> bool:
         return any(origin.read for origin in self.origins)
 
-    def tensor(self) -> torch.Tensor:
+    def number(self) -> torch.Tensor:
         """The function of the line that makes a tensor of it."""
         return torch.tensor(self.value, dtype=DTYPES[self.type], device="cpu")
 
@@ -178,20 +178,20 @@ class OfNumbers:
     """A function that is given 0-dim tensors in the place of numbers, by their positions among all arguments. The
     ``examples`` stand for fake ones."""
 
-    function: Callable[..., Any]
+    of_tensors: Callable[..., Any]
     positions: tuple[int, ...]
     examples: tuple[Any, ...] = field(compare=False)
 
     @property
     def __name__(self) -> str:
-        return f"{name_of(self.function).strip('_')}_of_numbers"
+        return f"{name_of(self.of_tensors).strip('_')}_of_numbers"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         for i, example in zip(self.positions, self.examples, strict=True):
             flat[i] = example if isinstance(flat[i], FakeTensor) or flat[i].is_meta else flat[i].item()
         args, kwargs = pytree.tree_unflatten(flat, spec)
-        return self.function(*args, **kwargs)
+        return self.of_tensors(*args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +267,7 @@ class RecordingOfNumbers(Recording):
         """Adds the lines of the numbers to the running trace, ahead of all that backward may repeat. Returns the guard
         that takes the numbers of a step, if there are any."""
         for number, fake in self.inputs.items():
-            replay.values.know(fake, replay.line(number.tensor, (), {}, [fake])[0])
+            replay.values.know(fake, replay.line(number.number, (), {}, [fake])[0])
         origins = [number for number in self.numbers if not number.read]
         checked = [*origins, *self.inputs]
         self.inputs.clear()
