@@ -43,7 +43,7 @@ from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
-LARGEST = 64  # compiled steps that a jitted function keeps
+KEPT = 64  # compiled steps of a jitted function
 
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
@@ -65,7 +65,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
     compilation = _compilation(states)
-    _drop_oldest(compilation)
+    _drop_oldest(compilation, states[0])
     facts = compilation.trace(get_jit_ctx())
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
@@ -124,12 +124,15 @@ def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
 
 
-def _drop_oldest(compilation: Compilation) -> None:
+def _drop_oldest(compilation: Compilation, state: ShardedState) -> None:
     """Makes room for one more compiled step. The one of the last call counts as the newest."""
     _, stats = compile_data_and_stats()
     entries = stats.interpreter_cache
+    if len(entries) < KEPT:
+        return
+    _warn(state, f"{KEPT} steps were compiled. Each further one takes the place of the oldest")
     entries.sort(key=lambda entry: entry.computation_traces is stats.last_traces)
-    del entries[: max(0, len(entries) - LARGEST + 1)]
+    del entries[: len(entries) - KEPT + 1]
     alive = {id(trace) for entry in entries for trace in entry.computation_traces}
     compilation.finished = [f for f in compilation.finished if f.record is not None and id(f.record.traced) in alive]
 

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 from passes.compat.versions import functional_transform
@@ -35,6 +35,7 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 DTYPES = {int: torch.int64, float: torch.float64}  # that hold a number as it is
+SHOWN = (int, float, FunctionType)  # also of classes of their own: numpy's numbers
 VARIANTS = 5  # values of one place that are compiled without a word
 # functions that only compute with a number, without the underscores around their names
 SCALING = frozenset(
@@ -75,20 +76,18 @@ class Number:
         self.read, self.taken = False, place.get() if place else None
         self.type = type(self.value)
 
-    def compute(self, take: Callable[[Number], Any]) -> Any:
-        """The number, if ``take`` gives those at places."""
-        if self._function is None:
-            return take(self)
-        return self._function(*(a.compute(take) if is_number(a) else a for a in self._operands))
-
     @property
     def value(self) -> Any:
-        """The number of this step."""
-        return self.compute(lambda origin: origin.taken)
+        """The number, by those that were taken from their places."""
+        if self._function is None:
+            return self.taken
+        return self._function(*(a.value if is_number(a) else a for a in self._operands))
 
     def now(self) -> Any:
-        """The number by what stands at the places now."""
-        return self.compute(lambda origin: origin.place.get())
+        """The number, by what stands at the places now."""
+        for origin in self.origins:
+            origin.taken = origin.place.get()
+        return self.value
 
     def mark_read(self) -> Any:
         for origin in self.origins:
@@ -229,12 +228,17 @@ class RecordingOfNumbers(Recording):
         return [number.place for number in self.numbers if not number.read]
 
     def take_out(self, done: Record, changes: Sequence[Change]) -> list[Change]:
-        """Puts fake tensors in the place of stand-ins in the calls of a record. Returns the changes without them."""
+        """Puts fake tensors in the place of stand-ins in the calls of a record, and numbers elsewhere. Returns the changes.
+        Raises TypeError if an object that forward makes holds a stand-in."""
         self._mark_read(done, changes)
         self.inputs.clear()
         with self.fakes:
             done.calls = list(map(self._with_tensors, done.calls))
-        return list(map(_counted, changes))
+        done.result = pytree.tree_map(plain, done.result)
+        changes = list(map(_counted, changes))
+        for _ in _stand_ins((done.result, *(change.new for change in changes)), set()):
+            raise TypeError("an object holds a stand-in")
+        return changes
 
     def _mark_read(self, done: Record, changes: Sequence[Change]) -> None:
         used: set[Number] = set()
@@ -273,9 +277,7 @@ class RecordingOfNumbers(Recording):
         self.inputs.clear()
 
         def take() -> None:
-            for origin in origins:
-                origin.taken = origin.place.get()
-            if not all(type(value := n.value) is n.type and _fits(value) for n in checked):
+            if not all(type(value := n.now()) is n.type and _fits(value) for n in checked):
                 raise RuntimeError("a number is of another type")  # Thunder compiles another step
 
         return [take] if origins else []
@@ -305,17 +307,13 @@ def _counted(change: Change) -> Change:
     """A change with the number of each step. Its kind is "count" if the forward only computes with the old number."""
     old, new = number_in(change.old), number_in(change.new)
     counts = is_number(old) and not old.read and is_number(new)
-    new = new.value if is_number(new) and new.is_constant else new
+    if not is_number(new) or new.is_constant:
+        new = pytree.tree_map(plain, change.new)
     return replace(change, kind="count" if counts else change.kind, old=plain(change.old), new=new)
 
 
 def record_numbers(
-    recording: Recording,
-    done: Record,
-    changes: list[Change],
-    watcher: CodeWatcher,
-    places: Sequence[Place],
-    **how: Any,
+    recording: Recording, done: Record, changes: list[Change], watcher: CodeWatcher, places: Sequence[Place], **how: Any
 ) -> tuple[RecordingOfNumbers, Record, list[Change]]:
     """The recording, its record and the changes, with inputs for the numbers at ``places`` and for those that forward
     sets. These are what is given if it is another record with stand-ins. ``how``: see :class:`RecordingOfNumbers`."""
@@ -341,12 +339,9 @@ def record_numbers(
 
 
 def _plain(done: Record) -> Record:
-    def values(structure: Any) -> Any:
-        return pytree.tree_map(plain, structure)
-
-    return Record(
-        [replace(c, args=values(c.args), kwargs=values(c.kwargs)) for c in done.calls], result=values(done.result)
-    )
+    found = [(c, pytree.tree_map(plain, (c.args, c.kwargs))) for c in done.calls]
+    calls = [replace(call, args=args, kwargs=kwargs) for call, (args, kwargs) in found]
+    return Record(calls, result=pytree.tree_map(plain, done.result))
 
 
 # ---- which numbers change ----
@@ -388,7 +383,7 @@ class Varying:
             if len(seen) == VARIANTS:
                 self._say(
                     f"{name} has had {VARIANTS} values ({before.get(name)!r} -> {value!r}), and a step was compiled "
-                    "for each: pass it as a tensor, or make it a buffer (register_buffer) and write into it"
+                    "for each: pass it as a tensor, or make it a buffer (register_buffer), and write into that"
                 )
 
 
@@ -399,14 +394,15 @@ def places_of(holders: Iterable[Holder], function: Callable[..., Any], given: Ma
         for h in holders
         if isinstance(h.owner, (dict, list, type, CellType))
         for key, value in h.entries.items()
-        if is_plain(value) and not (isinstance(h.owner, type) and key not in vars(h.owner))
+        if isinstance(value, SHOWN) or is_plain(value)
+        if not isinstance(h.owner, type) or key in vars(h.owner)  # not of a base
     ]
     names: list[str] = []
     with suppress(TypeError, ValueError):
         names = list(inspect.signature(function).parameters)
-    numbers = {key: value for key, value in given.items() if is_plain(value)}
-    labels: dict[Any, str] = {**dict(enumerate(names)), **{key: key for key in numbers if isinstance(key, str)}}
-    return found + [Place(numbers, key, f"argument {labels.get(key, key)!r}", argument=True) for key in numbers]
+    values = {key: value for key, value in given.items() if isinstance(value, SHOWN) or is_plain(value)}
+    labels: dict[Any, Any] = dict(enumerate(names))
+    return found + [Place(values, key, f"argument {labels.get(key, key)!r}", argument=True) for key in values]
 
 
 # ---- what forward sets ----
