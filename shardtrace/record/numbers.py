@@ -228,8 +228,8 @@ class RecordingOfNumbers(Recording):
         return [number.place for number in self.numbers if not number.read]
 
     def take_out(self, done: Record, changes: Sequence[Change]) -> list[Change]:
-        """Puts fake tensors in the place of stand-ins in the calls of a record, and numbers elsewhere. Returns the changes.
-        Raises TypeError if an object that forward makes holds a stand-in."""
+        """Puts fake tensors in the place of stand-ins in the calls of a record, and numbers in its result and changes,
+        which it returns. Raises TypeError if an object that forward makes holds a stand-in."""
         self._mark_read(done, changes)
         self.inputs.clear()
         with self.fakes:
