@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import compile_data_and_stats, proxied_values, refresh_modules
+from passes.compat.jit import compile_data_and_stats, live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -70,6 +70,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
+    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
@@ -93,6 +94,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
             compare=partial(_comparison, states),
             whole_of=wholes(states[0], context),
@@ -116,7 +118,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards.append(traced.guard)
+    facts.guards += [live_buffers(), traced.guard]
     facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter

@@ -23,7 +23,8 @@ class Change:
     """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
 
     ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
-    all of it), "append" (``new``: what a list gained at its end), "count" (``new``: the number computed from ``old``).
+    all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new`` is what it
+    holds), "count" (``new``: the number computed from ``old``).
     """
 
     owner: Any

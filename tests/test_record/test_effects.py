@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
+from shardtrace.record.memory import Memory
 from shardtrace.record.numbers import check_recurrent, only_written, record_numbers
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.recording import Recording
@@ -193,7 +194,8 @@ def counts(forward, **how):
     net, fakes, watcher = Net(forward), FakeMode(), CodeWatcher()
     with fakes:
         x = torch.ones(2)
-    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, {id(net): ""}, [], frozenset(), compiling=True)
+    memory, names = Memory(fakes, lambda t: None), {id(net): ""}
+    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, memory, names, [], frozenset(), compiling=True)
     *_, changes = record_numbers(recording, *recording(watcher), watcher, [], **how)
     assert net.n == 0
     return net, changes
