@@ -376,15 +376,17 @@ class Varying:
         self._inputs |= {p.label: id(p.owner) for p in tried if p.label in inputs}
         before, self._last = self._last, {p.label: p.get() for p in places}
         for name, value in self._last.items():
-            seen = self._seen.setdefault(name, set())
-            if name in inputs or len(seen) == VARIANTS:
+            old = before.get(name, value)
+            if name in inputs or same(old, value):
                 continue
-            seen.add(repr(value))
-            if len(seen) == VARIANTS:
-                self._say(
-                    f"{name} has had {VARIANTS} values ({before.get(name)!r} -> {value!r}), and a step was compiled "
-                    "for each: pass it as a tensor, or make it a buffer (register_buffer), and write into that"
-                )
+            seen = self._seen.setdefault(name, {repr(old)})
+            if repr(value) not in seen and len(seen) < VARIANTS:
+                seen.add(repr(value))
+                if len(seen) == VARIANTS:
+                    self._say(
+                        f"{name} has had {VARIANTS} values ({old!r} -> {value!r}), and a step was compiled for each: "
+                        "pass it as a tensor, or make it a buffer (register_buffer), and write into that"
+                    )
 
 
 def places_of(holders: Iterable[Holder], function: Callable[..., Any], given: Mapping[Any, Any]) -> list[Place]:
