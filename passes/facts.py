@@ -65,8 +65,9 @@ class Compilation:
 
     def __init__(self) -> None:
         self.facts = Facts()
-        self.finished: list[Facts] = []  # of all calls that were compiled
+        self.finished: list[Facts] = []  # of the compiled steps that are kept
         self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
+        self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
         self._coming, self._tracing = Facts(), None
 
     def trace(self, tracing: Any) -> Facts:

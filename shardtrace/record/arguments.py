@@ -18,6 +18,7 @@ from shardtrace.record.recorder import FakeMode
 from shardtrace.record.results import LEAVES, PLAIN, Path, map_tensors, parts
 
 import torch
+from thunder import clang
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import to_torch_device
@@ -48,6 +49,7 @@ class Arguments:
         self._inputs: list[TensorProxy] = []  # of the tensors that the prologue fetches
         self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
+        self._wrapped: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
             _guard(value)
@@ -64,6 +66,14 @@ class Arguments:
         """The tensors that the model was given, by the names of their proxies, without those that are computed."""
         named = {name: self._originals.get(name) for name in self._made}
         return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+
+    def take(self, key: Any, put: Callable[[Any], None]) -> None:
+        """Lets the prologue ``put`` an argument, a number, instead of comparing it. ``key``: its position or name."""
+        history = self._wrapped[key].provenance
+        is_value = lambda c: c[0] is clang.check_number_type_and_value and c[1].history is history  # noqa: E731
+        constraints()[:] = [c for c in constraints() if not is_value(c)]
+        check = partial(check_value, ContextObject(f"take_{key}", put))
+        constraints().append((check, Proxy(prefix="argument", history=copy.copy(history))))
 
     def check_alone(self, fake: torch.Tensor) -> None:
         """Raises RuntimeError if an argument that forward writes into is a part of a value, or shares memory with

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from shardtrace.record.effects import Change
 from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import is_number
 from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
@@ -70,7 +69,7 @@ def written_outside(memory: Memory, storages: Collection[int]) -> list[Change]:
 
 
 def _holds_fake(value: Any, depth: int) -> bool:
-    if isinstance(value, FakeTensor) or is_plain(value) or depth == 0:
+    if isinstance(value, FakeTensor) or is_plain(value) or is_number(value) or depth == 0:
         return isinstance(value, FakeTensor)
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_holds_fake(v, depth - 1) for v in value)
@@ -87,22 +86,16 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
             return value
         return pytree.tree_unflatten([tensors[v.number] if isinstance(v, Numbered) else v for v in leaves], spec)
 
+    changes = [replace(c, new=c.new.now()) if is_number(c.new) else c for c in changes]  # before any is put
     for change in changes:
         value = filled(change.new)
         if change.kind == "append":
             list.extend(change.owner, value)
-        elif change.kind == "count":
-            change.put(reduce(operator.add, value, _value(change)))  # sum() of Python 3.12 rounds otherwise
         elif (held := _memory(change)) is not None and _fits(held, value):
             with torch.no_grad():
                 held.copy_(value)
         else:
             change.put(value)
-
-
-def _value(change: Change) -> Any:
-    owner, key = change.owner, change.key
-    return owner[key] if isinstance(owner, dict) else getattr(owner, key)
 
 
 def _memory(change: Change) -> Any:

@@ -25,7 +25,7 @@ class Change:
 
     ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
     all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new`` is what it
-    holds), "count" (``new``: the numbers that were added to a number, in order).
+    holds), "count" (``new``: the number computed from ``old``).
     """
 
     owner: Any

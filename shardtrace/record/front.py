@@ -21,12 +21,19 @@ from shardtrace.record.changes import apply, numbered, written_outside
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import (
+    RecordingOfNumbers,
+    Varying,
+    check_recurrent,
+    only_written,
+    places_of,
+    record_numbers,
+)
 from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
-from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.state import is_plain
 from shardtrace.record.watcher import CodeWatcher
@@ -146,15 +153,15 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
-    recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
-    name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
-    returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
+    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step
+    what forward sets, from the tensors that were packed under the given name; None if it sets nothing. ``remark`` is
+    about blocks and modules. ``rebuild`` makes what the jitted model returns of the tensors that are the result; None
+    if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
     guard: Callable[[], None]
-    last_guard: Callable[[], None] | None
+    last_guards: Sequence[Callable[[], None]]
     setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
@@ -175,7 +182,9 @@ class Setting:
         refuse: raises for a tensor that is no parameter, buffer or argument, if it may not be used; each with a name.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
+        varying: tells which plain numbers have changed.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        computing: whether lines may take plain numbers as inputs.
     """
 
     known: dict[int, Any]
@@ -186,8 +195,10 @@ class Setting:
     compare: Compare
     refuse: Refuse
     whole_of: WholeOf
+    varying: Varying
     fall_back: bool = True
     obstacle: str = ""
+    computing: bool = True
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -213,14 +224,16 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, the code that ran, and how to record it again."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, and what
+    remembers its plain values."""
 
     record: Record
     inputs: Inputs
     arguments: Arguments
     changes: list[Change]
     watcher: CodeWatcher
-    recording: Recording
+    recording: RecordingOfNumbers
+    keep: Callable[[], None]
 
 
 class Front:
@@ -256,8 +269,16 @@ class Front:
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
-        changes = counted(changes, lambda: recording(watcher)[1])
-        return Recorded(record, inputs, arguments, changes, watcher, recording)
+        shared, varying = get_compile_data().fn is not self._module, self._setting.varying
+        given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
+        state = Snapshot(self._module, watcher, label=type(self._module).__name__)
+        places = places_of(state.take(), self._module.forward, given)
+        tried = varying.changed(places)
+        recording, record, changes = record_numbers(
+            recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
+        )
+        keep = partial(varying.keep, places, tried, recording)
+        return Recorded(record, inputs, arguments, changes, watcher, recording, keep)
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
@@ -282,6 +303,7 @@ class Front:
         count, returned = len(lines), tensors_in(record.result)
         try:
             with exempt_from_autocast(get_compile_data()):
+                takes = done.recording.write(replay)
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
@@ -295,12 +317,17 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        excluded = [change.entry for change in only_written(done.changes, used)]
-        snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        for place in (p for p in done.recording.places if p.argument):
+            arguments.take(place.key, place.put)
+        done.keep()
+        snapshot = Snapshot(
+            self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
+            replaced=[(p.owner, p.key) for p in done.recording.places], label=type(self._module).__name__,
+        )  # fmt: skip
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             snapshot.check,
-            setting.compare(done.recording, record),
+            [*takes, *filter(None, [setting.compare(done.recording, record)])],
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,

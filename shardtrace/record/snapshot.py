@@ -31,6 +31,7 @@ class Snapshot:
         watcher: what ran in the forward. None: no globals, and all attributes of configs and classes.
         excluded: entries that the forward sets without reading them: a container and a key each. The key None excludes
             all of the container.
+        replaced: entries with values that may change.
         label: the name of the root in messages.
     """
 
@@ -40,12 +41,13 @@ class Snapshot:
         watcher: CodeWatcher | None,
         *,
         excluded: Collection[Entry] = (),
+        replaced: Collection[Entry] = (),
         label: str = "model",
     ) -> None:
         names = watcher.names() if watcher is not None else None
         outside = watcher.outside() if watcher is not None else []
-        self._take = partial(_take, root, label, outside, names, list(excluded))
-        self._prepare(self._take())
+        self.take = partial(_take, root, label, outside, partial(State, names, list(excluded), list(replaced)))
+        self._prepare(self.take())
 
     def _prepare(self, holders: list[Holder]) -> None:
         self._values = _values(holders)
@@ -77,7 +79,7 @@ class Snapshot:
         """
         if self._is_identical():
             return ""
-        holders = self._take()
+        holders = self.take()
         if found := _first_difference(self._values, _values(holders)):
             return found
         self._prepare(holders)
@@ -164,10 +166,8 @@ def _short(value: object) -> str:
     return text if 0 < len(text) < 60 else f"a {type(value).__name__}"
 
 
-def _take(
-    root: nn.Module, label: str, outside: list[Outside], names: frozenset[str] | None, excluded: list[Entry]
-) -> list[Holder]:
-    state = State(names, excluded)
+def _take(root: nn.Module, label: str, outside: list[Outside], new_state: Callable[[], State]) -> list[Holder]:
+    state = new_state()
     state.add_value(root, label)
     for name in HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{name}")
