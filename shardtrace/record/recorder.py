@@ -130,6 +130,7 @@ class Recorder(TorchFunctionMode):
         self._count = 0
         self._watcher = watcher
         self._memory = memory
+        memory.begin()
         self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
         self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
 
