@@ -22,6 +22,7 @@ from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
+from shardtrace.record.random_state import RandomStates
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -36,10 +37,6 @@ from torch.utils import _pytree as pytree
 
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
-SEED = (
-    "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
-    "random function a torch.Generator of its own"
-)
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
@@ -77,6 +74,7 @@ class Recorder(TorchFunctionMode):
         watcher: sees the functions that run, apart from those of torch.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
+        random: sees what becomes of generators of random numbers; None: they are of no interest.
     """
 
     def __init__(
@@ -86,8 +84,10 @@ class Recorder(TorchFunctionMode):
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
+        random: RandomStates | None = None,
     ) -> None:
         super().__init__()
+        self.random = RandomStates() if random is None else random
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
         self._eager = eager
@@ -183,6 +183,8 @@ class Recorder(TorchFunctionMode):
                 "lost: use torch.func.grad or jacrev"
             )
         drawn = draws(func, args, kwargs)
+        if drawn:
+            self.random.see_draw(kwargs.get("generator"), pytree.tree_leaves(result)[0].device)
         if self._inside:
             self._drawn = self._drawn or drawn
             return
@@ -207,6 +209,8 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
+            if not is_library(type(module).__module__):
+                self.random.check()
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -285,6 +289,7 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
+            recorder.random.check()
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:
@@ -350,13 +355,10 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             recorder.check_apply(function)
         return type.__getattribute__(function, name)
 
-    seed = recorder.refusing(torch.manual_seed, SEED)
     generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
         (checkpoints, CHECKPOINT_GENERATOR, checkpoint),
-        (torch, "manual_seed", seed),
-        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),

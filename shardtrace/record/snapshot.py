@@ -11,7 +11,18 @@ from itertools import chain
 from types import CellType
 from typing import Any
 
-from shardtrace.record.state import BUILTIN, HOOKS, MISSING, Entry, Holder, State, is_plain, same
+from shardtrace.record.state import (
+    BUILTIN,
+    HOOKS,
+    MISSING,
+    Entry,
+    Holder,
+    State,
+    cell_contents,
+    contents_of,
+    is_plain,
+    same,
+)
 from shardtrace.record.watcher import CodeWatcher, Outside
 
 import torch
@@ -55,10 +66,11 @@ class Snapshot:
         self._others = [
             (read, h.owner, key, value)
             for h in holders
-            if type(h.owner) is not dict and (read := _reader(h.owner)) is not None
+            if type(h.owner) is not dict and h.kind != "array" and (read := _reader(h.owner)) is not None
             for key, value in h.entries.items()
         ]
-        counted = [h.owner for h in holders if h.counted and not isinstance(h.owner, tuple)]
+        self._arrays = [(h.owner, h.entries["contents"]) for h in holders if h.kind == "array"]
+        counted = [h.owner for h in holders if h.counted]
         self._empty = [owner for owner in counted if not owner]
         self._filled = [owner for owner in counted if owner]
         self._lengths = list(map(len, self._filled))
@@ -95,7 +107,9 @@ class Snapshot:
                     return False
         except (LookupError, AttributeError, ValueError):  # ValueError: an empty cell
             return False
-        return not any(self._empty) and list(map(len, self._filled)) == self._lengths
+        if any(self._empty) or list(map(len, self._filled)) != self._lengths:
+            return False
+        return all(contents_of(array) == contents for array, contents in self._arrays)
 
 
 def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:
@@ -132,8 +146,12 @@ def _member(members: set[Any], member: Any) -> Any:
 
 def _values(holders: list[Holder]) -> dict[Name, Any]:
     """The values by name and by how often the name occurred before. Builtin containers that were looked into count by
-    their type, their length and their entries, all other objects by identity."""
-    inside = {id(h.owner) for h in holders if type(h.owner) in BUILTIN and len(h.owner) == len(h.entries)}
+    their type, their length and their entries, arrays by their contents, all other objects by identity."""
+    inside = {
+        id(h.owner)
+        for h in holders
+        if h.kind == "array" or (type(h.owner) in BUILTIN and len(h.owner) == len(h.entries))
+    }
     values: dict[Name, Any] = {}
     occurred: Counter[str] = Counter()
 
@@ -173,7 +191,7 @@ def _take(
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
     for owner, name, keys in outside:
         if isinstance(owner, CellType):
-            state.add(Holder(owner, name, _contents(owner), "cell", counted=False))
+            state.add(Holder(owner, name, cell_contents(owner), "cell", counted=False))
         else:
             found = {k: owner[k] for k in keys if k in owner}
             state.add(Holder(owner, name, found, counted=False))
@@ -181,10 +199,3 @@ def _take(
                 entries = {"value": _context(variable)}
                 state.add(Holder(variable, f"the context variable {variable.name}", entries, counted=False))
     return state.holders
-
-
-def _contents(cell: CellType) -> dict[str, Any]:
-    try:
-        return {"cell_contents": cell.cell_contents}
-    except ValueError:  # empty
-        return {}

@@ -3,7 +3,6 @@
 import contextvars
 import functools
 import gc
-import random
 import types
 
 import shardtrace
@@ -299,24 +298,6 @@ def test_right(single_rank, kind):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-
-
-class PythonsRandom(Base):
-    def forward(self, x):
-        return self.linear(x) * random.random()
-
-
-class NumpysRandom(Base):
-    def forward(self, x):
-        import numpy as np
-
-        return self.linear(x) * float(np.random.rand())
-
-
-@pytest.mark.parametrize("kind", [PythonsRandom, NumpysRandom], ids=lambda kind: kind.__name__)
-def test_random_numbers_of_others_are_an_error(single_rank, kind):
-    with pytest.raises(RuntimeError, match="random"):
-        thunder.jit(shardtrace.fsdp(kind()))(torch.randn(3, D))
 
 
 class Statistics(Base):
