@@ -273,7 +273,9 @@ class Front:
             replay.values.clear()
         inputs.guard()
         excluded = [change.entry for change in only_written(done.changes, used)]
-        snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        snapshot = Snapshot(
+            self._module, done.watcher, excluded=excluded, objects=arguments.objects, label=type(self._module).__name__
+        )
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             snapshot.check,

@@ -41,6 +41,7 @@ class Snapshot:
         watcher: what ran in the forward. None: no globals, and all attributes of configs and classes.
         excluded: entries that the forward sets without reading them: a container and a key each. The key None excludes
             all of the container.
+        objects: other objects that the forward may read, such as functions among its arguments.
         label: the name of the root in messages.
     """
 
@@ -50,11 +51,12 @@ class Snapshot:
         watcher: CodeWatcher | None,
         *,
         excluded: Collection[Entry] = (),
+        objects: Collection[Any] = (),
         label: str = "model",
     ) -> None:
         names = watcher.names() if watcher is not None else None
         outside = watcher.outside() if watcher is not None else []
-        self._take = partial(_take, root, label, outside, names, list(excluded))
+        self._take = partial(_take, root, label, outside, list(objects), names, list(excluded))
         self._prepare(self._take())
 
     def _prepare(self, holders: list[Holder]) -> None:
@@ -182,10 +184,17 @@ def _short(value: object) -> str:
 
 
 def _take(
-    root: nn.Module, label: str, outside: list[Outside], names: frozenset[str] | None, excluded: list[Entry]
+    root: nn.Module,
+    label: str,
+    outside: list[Outside],
+    objects: list[Any],
+    names: frozenset[str] | None,
+    excluded: list[Entry],
 ) -> list[Holder]:
     state = State(names, excluded)
     state.add_value(root, label)
+    for value in objects:
+        state.add_value(value, f"a {type(value).__name__} among the arguments")
     for name in HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{name}")
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
