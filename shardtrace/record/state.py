@@ -188,6 +188,9 @@ class State:
             every = ((k, v) for k, v in vars(module).items() if self._counts(k))
             entries = {k: v for k, v in every if self._names is not None or not is_code(v)}
             self.add(Holder(vars(module), label, entries, counted=False), depth)
+            for key, value in vars(module).items() if self._names is None else ():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    self.add_value(value, f"{label}.{key}", depth)
 
     def _add_function(self, value: Any, label: str, depth: int) -> None:
         """Adds the attributes and defaults of a function, and what a method and a partial are bound to. Without
