@@ -7,6 +7,7 @@ import types
 
 import shardtrace
 
+import numpy
 import pytest
 import thunder
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 D = 4
 FACTOR = 1.0
 COUNT = 0
+SETTINGS = types.ModuleType("settings")
 VARIABLE = contextvars.ContextVar("variable", default=1.0)
 ELSEWHERE = types.SimpleNamespace(scale=1.0)
 
@@ -119,6 +121,54 @@ class HookAdded(Base):
 
     def change(self, step):
         self.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class HookRegistered(Base):
+    """Once, by forward itself; ``n`` counts calls."""
+
+    after, n = False, 0
+
+    def forward(self, x):
+        self.n += 1
+        y = self.linear(x) if self.after else x
+        if not getattr(self, "hooked", False):
+            self.hooked = True
+            self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        return y if self.after else self.linear(y)
+
+
+class HookRegisteredAfterwards(HookRegistered):
+    after = True
+
+
+class HookRegisteredEachTime(Base):
+    def forward(self, x):
+        self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        return self.linear(x)
+
+
+class PythonModule(Base):
+    def forward(self, x):
+        SETTINGS.calls += 1
+        return self.linear(x) * SETTINGS.scale
+
+    def start(self):
+        SETTINGS.scale, SETTINGS.calls = 1.0, 0
+
+    def change(self, step):
+        SETTINGS.scale, self.n = float(step), SETTINGS.calls
+
+
+class Array(Base):
+    def build(self):
+        self.array = numpy.ones(2)
+
+    def forward(self, x):
+        self.array[0] += 1
+        return self.linear(x) * float(self.array.sum())
+
+    def change(self, step):
+        self.array[1] = step
 
 
 class CounterRead(Base):
@@ -267,7 +317,7 @@ class GrowingCache(Base):
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
     TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
-    RequiresGrad, GrowingCache,
+    RequiresGrad, GrowingCache, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
 ]  # fmt: skip
 
 
