@@ -167,7 +167,9 @@ def pipeline(
         one.observe = observe
     first[1].remarks = True  # the first that every model has
     around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
-    return [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
+    every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
+    compilation.again = every[every.index(next(one for one in rest if one.name == "accumulate")) :]
+    return every
 
 
 def _cut(entries: Iterable[Entry], left_out: Collection[str]) -> tuple[list[Entry], list[Entry]]:

@@ -5,13 +5,14 @@
 The line puts a hook on the autograd node that calls the compiled backward. The hook runs before anything is sent, in
 the mode of ``torch.autograd.grad``. It refuses ``create_graph=True``, because autograd cannot differentiate a compiled
 backward: without an error a gradient penalty would be dropped silently. It also notes for :mod:`passes.drop_unused` the
-outputs that the backward does not come from.
+outputs that the backward does not come from. The node calls what :mod:`passes.choose_backward` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 from passes.comm.symbols import symbol
 from passes.compat.jit import nodes_of_thunder
@@ -24,9 +25,12 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
 
+Choose = Callable[[Callable[..., Any], list[Any], list[Any]], Any]  # runs one for a compiled backward
 
-def watch_backward(epilogue: TraceCtx, *, models: Collection[str], unused: Unused) -> TraceCtx:
-    """Makes a backward with ``create_graph=True`` raise, and notes which outputs it does not come from.
+
+def watch_backward(epilogue: TraceCtx, *, models: Collection[str], unused: Unused, choose: Choose | None) -> TraceCtx:
+    """Makes a backward with ``create_graph=True`` raise, notes which outputs it does not come from, and lets ``choose``
+    run it.
 
     Takes: an epilogue that returns tensors.
     Gives: a line that watches their backward, and fills ``unused`` when it runs.
@@ -37,7 +41,7 @@ def watch_backward(epilogue: TraceCtx, *, models: Collection[str], unused: Unuse
     if not outputs or not models:
         return epilogue
     new = from_trace(epilogue)
-    hook = ContextObject("backward", partial(_begin, " and ".join(models), unused))
+    hook = ContextObject("backward", (partial(_begin, " and ".join(models), unused), choose))
     new.bound_symbols = [*lines, watch.bind(outputs, hook, output=None), last]
     return new
 
@@ -53,8 +57,11 @@ def _begin(model: str, unused: Unused, gradients: tuple[torch.Tensor | None, ...
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], hook: ContextObject) -> None:
+    begin, choose = hook.obj
     for node in nodes_of_thunder(outputs):
-        node.register_prehook(hook.obj)
+        node.register_prehook(begin)
+    for node in nodes_of_thunder(outputs, of_backward=True) if choose is not None else ():
+        node.compiled_backward = partial(choose, node.compiled_backward)
 
 
 watch = symbol("watch_backward", lambda outputs, hook: None, _watch, tags=[OpTags.DONT_DCE])

@@ -28,10 +28,12 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Keep:
-    """The gradients that a step keeps: of the parameters with these indices (None: all), on this level."""
+    """The gradients that a step keeps: of the parameters with these indices (None: all), on this level.
+    ``by_forward``: forward has decided it, as with Thunder's own no_sync, which a thread of autograd does not see."""
 
     level: Level = Level.WHOLE
     parameters: frozenset[int] | None = None
+    by_forward: bool = False
 
 
 @dataclass(eq=False)
@@ -51,6 +53,12 @@ class Step:
     generation: int = 0
     keep: Keep | None = None
     adds: frozenset[Level] = frozenset()
+
+    def treats_as(self, other: Step) -> bool:
+        """Whether it treats gradients as ``other`` is to; it may add those of more levels."""
+        if self.gradients is not other.gradients:
+            return False
+        return self.keep == other.keep if self.gradients is Gradients.KEPT else other.adds <= self.adds
 
     @cached_property
     def sends(self) -> str:

@@ -34,9 +34,14 @@ def whole_copy(model: nn.Module, *, values: bool = False) -> nn.Module:
             full = entry.shard.detach().view(entry.full_shape).clone()
         memo[id(entry.shard)] = nn.Parameter(full, requires_grad=entry.shard.requires_grad)
     whole = copy.deepcopy(model, memo) if values else hollow_copy(model, memo)
-    for module in whole.modules():
+    make_plain(whole)
+    return whole
+
+
+def make_plain(model: nn.Module) -> None:
+    """Gives modules their own classes again, and takes the marks from them."""
+    for module in model.modules():
         if module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__class__ = type(module).__base__  # type: ignore[assignment]
         for mark in MARKS & module.__dict__.keys():
             del module.__dict__[mark]
-    return whole

@@ -13,11 +13,14 @@ from typing import Any
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
 from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
+from shardtrace.record.calls import storage
+from shardtrace.record.memory import overlap
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.results import CODE, PLAIN, Path, map_tensors, parts
 from shardtrace.record.state import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
 
 import torch
+from thunder import clang
 from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import to_torch_device
@@ -45,10 +48,12 @@ class Arguments:
         self._fakes, self._whole_of = fakes, whole_of
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         self._made: dict[str, torch.Tensor] = {}
+        self._inputs: list[TensorProxy] = []  # of the tensors that the prologue fetches
         self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
         self._strides: list[tuple[TensorProxy, tuple[int, ...]]] = []
         self.objects: list[Any] = []  # what is no tensor and compared by identity: its state is to be guarded
+        self._wrapped: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
             self.objects += _objects(_guard(value))
@@ -69,6 +74,14 @@ class Arguments:
         named = {name: self._originals.get(name) for name in self._made}
         return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
 
+    def take(self, key: Any, put: Callable[[Any], None]) -> None:
+        """Lets the prologue ``put`` an argument, a number, instead of comparing it. ``key``: its position or name."""
+        history = self._wrapped[key].provenance
+        is_value = lambda c: c[0] is clang.check_number_type_and_value and c[1].history is history  # noqa: E731
+        constraints()[:] = [c for c in constraints() if not is_value(c)]
+        check = partial(check_value, ContextObject(f"take_{key}", put))
+        constraints().append((check, Proxy(prefix="argument", history=copy.copy(history))))
+
     def check_alone(self, fake: torch.Tensor) -> None:
         """Raises RuntimeError if an argument that forward writes into is a part of a value, or shares memory with
         another one."""
@@ -83,6 +96,24 @@ class Arguments:
                 f"forward writes into an argument of shape {tuple(fake.shape)} that shares memory with another one: "
                 "pass a clone of it"
             )
+
+    def check_apart(self, held: Callable[[], Sequence[torch.Tensor]], written: bool) -> None:
+        """Raises RuntimeError if an argument shares memory with a tensor of the model that forward writes into, and
+        lets the prologue look for that before each step.
+
+        Args:
+            held: gives those tensors.
+            written: whether forward writes into arguments, which must not share memory with each other then.
+        """
+        for t in self.tensors().values():
+            if t.layout == torch.strided and any(overlap(t, h) for h in held()):
+                raise RuntimeError(
+                    f"an argument of shape {tuple(t.shape)} shares memory with a tensor of the model that forward "
+                    "writes into: pass a clone of it"
+                )
+        if self._inputs:
+            check = partial(_check_memory, partial(_compare_memory, held, written))
+            constraints().append((check, *self._inputs))
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the forward has changed an object or a container that it was given."""
@@ -125,6 +156,8 @@ class Arguments:
                 self._parts.add(id(fake))
             elif isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
                 fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
+            if value.history is not None:
+                self._inputs.append(value)
             self._made[value.name] = fake
             self.by_fake[id(fake)] = fake, whole
         return self._made[value.name]
@@ -194,6 +227,16 @@ def _check_strides(expected: tuple[tuple[int, ...], ...], *proxies: TensorProxy)
 def _compare_strides(expected: tuple[tuple[int, ...], ...], tensors: Sequence[torch.Tensor]) -> None:
     if tuple(t.stride() for t in tensors) != expected:
         raise RuntimeError("an argument has other strides")
+
+
+def _check_memory(compare: Callable[[Any], None], *proxies: TensorProxy) -> None:
+    check_value(ContextObject("memory_of_arguments", compare), proxies)
+
+
+def _compare_memory(held: Callable[[], Sequence[torch.Tensor]], written: bool, tensors: Sequence[torch.Tensor]) -> None:
+    found = [storage(t) for t in tensors if t.layout == torch.strided]
+    if not set(map(storage, held())).isdisjoint(found) or (written and len(set(found)) < len(found)):
+        raise RuntimeError("an argument shares memory with what forward writes into")
 
 
 def signature(value: Any, inside: tuple[int, ...] = (), depth: int | None = None) -> Hashable:

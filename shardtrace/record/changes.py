@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from shardtrace.record.effects import Change
+from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import is_number
 from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
@@ -52,8 +52,24 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     return done, [tensor for _, tensor in found.values()]
 
 
+def written_outside(memory: Memory, storages: Collection[int]) -> list[Change]:
+    """The writes into tensors that no module holds by name, as changes. ``storages``: what was written into.
+
+    Raises:
+        RuntimeError: if one gets a gradient.
+    """
+    found = memory.outside_of(storages)
+    for t, fake in found:
+        if fake.requires_grad:
+            raise RuntimeError(
+                f"forward writes values with a gradient into a tensor of shape {tuple(t.shape)} that no module holds "
+                "by name: write them detached"
+            )
+    return [Change(t, None, "memory", "a tensor", None, fake) for t, fake in found]
+
+
 def holds_fake(value: Any, depth: int = DEPTH) -> bool:
-    if isinstance(value, FakeTensor) or is_plain(value) or depth == 0:
+    if isinstance(value, FakeTensor) or is_plain(value) or is_number(value) or depth == 0:
         return isinstance(value, FakeTensor)
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(holds_fake(v, depth - 1) for v in value)
@@ -70,22 +86,23 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
             return value
         return pytree.tree_unflatten([tensors[v.number] if isinstance(v, Numbered) else v for v in leaves], spec)
 
+    changes = [replace(c, new=c.new.now()) if is_number(c.new) else c for c in changes]  # before any is put
     for change in changes:
         value = filled(change.new)
         if change.kind == "append":
             list.extend(change.owner, value)
-        elif change.kind == "count":
-            change.put(reduce(operator.add, value, _value(change)))  # sum() of Python 3.12 rounds otherwise
-        elif change.kind == "buffer" and _fits(change.owner.get(change.key), value):
+        elif (held := _memory(change)) is not None and _fits(held, value):
             with torch.no_grad():
-                change.owner[change.key].copy_(value)
+                held.copy_(value)
         else:
             change.put(value)
 
 
-def _value(change: Change) -> Any:
-    owner, key = change.owner, change.key
-    return owner[key] if isinstance(owner, dict) else getattr(owner, key)
+def _memory(change: Change) -> Any:
+    """The tensor whose memory gets the new value; None if another object does."""
+    if change.kind == "memory":
+        return change.owner
+    return change.owner.get(change.key) if change.kind == "buffer" else None
 
 
 def _fits(old: object, new: object) -> bool:

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
 from shardtrace.record.effects import reachable
 from shardtrace.record.marks import PART_ATTRIBUTE
@@ -92,7 +93,7 @@ class EagerModule(Eager):
     def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
         trial = any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs, dict(own))))
         random = self.random_states() if trial else nullcontext()
-        with random, self._running(), _reparametrize_module(self.module, dict(own)):
+        with random, self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
             result = self._original(self.module, *args, **kwargs)
             for name, buffer in self.module.named_buffers(remove_duplicate=False):
                 if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
@@ -147,7 +148,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Tria
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices), function.random_states():
+    with unset_fake_temporarily(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
         first, *others = (_call(function, given, spec, make) for make in makes)
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
@@ -160,7 +161,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Tria
 
 
 def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
-    given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
+    given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, versions = torch.get_rng_state(), [t._version for t in inputs]
     args, kwargs = pytree.tree_unflatten(given, spec)
@@ -170,6 +171,12 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
     made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     shares = not {storage(t) for t in inputs}.isdisjoint(map(storage, made))
     return Trial(result, written, drawn, shares)
+
+
+def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
+    """A real tensor like a fake. Those that no module holds by name have their values."""
+    held: torch.Tensor | None = getattr(fake, "_shardtrace_outside", None)
+    return make(fake) if held is None else held.clone()
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:

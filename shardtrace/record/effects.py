@@ -26,6 +26,7 @@ from shardtrace.record.state import (
 )
 from shardtrace.record.watcher import INSTALLED, STDLIB
 
+import torch
 from torch import nn
 
 OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
@@ -37,8 +38,8 @@ class Change:
     """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
 
     ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set, a deque or an array: ``old`` and ``new`` are
-    copies of all of it), "append" (``new``: what a list gained at its end), "count" (``new``: the numbers that
-    were added to a number, in order).
+    copies of all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new``
+    is what it holds), "count" (``new``: the number computed from ``old``).
     """
 
     owner: Any
@@ -105,6 +106,19 @@ def reachable(root: nn.Module, label: str) -> State:
     for module in _files(root):
         state.add_value(module, f"global {module.__name__}")
     return state
+
+
+def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules hold by other ways than as parameters and buffers, and where. Those that a hook sets
+    before each call, such as ``spectral_norm``'s, are left out."""
+    excluded: list[Entry] = []
+    for module in root.modules():
+        remade = (getattr(hook, "name", None) for hook in module._forward_pre_hooks.values())
+        excluded += ((vars(module), name) for name in (*OF_RNNS, *remade))
+    state = State(excluded=excluded)
+    state.add_value(root, type(root).__name__)
+    for holder in state.holders:
+        yield from ((holder.name(key), v) for key, v in holder.entries.items() if isinstance(v, torch.Tensor))
 
 
 def _files(root: nn.Module) -> list[ModuleType]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -16,16 +16,25 @@ from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.calls import Record
-from shardtrace.record.changes import apply, holds_fake, numbered
+from shardtrace.record.calls import Record, storage
+from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode
+from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import (
+    RecordingOfNumbers,
+    Varying,
+    check_recurrent,
+    is_number,
+    only_written,
+    places_of,
+    record_numbers,
+)
+from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
-from shardtrace.record.settled import check_recurrent, counted, only_written
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.state import MISSING
 from shardtrace.record.watcher import CodeWatcher
@@ -40,10 +49,12 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
+Refuse = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 @dataclass
@@ -64,18 +75,20 @@ class Inputs:
         self._added: list[TensorProxy] = []
         self.by_name: dict[str, torch.Tensor] = {}
         self.replaced: set[int] = set()  # fakes of buffers that get another value after the step
-        root: nn.Module = unwrap(module)
+        self.root = root = unwrap(module)
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
         self.absent = self._device if is_absent(self._device) else None
-        made: dict[int, torch.Tensor] = {}
-        kinds = (("_parameters", root.named_parameters), ("_buffers", root.named_buffers))
-        for kind, named in kinds:
-            for name, t in named(remove_duplicate=False):
-                if id(t) not in made:
-                    made[id(t)] = fake = self._fake(t)
-                    self._names[id(fake)] = kind, name, t
-                self.by_name[name] = made[id(t)]
+        self._made: dict[int, torch.Tensor] = {}
+        self.memory = Memory(fakes, lambda t: self._made.get(id(setting.stand_in_of(t))))
+        parameters = [("_parameters", *named) for named in root.named_parameters(remove_duplicate=False)]
+        buffers = [("_buffers", *named) for named in root.named_buffers(remove_duplicate=False)]
+        for kind, name, t in (*parameters, *sorted(buffers, key=lambda b: -b[2].nbytes)):  # parts after the whole
+            if id(t) not in self._made:
+                fake = self._fake(t) if isinstance(t, nn.Parameter) else self.memory.hold(t, self._fake)
+                self._made[id(t)] = fake
+                self._names[id(fake)] = kind, name, t
+            self.by_name[name] = self._made[id(t)]
 
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
         device = self._device if traced_device(t).type == "meta" else traced_device(t)  # one without elements
@@ -141,15 +154,15 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
-    recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
-    name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
-    returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
+    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step
+    what forward sets, from the tensors that were packed under the given name; None if it sets nothing. ``remark`` is
+    about blocks and modules. ``rebuild`` makes what the jitted model returns of the tensors that are the result; None
+    if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
     guard: Callable[[], None]
-    last_guard: Callable[[], None] | None
+    last_guards: Sequence[Callable[[], None]]
     setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
@@ -164,21 +177,29 @@ class Setting:
         known: the parameters and buffers that an earlier call has met, by their ids.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
+        stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
+        refuse: raises for a tensor that is no parameter, buffer or argument, if it may not be used; each with a name.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
+        varying: tells which plain numbers have changed.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        computing: whether lines may take plain numbers as inputs.
     """
 
     known: dict[int, Any]
     found: Found
     parameter_of: ParameterOf
+    stand_in_of: Callable[[torch.Tensor], torch.Tensor]
     state: str
     compare: Compare
+    refuse: Refuse
     whole_of: WholeOf
+    varying: Varying
     fall_back: bool = True
     obstacle: str = ""
+    computing: bool = True
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -192,6 +213,8 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
             traced = front.write(done)
             break
         except CannotRecord as error:
+            if isinstance(error.__cause__, Refused):
+                raise front.with_place(error.__cause__) from None
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
@@ -202,14 +225,16 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, the code that ran, and how to record it again."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, and what
+    remembers its plain values."""
 
     record: Record
     inputs: Inputs
     arguments: Arguments
     changes: list[Change]
     watcher: CodeWatcher
-    recording: Recording
+    recording: RecordingOfNumbers
+    keep: Callable[[], None]
 
 
 class Front:
@@ -229,28 +254,48 @@ class Front:
         self._may_keep, self._calls = True, Described((), (), ())
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
+        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._modules.values())):
+            raise RuntimeError(
+                f"{type(self._module).__name__} is called within parametrize.cached(), and a cached weight would have "
+                "its gradient in one of the calls only: enter it inside of forward, or leave it out"
+            )
         fakes, watcher = FakeMode(), CodeWatcher()
         arguments = Arguments(self._module.forward, fakes, args, kwargs, self._setting.whole_of)
         inputs = Inputs(module, fakes, self._setting)
         config = getattr(self._module, "config", None)
         self._caches = bool(arguments.kwargs.get("use_cache", getattr(config, "use_cache", False)))
         recording = Recording(
-            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
+            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, inputs.memory,
+            self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
-        changes = counted(changes, lambda: recording(watcher)[1])
-        return Recorded(record, inputs, arguments, changes, watcher, recording)
+        shared, varying = get_compile_data().fn is not self._module, self._setting.varying
+        given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
+        state = Snapshot(self._module, watcher, label=type(self._module).__name__)
+        places = places_of(state.take(), self._module.forward, given)
+        tried = varying.changed(places)
+        recording, record, changes = record_numbers(
+            recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
+        )
+        keep = partial(varying.keep, places, tried, recording)
+        return Recorded(record, inputs, arguments, changes, watcher, recording, keep)
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
-        used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
+        memory = inputs.memory
+        met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
+        setting.refuse((place, t) for place, t in met if t is not None)
+        used = {id(t) for t in memory.outside.values()}
         check_recurrent(done.changes, used)
-        changes, left = numbered(done.changes)
+        written = {storage(t) for call in record.calls for t in call.written}
+        memory.check_whole(written)
+        _check_apart(inputs, arguments, written)
+        changes, left = numbered([*done.changes, *written_outside(memory, written)])
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
-        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), inputs.absent)
+        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), memory, written, inputs.absent)
         blocks = Blocks(
             record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
@@ -262,6 +307,7 @@ class Front:
         count, returned = len(lines), tensors_in(record.result)
         try:
             with exempt_from_autocast(get_compile_data()):
+                takes = done.recording.write(replay)
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
@@ -275,14 +321,18 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        excluded = [change.entry for change in only_written(done.changes, used)]
+        for place in (p for p in done.recording.places if p.argument):
+            arguments.take(place.key, place.put)
+        done.keep()
         snapshot = Snapshot(
-            self._module, done.watcher, excluded=excluded, objects=arguments.objects, label=type(self._module).__name__
-        )
+            self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
+            replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
+            label=type(self._module).__name__,
+        )  # fmt: skip
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             snapshot.check,
-            setting.compare(done.recording, record),
+            [*takes, *filter(None, [setting.compare(done.recording, record)])],
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
@@ -317,7 +367,8 @@ class Front:
                 change.put(change.old)
             kept = []
         elif self._may_keep:
-            kept = [c for c in done.changes if c in once or (c.kind in ("attribute", "item") and not holds_fake(c.new))]
+            plain = (c for c in done.changes if c.kind in ("attribute", "item") and not is_number(c.new))
+            kept = [*once, *(c for c in plain if not holds_fake(c.new))]
             for change in kept:
                 change.put(change.new)
         else:
@@ -341,7 +392,7 @@ class Front:
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
         """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
         the first error if there is none."""
-        self._first = self._first or error
+        self._first = error if isinstance(error, SendsMessages) else self._first or error
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
@@ -356,14 +407,15 @@ class Front:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._with_place(self._explained(self._first))
+        raise self.with_place(self._explained(self._first))
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if not isinstance(error, DynamicOutputShapeException | DataDependentOutputException | CannotWrite):
+        of_values = isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+        if not of_values and not isinstance(error, CannotWrite | SendsMessages):
             return error
         name = type(self._module).__name__
-        what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
+        what = str(error) if not of_values else f"it depends on the values of tensors ({error})"
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
         if not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
@@ -373,7 +425,7 @@ class Front:
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained
 
-    def _with_place(self, error: BaseException) -> BaseException:
+    def with_place(self, error: BaseException) -> BaseException:
         """The error with a note that says where the model's forward was."""
         walked = (f for f, _ in traceback.walk_tb(error.__traceback__))
         frames = [f for f in walked if not is_library(f.f_globals.get("__name__", ""))]
@@ -394,11 +446,25 @@ def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Seq
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
 
 
+def _check_apart(inputs: Inputs, arguments: Arguments, written: Collection[int]) -> None:
+    """Lets no argument share memory with what forward writes into. ``written``: the keys of the storages."""
+    fakes = {id(fake): fake for fake in inputs.by_name.values() if storage(fake) in written}
+    names = [inputs.name(fake) for fake in fakes.values() if not isinstance(fake, nn.Parameter)]
+    outside = [t for t, _ in inputs.memory.outside_of(written)]
+    given = any(storage(fake) in written for fake, _ in arguments.by_fake.values())
+    if names or outside or given:
+        owners = [
+            (inputs.root.get_submodule(path)._buffers, key) for path, _, key in (n.rpartition(".") for n in names)
+        ]
+        arguments.check_apart(lambda: [*outside, *(t for b, k in owners if (t := b.get(k)) is not None)], given)
+
+
 def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
     """Adds the lines that write into buffers and arguments what they hold at the end."""
     fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
     for fake in {id(t): t for t in fakes}.values():
-        if fake not in replay.values or not replay.values.is_written(fake):
+        part = id(fake) in inputs.memory.bases  # what is written into the whole is in its parts
+        if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
             raise RuntimeError(

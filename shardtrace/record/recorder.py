@@ -13,16 +13,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.analysis.recognise import draws
+from passes.compat.messages import NAMESPACES
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
+from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.random_state import RandomStates
+from shardtrace.record.results import tensors_in
+from shardtrace.record.symbols import is_query, name_of
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -30,14 +34,30 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
-HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_HOOK = ", and no step would run the hook: write an autograd.Function, or register it on what the model returns"
+REFUSED = {
+    torch.Tensor.register_hook: _HOOK,
+    torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
+    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
+    "shardtrace.full_params",
+}
+MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
+GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
+GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
+
+
+class Refused(NotImplementedError):
+    """What no step could do, nor PyTorch in its place."""
 
 
 class CannotRecord(Exception):
@@ -48,6 +68,10 @@ class CannotRecord(Exception):
         self.modules = tuple(modules)
 
 
+class SendsMessages(NotImplementedError):
+    """Raised where forward itself sends messages to other ranks."""
+
+
 class FakeMode(Fakes):
     """Fake tensors, which tell the recorder about operators."""
 
@@ -56,9 +80,14 @@ class FakeMode(Fakes):
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators
+        if self.recorder is not None and func.namespace in NAMESPACES:
+            raise SendsMessages(
+                f"it calls a collective of torch.distributed ({func.__name__.partition('.')[0].strip('_')})"
+            )
+        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators and functions
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            with torch._C.DisableTorchFunction():
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self.recorder = recorder
         if recorder is not None:
@@ -72,6 +101,7 @@ class Recorder(TorchFunctionMode):
     Args:
         modules: the names of modules, by their ids.
         watcher: sees the functions that run, apart from those of torch.
+        memory: has the fakes of tensors that forward meets.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
         random: sees what becomes of generators of random numbers; None: they are of no interest.
@@ -81,6 +111,7 @@ class Recorder(TorchFunctionMode):
         self,
         modules: Mapping[int, str],
         watcher: CodeWatcher,
+        memory: Memory,
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
@@ -98,6 +129,9 @@ class Recorder(TorchFunctionMode):
         self._checkpoints: list[int] = []
         self._count = 0
         self._watcher = watcher
+        self._memory = memory
+        self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
+        self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
 
     # ---- calls ----
 
@@ -109,37 +143,105 @@ class Recorder(TorchFunctionMode):
 
     def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call."""
-        if func in HOOKS:
-            raise NotImplementedError(
-                f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
-                "autograd.Function, or register it on what the model returns"
+        if (why := REFUSED.get(func)) is not None:
+            raise NotImplementedError(f"forward calls {func.__name__} of a tensor{why}")
+        if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
+            raise Refused(
+                f"forward calls {name_of(func)}, but gradients belong to steps: return the loss, and read or change "
+                "gradients outside of forward, or call the model inside shardtrace.full_params"
             )
-        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        versions = {i: _version(t) for i, t in given.items()}
-        shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
-        kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
+        if func == SET_DATA:
+            return self._set_data(*args)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        own = [self._met(x) if isinstance(x, torch.Tensor) else x for x in flat]
+        kept_args, kept_kwargs = pytree.tree_unflatten(own, spec)  # copies: a list may change later
+        given = {id(t): t for t in own if isinstance(t, torch.Tensor)}
+        outside = {id(fake): t for fake, t in zip(own, flat, strict=True) if fake is not t}
+        if outside:
+            args, kwargs = kept_args, kept_kwargs
+        before = {i: TensorState.of(t) for i, t in given.items() if t.layout == torch.strided}
         function, self._drawn, self._inside = func, False, self._inside + 1
         self._watcher.pause()
+        self._written = []
         try:
             result = func(*args, **kwargs)
-            changed = [t for i, t in given.items() if _version(t) != versions[i]]
+            changed = arguments_written(self._written, given.values())
         except Exception as error:  # whatever torch raises for fake tensors
             function = Eager(func, str(getattr(func, "__name__", "call")))
-            result, changed = self._try(function, args, kwargs, error)
+            result, tried = self._try(function, args, kwargs, error)
+            changed = tuple(tried)
         finally:
             self._inside -= 1
+            self._written = []
             self._watcher.resume()
-        _check_shapes(func, given, shapes)
-        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
-        return result
+        self._memory.use(given.values(), written=changed)
+        if self._check_states(func, given, before, changed):
+            function, changed = torch.Tensor.detach, ()
+            self._keep(function, kept_args, kept_kwargs, result, (), False, renewed=True)
+        else:
+            if func in STATISTICS:
+                changed = tuple(t for t in changed if id(t) not in self._memory.named)
+            self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+        return pytree.tree_map_only(torch.Tensor, lambda t: outside.get(id(t), t), result) if outside else result
+
+    def _met(self, t: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor that forward meets."""
+        self._inside += 1  # what makes a fake is no call of forward's
+        try:
+            return self._memory.met(t)
+        finally:
+            self._inside -= 1
+
+    def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """Keeps ``t.data = value`` as a write."""
+        t, value = self._met(t), self._met(value)
+        if (t.shape, t.dtype, t.device) != (value.shape, value.dtype, value.device):
+            raise NotImplementedError("forward gives a tensor data of another shape, dtype or device: use a new tensor")
+        self._memory.use([t, value], written=[t])
+        self._memory.assign(t, value, chain.from_iterable(call.results for call in self.record.calls))
+        self._keep(torch.Tensor.copy_, (t, value), {}, t, (t,), False, grad=False)
+
+    def _check_states(
+        self, func: Any, given: Mapping[int, torch.Tensor], before: Mapping[int, TensorState], changed: Any
+    ) -> bool:
+        """Raises NotImplementedError if a function has changed what no line can change of a tensor that it was given.
+        Returns whether it has cut the first one from its gradient, as ``detach_`` does."""
+        name = getattr(func, "__name__", str(func))
+        written = set(map(storage, changed))
+        for i in before:
+            t = given[i]
+            then, now = before[i], TensorState.of(t)
+            if now == then:
+                continue
+            if now.layout != then.layout:
+                raise NotImplementedError(
+                    f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
+                )
+            if now.memory != then.memory:
+                raise NotImplementedError(f"{name} gives its argument the memory of another tensor: use a new tensor")
+            if then.memory[0] in written:
+                continue
+            if any(t is r for call in self.record.calls for r in call.results):
+                if now.requires_grad:
+                    self._leaves.append(t)
+                    continue
+                if func is torch.Tensor.detach_:
+                    return True
+            raise Refused(
+                f"{name} changes in forward whether a parameter, an argument or a view requires a gradient: "
+                "do it outside of forward, or use a new tensor (detach)"
+            )
+        return False
 
     def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
         """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
         one if it cannot stand alone."""
+        if isinstance(error, SendsMessages) and not isinstance(function.function, Whole):
+            raise error
         try:
             trial = try_function(function, args, kwargs)
         except CannotStandAlone as why:
-            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | SendsMessages):
                 raise error from None
             raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
         except Exception:
@@ -148,11 +250,28 @@ class Recorder(TorchFunctionMode):
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         return trial.result, [tensors[i] for i in trial.written]
 
-    def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
-        written = tuple({storage(t): t for t in reversed(changed)}.values())
+    def _keep(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        written: Sequence[torch.Tensor],
+        random: bool,
+        *,
+        grad: bool | None = None,
+        renewed: bool = False,
+    ) -> None:
+        """Keeps a call. ``renewed``: an argument that is returned is a result, too."""
+        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         same = {id(t) for t in pytree.tree_leaves((args, kwargs))} - set(map(id, written))  # passed on as they are
-        results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
+        results = tuple(returned if renewed else (t for t in returned if id(t) not in same))
         if not written and not results:
+            if not returned and not is_query(function):
+                raise NotImplementedError(
+                    f"forward calls {name_of(function)}, which returns no tensor and writes into none: no step would "
+                    "call it again"
+                )
             return
         frame = sys._getframe(2)
         while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
@@ -163,10 +282,11 @@ class Recorder(TorchFunctionMode):
         self._watcher.pause()  # what reads the code of the frame is none of the model's
         names = assigned(frame)
         self._watcher.resume()
+        grad = torch.is_grad_enabled() if grad is None else grad
         self.record.calls.append(
             Call(
-                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
-                checkpoint, names,
+                function, args, kwargs, results, tuple(written), grad, autocast_states(), random, place, checkpoint,
+                names,
             )
         )  # fmt: skip
 
@@ -182,18 +302,20 @@ class Recorder(TorchFunctionMode):
                 "forward computes derivatives in forward mode (torch.func.jvp, jacfwd), whose own gradient would be "
                 "lost: use torch.func.grad or jacrev"
             )
-        drawn = draws(func, args, kwargs)
+        drawn, written = draws(func, args, kwargs), written_by(func, args, kwargs)
         if drawn:
             self.random.see_draw(kwargs.get("generator"), pytree.tree_leaves(result)[0].device)
         if self._inside:
             self._drawn = self._drawn or drawn
+            self._written += written
             return
-        names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not names and func.namespace == "prim":  # such as the device of a tensor
+        if not written and func.namespace == "prim":  # such as the device of a tensor
             return
-        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
-        self._keep(func, args, kwargs, result, changed, drawn)
+        if func.overloadpacket in MOVING:
+            raise NotImplementedError(f"{func.__name__} gives a tensor other memory: use a new tensor")
+        if not all(isinstance(t, FakeTensor) for t in written):
+            raise NotImplementedError("forward writes into a tensor from outside, where torch does not tell which")
+        self._keep(func, args, kwargs, result, written, drawn)
 
     # ---- what runs around calls ----
 
@@ -261,6 +383,16 @@ class Recorder(TorchFunctionMode):
                 "shardtrace first, so that its backward is seen"
             )
 
+    def check_leaves(self) -> None:
+        """Raises NotImplementedError if a script could ask for the gradient of a result that forward has made to
+        require one, which would be None."""
+        returned = {id(t) for t in tensors_in(self.record.result)}
+        if any(id(t) in returned for t in self._leaves):
+            raise NotImplementedError(
+                "forward returns a tensor of which it has called requires_grad_, and whose gradient no step would "
+                "keep: call requires_grad_ on what the model returns, or the model inside shardtrace.full_params"
+            )
+
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
         """Around what ``torch.utils.checkpoint`` runs."""
@@ -290,6 +422,7 @@ def record(
         try:
             recorder.record.result = function(*args, **kwargs)
             recorder.random.check()
+            recorder.check_leaves()
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:
@@ -348,7 +481,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             return function(*args)
 
     def is_compiling(*args: Any) -> bool:
-        return compiling
+        return compiling and torch._C._get_dispatch_mode(FAKE) is not None  # a trial runs as PyTorch will
 
     def attribute(function: type, name: str) -> Any:
         if name == "forward":
@@ -379,17 +512,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         yield
 
 
-def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
-    """Raises NotImplementedError if a function has changed the shape of a tensor that it was given."""
-    if any((given[i].size(), given[i].stride()) != shape for i, shape in shapes.items()):
-        name = getattr(function, "__name__", str(function))
-        raise NotImplementedError(
-            f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
-        )
+class TensorState(NamedTuple):
+    """What a call can change of a tensor apart from its values."""
 
+    layout: tuple[Sequence[int], Sequence[int]]
+    memory: tuple[int, int]
+    requires_grad: bool
 
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+    @classmethod
+    def of(cls, t: torch.Tensor) -> TensorState:
+        return cls((t.size(), t.stride()), (storage(t), int(t.storage_offset())), t.requires_grad)
 
 
 def autocast_states() -> tuple[Autocast, ...]:

@@ -19,6 +19,7 @@ from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks
+from shardtrace.record.memory import Memory
 from shardtrace.record.random_state import RandomStates
 from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
@@ -43,6 +44,7 @@ class Recording:
     kwargs: Mapping[str, Any]
     fakes: FakeMode
     tensors: Mapping[str, torch.Tensor]
+    memory: Memory
     names: Mapping[int, str]
     watched: Collection[nn.Module]
     eager: Set[nn.Module]
@@ -51,14 +53,14 @@ class Recording:
     def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
-            stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
+            stack.enter_context(_reparametrize_module(self.module, dict(self.tensors), stack_weights=True))
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             reached = State()
             reached.add_value((self.args, dict(self.kwargs)), "arguments")
             known = chain(effects.state.seen.values(), reached.seen.values())
             random = stack.enter_context(RandomStates(known))
             stack.enter_context(watcher)
-            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager, random=random)
+            recorder = Recorder(self.names, watcher, self.memory, watched=self.watched, eager=self.eager, random=random)
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling

@@ -27,6 +27,7 @@ from shardtrace.record.watcher import CodeWatcher, Outside
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 WIDTH = 4  # entries of one dict that are compared in one turn of the loop
 Read = Callable[[Any, Any], Any]
@@ -42,6 +43,7 @@ class Snapshot:
         excluded: entries that the forward sets without reading them: a container and a key each. The key None excludes
             all of the container.
         objects: other objects that the forward may read, such as functions among its arguments.
+        replaced: entries with values that may change.
         label: the name of the root in messages.
     """
 
@@ -52,12 +54,14 @@ class Snapshot:
         *,
         excluded: Collection[Entry] = (),
         objects: Collection[Any] = (),
+        replaced: Collection[Entry] = (),
         label: str = "model",
     ) -> None:
         names = watcher.names() if watcher is not None else None
         outside = watcher.outside() if watcher is not None else []
-        self._take = partial(_take, root, label, outside, list(objects), names, list(excluded))
-        self._prepare(self._take())
+        new_state = partial(State, names, list(excluded), list(replaced))
+        self.take = partial(_take, root, label, outside, list(objects), new_state)
+        self._prepare(self.take())
 
     def _prepare(self, holders: list[Holder]) -> None:
         self._values = _values(holders)
@@ -90,7 +94,7 @@ class Snapshot:
         """
         if self._is_identical():
             return ""
-        holders = self._take()
+        holders = self.take()
         if found := _first_difference(self._values, _values(holders)):
             return found
         self._prepare(holders)
@@ -184,20 +188,17 @@ def _short(value: object) -> str:
 
 
 def _take(
-    root: nn.Module,
-    label: str,
-    outside: list[Outside],
-    objects: list[Any],
-    names: frozenset[str] | None,
-    excluded: list[Entry],
+    root: nn.Module, label: str, outside: list[Outside], objects: list[Any], new_state: Callable[[], State]
 ) -> list[Holder]:
-    state = State(names, excluded)
+    state = new_state()
     state.add_value(root, label)
     for value in objects:
         state.add_value(value, f"a {type(value).__name__} among the arguments")
     for name in HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{name}")
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
+    cached = {"_cache_enabled": parametrize._cache_enabled}
+    state.add(Holder(vars(parametrize), "torch.nn.utils.parametrize", cached, counted=False))
     for owner, name, keys in outside:
         if isinstance(owner, CellType):
             state.add(Holder(owner, name, cell_contents(owner), "cell", counted=False))

@@ -115,13 +115,17 @@ class State:
         names: the attributes of objects, classes, functions and modules of Python that count, None for all. Those of
             modules, dataclasses and namespaces always count.
         excluded: entries that do not count.
+        replaced: likewise, but no other entries may be added or removed.
     """
 
-    def __init__(self, names: Container[str] | None = None, excluded: Collection[Entry] = ()) -> None:
+    def __init__(
+        self, names: Container[str] | None = None, excluded: Collection[Entry] = (), replaced: Collection[Entry] = ()
+    ) -> None:
         self.holders: list[Holder] = []
         self._names = names
         self._excluded = {(id(owner), key) for owner, key in excluded}
         self._incomplete = {owner for owner, _ in self._excluded}
+        self._excluded |= {(id(owner), key) for owner, key in replaced}
         self.seen: dict[int, tuple[str, object]] = {}  # what was reached, by id, and where; keeps it alive
 
     def add_value(self, value: Any, label: str, depth: int = DEPTH) -> None:

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
-from shardtrace.record.settled import check_recurrent, counted, only_written
+from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import check_recurrent, only_written, record_numbers
+from shardtrace.record.recorder import FakeMode
+from shardtrace.record.recording import Recording
 from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.watcher import CodeWatcher
 
 import numpy
 import pytest
@@ -211,9 +215,13 @@ def test_objects_without_tensors_are_set_as_they_are():
     assert net.last is result
 
 
-def counts(forward):
-    net = Net(forward)
-    changes = counted(recorded(net), lambda: recorded(net))
+def counts(forward, **how):
+    net, fakes, watcher = Net(forward), FakeMode(), CodeWatcher()
+    with fakes:
+        x = torch.ones(2)
+    memory, names = Memory(fakes, lambda t: None), {id(net): ""}
+    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, memory, names, [], frozenset(), compiling=True)
+    *_, changes = record_numbers(recording, *recording(watcher), watcher, [], **how)
     assert net.n == 0
     return net, changes
 
@@ -253,8 +261,7 @@ def test_floats_are_added_in_the_order_of_forward():
 
 
 def test_a_counter_of_a_base_class_is_left_out_of_the_snapshot():
-    net = Net(count_class)
-    changes = counted(recorded(net), lambda: recorded(net))
+    net, changes = counts(count_class)
     snapshot = Snapshot(net, None, excluded=[change.entry for change in only_written(changes, ())])
     apply(changes, [])
     try:
@@ -287,7 +294,7 @@ def test_a_counter_that_is_read_is_not_counted(read, first):
         read(net, x)
         net.n += 1
 
-    _, (change,) = counts(forward)
+    _, (change,) = counts(forward, computing=False)
     assert change.kind == "attribute"
     assert only_written([change], ()) == []
 
