@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,17 @@ from thunder.core.utils import AutocastStack
 from thunder.executors import sdpaex
 from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+# Thunder and torch import these in the first step. The profiler of torch, with_stack, names code of modules that are
+# imported meanwhile by memory that is free by then.
+for _name in (
+    "thunder.distributed.utils",
+    "thunder.torch.experimental.dtensor_codeutils",
+    "thunder.transforms.autocast",
+    "torch.profiler._cupti_monitor",
+):
+    with suppress(ImportError):
+        importlib.import_module(_name)
 
 
 def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = False) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-FIXED = ("submodule", "parameter", "hook")  # kinds that no step can change
+FIXED = ("submodule", "parameter")  # kinds that no step can change
 DEPTH = 4  # objects, one in another, that are searched for fake tensors
 
 
@@ -31,7 +31,7 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     def number(change: Change, value: Any) -> Any:
         if isinstance(value, FakeTensor):
             return found.setdefault(id(value), (Numbered(len(found)), value))[0]
-        if _holds_fake(value, DEPTH):
+        if holds_fake(value):
             raise RuntimeError(
                 f"forward sets {change.label} to a {type(value).__name__} that holds tensors, which cannot be made "
                 "anew after each step: set a tensor, or a list, tuple or dict of tensors, or return it"
@@ -68,13 +68,13 @@ def written_outside(memory: Memory, storages: Collection[int]) -> list[Change]:
     return [Change(t, None, "memory", "a tensor", None, fake) for t, fake in found]
 
 
-def _holds_fake(value: Any, depth: int) -> bool:
+def holds_fake(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, FakeTensor) or is_plain(value) or is_number(value) or depth == 0:
         return isinstance(value, FakeTensor)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_fake(v, depth - 1) for v in value)
+        return any(holds_fake(v, depth - 1) for v in value)
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return any(_holds_fake(v, depth - 1) for v in inside.values())
+    return any(holds_fake(v, depth - 1) for v in inside.values())
 
 
 def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:

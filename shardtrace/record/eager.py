@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
+from shardtrace.record.effects import reachable
 from shardtrace.record.marks import PART_ATTRIBUTE
+from shardtrace.record.random_state import RandomStates
 
 import torch
 from torch import nn
@@ -67,6 +69,10 @@ class Eager:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
+    def random_states(self) -> RandomStates:
+        """A context around a trial."""
+        return RandomStates()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Eager) and (other.function, other.expected) == (self.function, self.expected)
 
@@ -85,7 +91,9 @@ class EagerModule(Eager):
         self._running = next((state.running for state in owners), nullcontext)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
-        with self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
+        trial = any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs, dict(own))))
+        random = self.random_states() if trial else nullcontext()
+        with random, self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
             result = self._original(self.module, *args, **kwargs)
             for name, buffer in self.module.named_buffers(remove_duplicate=False):
                 if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
@@ -93,6 +101,9 @@ class EagerModule(Eager):
                         given.copy_(buffer)
         inputs = set(map(id, pytree.tree_leaves((args, kwargs, dict(own)))))
         return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
+
+    def random_states(self) -> RandomStates:
+        return RandomStates(reachable(self.module, self.__name__).seen.values())
 
 
 class Trial(NamedTuple):
@@ -137,7 +148,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Tria
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices), NoMessages():
+    with unset_fake_temporarily(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
         first, *others = (_call(function, given, spec, make) for make in makes)
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):

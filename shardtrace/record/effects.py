@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, ModuleType, TracebackType
+from types import CellType, ModuleType, TracebackType
 from typing import Any
 
-from shardtrace.record.state import MISSING, MODULE_STATE, Entry, Holder, State, is_user_class, same, slot_names
+from shardtrace.record.state import (
+    MISSING,
+    MODULE_STATE,
+    Entry,
+    Holder,
+    State,
+    cell_contents,
+    contents_of,
+    is_array,
+    is_code,
+    is_user_class,
+    same,
+    slot_names,
+)
+from shardtrace.record.watcher import INSTALLED, STDLIB
 
 import torch
 from torch import nn
 
-OUTSIDE_DEPTH = 2  # containers and objects, one in another, below a global variable
 OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
 LARGEST_COPY = 10_000  # entries of a container that is copied
 
@@ -23,9 +37,9 @@ LARGEST_COPY = 10_000  # entries of a container that is copied
 class Change:
     """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
 
-    ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
-    all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new`` is what it
-    holds), "count" (``new``: the number computed from ``old``).
+    ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set, a deque or an array: ``old`` and ``new`` are
+    copies of all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new``
+    is what it holds), "count" (``new``: the number computed from ``old``).
     """
 
     owner: Any
@@ -41,15 +55,18 @@ class Change:
         return self.owner, self.key
 
     def put(self, value: Any) -> None:
-        """Sets the entry, or all of a list, set or deque. ``MISSING`` deletes it."""
+        """Sets the entry, or all of a list, set, deque or array. ``MISSING`` deletes it."""
         owner = self.owner
-        if self.key is None and isinstance(owner, list):
+        if self.key is None and is_array(owner):
+            owner[... if getattr(owner, "ndim", 1) == 0 else slice(None)] = value
+        elif self.key is None and isinstance(owner, list):
             list.__setitem__(owner, slice(None), value)
         elif self.key is None and isinstance(owner, (set, deque)):
             owner.clear()
             owner.update(value) if isinstance(owner, set) else owner.extend(value)
         elif isinstance(owner, dict):
-            dict.pop(owner, self.key, None) if value is MISSING else dict.__setitem__(owner, self.key, value)
+            base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # which keeps its order beside
+            base.pop(owner, self.key, None) if value is MISSING else base.__setitem__(owner, self.key, value)
         elif value is not MISSING:
             type.__setattr__(owner, self.key, value) if isinstance(owner, type) else setattr(owner, self.key, value)
         elif hasattr(owner, self.key):
@@ -60,29 +77,35 @@ class Change:
 class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
-    Seen are the modules of ``root``, their classes, the objects and containers that they hold, and the globals of the
-    files that define their classes. At the end everything is put back.
+    Seen are the modules of ``root``, their classes, the objects and containers that they hold (``state``), and the
+    globals of the files that define their classes. At the end everything is put back.
     """
 
     root: nn.Module
     label: str = "model"
     found: list[Change] = field(default_factory=list)
+    state: State = field(default_factory=State)
     _before: dict[int, tuple[Holder, Any]] = field(default_factory=dict)
 
     def __enter__(self) -> Effects:
-        state = State()
-        state.add_value(self.root, self.label)
-        for module in _files(self.root):
-            entries = {k: v for k, v in vars(module).items() if not k.startswith("__") and not _is_code(v)}
-            state.add(Holder(vars(module), f"global {module.__name__}", entries, counted=False), OUTSIDE_DEPTH)
-        self._before = {id(h.owner): (h, _copy(h.owner)) for h in state.holders if _is_seen(h.owner)}
+        self.state = reachable(self.root, self.label)
+        self._before = {id(h.owner): (h, _copy(h.owner)) for h in self.state.holders if _is_seen(h.owner)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.found = [change for holder, before in self._before.values() for change in _changes(holder, before)]
         for change in self.found:
             change.put(change.old)
-        self._before = {}
+        self.state, self._before = State(), {}
+
+
+def reachable(root: nn.Module, label: str) -> State:
+    """The state of the modules of ``root`` and of the files that define their classes."""
+    state = State()
+    state.add_value(root, label)
+    for module in _files(root):
+        state.add_value(module, f"global {module.__name__}")
+    return state
 
 
 def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,20 +122,33 @@ def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _files(root: nn.Module) -> list[ModuleType]:
-    """The modules of Python that define the classes of the modules."""
+    """The modules of Python that define the classes of the modules, and those of the script's own that they use."""
     classes = {base for module in root.modules() for base in type(module).__mro__ if is_user_class(base)}
-    names = sorted({cls.__module__ for cls in classes})
-    return [sys.modules[name] for name in names if name in sys.modules]
+    names, found = sorted({cls.__module__ for cls in classes}), {}
+    while names:
+        name = names.pop()
+        if name in found or name not in sys.modules:
+            continue
+        found[name] = sys.modules[name]
+        used = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in _code(found[name]))
+        names += sorted({n for n in used if isinstance(n, str) and _is_own(n)})
+    return list(found.values())
 
 
-def _is_code(value: object) -> bool:
-    return isinstance(value, (FunctionType, type, ModuleType))
+def _code(module: ModuleType) -> Iterator[Any]:
+    return (v for v in vars(module).values() if is_code(v))
+
+
+def _is_own(name: str) -> bool:
+    """Whether a module of Python is a file of the script's, not of an installed package."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not file.startswith(STDLIB) and not any(folder in file for folder in INSTALLED)
 
 
 def _is_seen(owner: Any) -> bool:
     if isinstance(owner, (list, set, deque, dict)):
         return len(owner) <= LARGEST_COPY
-    return not isinstance(owner, (tuple, CellType))
+    return not isinstance(owner, tuple)
 
 
 def _copy(owner: Any) -> Any:
@@ -122,6 +158,10 @@ def _copy(owner: Any) -> Any:
         return dict(vars(owner))
     if isinstance(owner, (list, deque)):
         return list(owner)
+    if isinstance(owner, CellType):
+        return cell_contents(owner)
+    if is_array(owner):
+        return copy.copy(owner)
     return set(owner) if isinstance(owner, set) else {name: getattr(owner, name, MISSING) for name in slot_names(owner)}
 
 
@@ -132,6 +172,9 @@ def _changes(holder: Holder, before: Any) -> Iterator[Change]:
             grown = isinstance(owner, list) and len(before) < len(now) and all(map(same, before, now))
             new = now[len(before) :] if grown else now
             yield Change(owner, None, "append" if grown else "contents", holder.label, before, new)
+    elif is_array(owner):
+        if contents_of(before, sampled=False) != contents_of(now, sampled=False):
+            yield Change(owner, None, "contents", holder.label, before, now)
     elif isinstance(owner, set):
         if set(map(id, before)) != set(map(id, now)) and before != now:
             yield Change(owner, None, "contents", holder.label, before, now)

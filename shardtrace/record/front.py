@@ -17,7 +17,7 @@ from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record, storage
-from shardtrace.record.changes import apply, numbered, written_outside
+from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
@@ -25,17 +25,18 @@ from shardtrace.record.numbers import (
     RecordingOfNumbers,
     Varying,
     check_recurrent,
+    is_number,
     only_written,
     places_of,
     record_numbers,
 )
 from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
-from shardtrace.record.recording import Recording, check_no_fakes
+from shardtrace.record.recording import Described, Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
-from shardtrace.record.results import Rebuild, map_tensors, tensors_in
+from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
 from shardtrace.record.snapshot import Snapshot
-from shardtrace.record.state import is_plain
+from shardtrace.record.state import MISSING
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -207,7 +208,7 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
     while True:
         try:
             done = front.record(function, module, args, kwargs)
-            if front.has_rebuilt(done.changes):
+            if front.has_rebuilt(done):
                 continue
             traced = front.write(done)
             break
@@ -248,7 +249,9 @@ class Front:
         self._first: BaseException | None = None
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
-        self._rebuilt, self._caches = False, False
+        self._caches = False
+        self._kept: list[Change] = []  # what the recording before has set once
+        self._may_keep, self._calls = True, Described((), (), ())
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._modules.values())):
@@ -299,6 +302,7 @@ class Front:
             marked={name: what for name, m in self._modules.items() if (what := recomputed(m)) is not None},
             parameter_of=lambda t: setting.parameter_of(inputs.tensor(t)), obstacle=setting.obstacle,
         )  # fmt: skip
+        check_result(record.result)
         lines = get_tracectx().scopes[-1]
         count, returned = len(lines), tensors_in(record.result)
         try:
@@ -322,7 +326,8 @@ class Front:
         done.keep()
         snapshot = Snapshot(
             self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
-            replaced=[(p.owner, p.key) for p in done.recording.places], label=type(self._module).__name__,
+            replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
+            label=type(self._module).__name__,
         )  # fmt: skip
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
@@ -342,19 +347,42 @@ class Front:
         inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
         return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
 
-    def has_rebuilt(self, changes: Iterable[Change]) -> bool:
-        """Whether the forward has put another submodule in the place of one, which stays: such as BigBird's attention
-        after a look at the length of its input. The forward is then recorded again."""
-        found = [c for c in changes if c.kind == "submodule" and isinstance(c.new, nn.Module) and c.new is not c.old]
-        own = {*self._module.parameters(), *self._module.buffers()}
-        new = {t for c in found for t in chain(c.new.parameters(), c.new.buffers())}
-        if not found or self._rebuilt or not new <= own:
+    def has_rebuilt(self, done: Recorded) -> bool:
+        """Whether the forward is to be recorded again, because it has done what it does once: put another submodule in
+        the place of one, such as BigBird's attention after a look at the length of its input, or registered hooks, such
+        as those of transformers for hidden states.
+
+        All that it has set without tensors stays, unless it then sets that again or makes other calls.
+        """
+        once = [c for c in done.changes if (c.kind == "hook" and c.old is MISSING) or self._is_rebuilt(c)]
+        if not once and not self._kept:
             return False
-        for change in (c for c in changes if c in found or is_plain(c.new)):  # the choice, and that it was made
-            change.put(change.new)
+        calls = Described.of(done.record)
+        if self._kept:
+            set_again = {(id(c.owner), c.key) for c in self._kept} & {(id(c.owner), c.key) for c in done.changes}
+            if not once and not set_again and not self._calls.difference(calls):
+                self._kept = []
+                return False
+            for change in self._kept:
+                change.put(change.old)
+            kept = []
+        elif self._may_keep:
+            plain = (c for c in done.changes if c.kind in ("attribute", "item") and not is_number(c.new))
+            kept = [*once, *(c for c in plain if not holds_fake(c.new))]
+            for change in kept:
+                change.put(change.new)
+        else:
+            return False
+        check_no_fakes(done.record)
         self.__init__(self._module, self._setting)  # type: ignore[misc]
-        self._rebuilt = True
+        self._kept, self._calls, self._may_keep = kept, calls, False
         return True
+
+    def _is_rebuilt(self, change: Change) -> bool:
+        old, new = change.old, change.new
+        if change.kind != "submodule" or not isinstance(new, nn.Module) or new is old:
+            return False
+        return {*new.parameters(), *new.buffers()} <= {*self._module.parameters(), *self._module.buffers()}
 
     def modules_around(self, name: str) -> list[nn.Module]:
         """The modules from the root to the one of this qualified name."""

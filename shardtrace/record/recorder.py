@@ -24,6 +24,7 @@ from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
 from shardtrace.record.memory import Memory, arguments_written, written_by
+from shardtrace.record.random_state import RandomStates
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import is_query, name_of
 from shardtrace.record.variables import assigned
@@ -52,10 +53,6 @@ REFUSED = {
 MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
-SEED = (
-    "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
-    "random function a torch.Generator of its own"
-)
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
@@ -107,6 +104,7 @@ class Recorder(TorchFunctionMode):
         memory: has the fakes of tensors that forward meets.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
+        random: sees what becomes of generators of random numbers; None: they are of no interest.
     """
 
     def __init__(
@@ -117,8 +115,10 @@ class Recorder(TorchFunctionMode):
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
+        random: RandomStates | None = None,
     ) -> None:
         super().__init__()
+        self.random = RandomStates() if random is None else random
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
         self._eager = eager
@@ -304,6 +304,8 @@ class Recorder(TorchFunctionMode):
                 "lost: use torch.func.grad or jacrev"
             )
         drawn, written = draws(func, args, kwargs), written_by(func, args, kwargs)
+        if drawn:
+            self.random.see_draw(kwargs.get("generator"), pytree.tree_leaves(result)[0].device)
         if self._inside:
             self._drawn = self._drawn or drawn
             self._written += written
@@ -330,6 +332,8 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
+            if not is_library(type(module).__module__):
+                self.random.check()
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -418,6 +422,7 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
+            recorder.random.check()
             recorder.check_leaves()
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
@@ -484,13 +489,10 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             recorder.check_apply(function)
         return type.__getattribute__(function, name)
 
-    seed = recorder.refusing(torch.manual_seed, SEED)
     generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
         (checkpoints, CHECKPOINT_GENERATOR, checkpoint),
-        (torch, "manual_seed", seed),
-        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -17,10 +18,12 @@ from shardtrace.record.calls import Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
-from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.leaks import check_leaks
 from shardtrace.record.memory import Memory
+from shardtrace.record.random_state import RandomStates
 from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
+from shardtrace.record.state import State
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
 
@@ -51,10 +54,13 @@ class Recording:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors), stack_weights=True))
-            stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
+            reached = State()
+            reached.add_value((self.args, dict(self.kwargs)), "arguments")
+            known = chain(effects.state.seen.values(), reached.seen.values())
+            random = stack.enter_context(RandomStates(known))
             stack.enter_context(watcher)
-            recorder = Recorder(self.names, watcher, self.memory, watched=self.watched, eager=self.eager)
+            recorder = Recorder(self.names, watcher, self.memory, watched=self.watched, eager=self.eager, random=random)
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling

@@ -216,7 +216,7 @@ def test_without_pytorch(fake_ranks, cls, line):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (lambda m, x: (torch.manual_seed(1), torch.rand(4) * m.fc(x))[1], "sets the seed"),
+        (lambda m, x: (torch.manual_seed(1), torch.rand(4) * m.fc(x))[1], "seeds torch's own generator"),
         (lambda m, x: torch.rand(4, generator=torch.Generator()) * m.fc(x), "makes a torch.Generator"),
         (lambda m, x: (lambda y: (y.register_hook(torch.neg), y)[1])(m.fc(x)), "would run the hook"),
         (lambda m, x: torch.autograd.grad(m.fc(x).sum(), m.fc.weight, create_graph=True)[0], "it computes gradients"),

@@ -34,6 +34,7 @@ RESULTS = {
     "dataclass": lambda y: Output(y),
     "dataclass in a tuple": lambda y: (Output(y), y),
     "object": lambda y: Holder(y),
+    "deque": lambda y: collections.deque([y, (y * 2,)], maxlen=3),
 }
 
 
@@ -70,6 +71,14 @@ def test_what_has_no_gradient(single_rank):
     assert [t.requires_grad for t in cmodel(x)] == [True, False, False]
     with torch.no_grad():
         assert not any(t.requires_grad for t in cmodel(x))
+
+
+@pytest.mark.parametrize(
+    "result", [lambda y: (y * k for k in (1, 2)), lambda y: (y, map(torch.sin, [y])), lambda y: {"a": {y}}]
+)
+def test_what_computes_later_or_has_no_order_is_refused(single_rank, result):
+    with pytest.raises(RuntimeError, match=r"forward returns a (generator|map|set): return a list, a tuple or a dict"):
+        thunder.jit(shardtrace.fsdp(Net(result)))(torch.randn(3, 4))
 
 
 def test_what_holds_no_tensor_is_not_copied():
