@@ -66,6 +66,7 @@ TORCH = (
     Private("torch._C._distributed_c10d", "FakeWork", "what a collective gives that is not sent"),
     Private("torch._C", "_get_dispatch_mode", "whether modules run on fake tensors"),
     Private("torch._C", "_TorchDispatchModeKey", "likewise"),
+    Private("torch._subclasses.fake_tensor", "FakeTensorMode._allow_unsafe_data_ptr_access", "fakes have no memory"),
     Private("torch._C", "DisableTorchFunction", "functions that kernels of fake tensors call are not recorded"),
     Private("torch.nn.utils.parametrize", "_cache_enabled", "calls within parametrize.cached() are refused"),
     Private("torch._C", "ScriptFunction", "a scripted function is recorded as one call"),

@@ -411,11 +411,15 @@ class Front:
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        of_values = isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
-        if not of_values and not isinstance(error, CannotWrite | SendsMessages):
+        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+            what = f"it depends on the values of tensors ({error})"
+        elif "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
+            what = "it reads the memory of a tensor (DLPack, data_ptr)"
+        elif isinstance(error, CannotWrite | SendsMessages):
+            what = str(error)
+        else:
             return error
         name = type(self._module).__name__
-        what = str(error) if not of_values else f"it depends on the values of tensors ({error})"
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
         if not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'

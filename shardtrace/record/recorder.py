@@ -77,6 +77,7 @@ class FakeMode(Fakes):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._allow_unsafe_data_ptr_access = False  # whoever asks for the memory of fakes gets an error
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,6 +85,8 @@ class FakeMode(Fakes):
             raise SendsMessages(
                 f"it calls a collective of torch.distributed ({func.__name__.partition('.')[0].strip('_')})"
             )
+        if self.recorder is not None and self.recorder.lifts(func, args):
+            return args[0]
         recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators and functions
         try:
             with torch._C.DisableTorchFunction():
@@ -291,6 +294,10 @@ class Recorder(TorchFunctionMode):
             )
         )  # fmt: skip
 
+    def lifts(self, func: Any, args: Any) -> bool:
+        """Whether forward makes a tensor of memory from outside of torch (from_numpy), which then is its own memory."""
+        return func is torch.ops.aten.lift_fresh.default and not self._inside and not isinstance(args[0], FakeTensor)
+
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
 
@@ -310,6 +317,8 @@ class Recorder(TorchFunctionMode):
             self._drawn = self._drawn or drawn
             self._written += written
             return
+        if func.overloadpacket is torch.ops.aten.set_:
+            raise NotImplementedError("set_ gives its argument the memory of another tensor: use a new tensor")
         if not written and func.namespace == "prim":  # such as the device of a tensor
             return
         if func.overloadpacket in MOVING:

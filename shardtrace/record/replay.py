@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -264,7 +265,7 @@ class Replay:
     def _unique(self, function: Callable[..., Any]) -> str:
         """A name for the lines of a function: Thunder finds a line's function by its name, the last one of each."""
         trace = get_tracectx()
-        name = "torch_" + (name_of(function).strip("_") or "call")
+        name = "torch_" + (re.sub(r"\W", "_", name_of(function)).strip("_") or "call")
         number = 0
         while trace.has_name(found := f"{name}_{number}"):
             number += 1

@@ -8,12 +8,14 @@ from passes.compat.failures import notes_of
 from passes.runner import FirstStage
 from shardtrace.record import recorder
 
+import numpy
 import pytest
 import thunder
 import torch
 from against_eager import Model, check, rows
 from ranks import on_ranks
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 
 class Part(nn.Module):
@@ -411,3 +413,80 @@ def test_a_reference_to_the_apply_of_an_autograd_function(cubes, by_torch, singl
     expected(x).sum().backward()
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+# ---- what asks for the memory of a tensor, and what has memory of its own ----
+
+
+class Takes(Part):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.numbers = how, numpy.ones(4, dtype=numpy.float32)
+
+    def forward(self, x):
+        return self.how(self, self.fc(x))
+
+
+MEMORY = {
+    "to_dlpack": lambda m, h: h + from_dlpack(to_dlpack(h.detach())),
+    "from_dlpack": lambda m, h: h + torch.from_dlpack(h.detach()),
+    "data_ptr": lambda m, h: h * (1 + (h.data_ptr() == 0)),
+    "storage": lambda m, h: h + (h.untyped_storage().data_ptr() == 0),
+}
+
+
+@pytest.mark.parametrize("how", MEMORY.values(), ids=MEMORY)
+def test_fakes_have_no_memory(how, fake_ranks):
+    fake_ranks(2)
+    with pytest.raises(RuntimeError, match=r"it reads the memory of a tensor .*: move that part into a submodule"):
+        shardtrace.fsdp(Takes(how))(torch.ones(2, 4))
+
+
+def test_a_submodule_reads_memory(single_rank):
+    eager = nn.Sequential(nn.Linear(4, 4), Takes(MEMORY["to_dlpack"]))
+    model, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.ones(2, 4)
+    torch.testing.assert_close(model(x), eager(x))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m, h: h + torch.from_numpy(m.numbers),
+        lambda m, h: h * torch.Tensor(m.numbers) + torch.from_numpy(m.numbers[:2])[:, None],
+        lambda m, h: h * torch.from_numpy(m.numbers).add_(1),
+    ],
+)
+def test_arrays_of_numpy_are_read_and_written(how, single_rank):
+    eager = Takes(how)
+    model, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.ones(2, 4)
+    for step in range(5):
+        torch.testing.assert_close(model(x), eager(x))
+        for m in (model, eager):
+            m.numbers[step % 4] += 1
+            m.numbers = m.numbers * 2 if step == 2 else m.numbers
+        assert (model.numbers == eager.numbers).all()
+
+
+@torch.library.custom_op("shardtrace_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("function", [doubled, torch.ops.shardtrace_tests.doubled.default])
+def test_an_operator_without_a_fake_kernel(function, single_rank):
+    eager = Takes(lambda m, h: function(h))
+    model, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.ones(2, 4)
+    for m in (eager, model):
+        m(x).square().sum().backward()
+    torch.testing.assert_close(model.fc.weight.grad, eager.fc.weight.grad)
+
+
+def test_a_module_with_two_names_keeps_its_tensors(single_rank):
+    model = nn.Sequential(nn.Linear(4, 4), Branch(), nn.Linear(4, 4))
+    model[2] = model[0]  # the first recording fails
+    eager, x = copy.deepcopy(model), torch.ones(2, 4)
+    torch.testing.assert_close(shardtrace.fsdp(model)(x), eager(x))
+    assert isinstance(model[0].weight, nn.Parameter)
