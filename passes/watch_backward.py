@@ -49,7 +49,7 @@ def _begin(model: str, unused: Unused, gradients: tuple[torch.Tensor | None, ...
             "and a gradient penalty would be dropped: call it with create_graph=False, or "
             "compute that loss without Thunder"
         )
-    unused.outputs = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
+    unused.begin(gradients)
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], hook: ContextObject) -> None:

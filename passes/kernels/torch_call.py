@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from weakref import ref
 from passes.comm.properties import Property
 from passes.compat.lines import symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
+from passes.plan.step import Unused
 
 import thunder.torch as ltorch
 import torch
@@ -140,7 +141,8 @@ class TorchCall:
     among ``flat``, the flattened arguments of this ``spec``. ``written`` has the numbers, among the tensors, of those
     that the function writes into: it gets clones of them, which are further results. ``inputs`` and ``results`` are the
     tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
-    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place.
+    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place. Backward reads in
+    ``unused`` which gradients of results are zeros in the place of None, and notes there those that torch gives none.
     """
 
     name: str
@@ -154,6 +156,7 @@ class TorchCall:
     autocast: Sequence[Autocast] = ()
     random: bool = False
     absent: torch.device | None = None
+    unused: Unused = field(default_factory=Unused)
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -232,7 +235,9 @@ class TorchCall:
         keep, count = keeps_graph(), len(self.reads.inputs)
         saved.given = dict(zip(self.reads.inputs, values[:count], strict=True))
         given = dict(zip(self.returned, values[count:], strict=True))
-        pairs = [(edge, given[i]) for i, edge in saved.results.items()]
+        sources, first = next(self.unused.coming, ((), 0))
+        lacking = {i for i, s in zip(self.returned, sources, strict=False) if s <= self.unused.absent}
+        pairs = [(edge, given[i]) for i, edge in saved.results.items() if i not in lacking]
         found: Sequence[torch.Tensor | None] = [None] * len(self.wanted)
         if pairs:
             edges, grads = zip(*pairs, strict=True)
@@ -241,6 +246,8 @@ class TorchCall:
             saved.given = {}
         else:
             saved.clear()
+        if sources:
+            self.unused.absent.update(first + n for n, gradient in enumerate(found) if gradient is None)
         return tuple(self.inputs[i].zeros() if g is None else g for i, g in zip(self.wanted, found, strict=True))
 
     # ---- at compile time ----
