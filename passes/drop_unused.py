@@ -152,7 +152,7 @@ class _Flow:
                 *inner, last = part.trace.bound_symbols
                 self.follow(inner, own)
                 found |= {_name(o): own.get(_name(r), NOTHING) for o, r in zip(bsym.output, last.args[0], strict=False)}
-            elif isinstance(bsym.sym.id, Line) and bsym.sym.id.kind == "_backward":
+            elif isinstance(bsym.sym.id, Line) and bsym.sym.id.kind == "_backward" and not bsym.sym.id.call.is_certain:
                 found |= self._of_call(bsym, found)
             else:
                 self.follow(bsym.subsymbols, found)

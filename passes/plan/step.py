@@ -72,7 +72,7 @@ class Unused:
 
     absent: set[int] = field(default_factory=set)
     calls: Sequence[tuple[Sequence[Sources], int]] = ()
-    coming: Iterator[tuple[Sequence[Sources], int]] = iter(())
+    coming: Iterator[tuple[Sequence[Sources], int]] = field(default_factory=lambda: iter(()))
 
     def begin(self, gradients: Sequence[Any]) -> None:
         """A backward begins, with these gradients of the outputs; None for one that it does not come from."""

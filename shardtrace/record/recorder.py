@@ -111,8 +111,8 @@ class Recorder(TorchFunctionMode):
         """Calls ``func`` and keeps the call."""
         if func in HOOKS:
             raise NotImplementedError(
-                f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
-                "autograd.Function, or register it on what the model returns"
+                f"forward calls {func.__name__} of a tensor, and no step would run the hook: pass the tensor through a "
+                "torch.autograd.Function that returns it, and do in its backward what the hook does"
             )
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         versions = {i: _version(t) for i, t in given.items()}
