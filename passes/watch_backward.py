@@ -13,12 +13,11 @@ from, and refuses what would be dropped or wrong silently:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
-from passes.analysis.gradients import computed_from, results_of_step
+from passes.analysis.gradients import NOTHING, Flow, results_of_step, stops_gradients
 from passes.comm.symbols import symbol
 from passes.compat.jit import hooks_of, nodes_of_thunder, without_meta
 from passes.plan.step import Unused
@@ -26,27 +25,17 @@ from passes.plan.step import Unused
 import torch
 from thunder.core.codeutils import ContextObject
 from thunder.core.prims import OpTags
+from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
 
 
 class Watch(NamedTuple):
-    """What the hook needs: the model, what it fills, and of each tensor the numbers of outputs computed from it."""
+    """The model, what its backward fills, and of each output the numbers of others that are computed from it."""
 
     model: str
     unused: Unused
-    behind: Sequence[frozenset[int]]
-
-
-class Inner(NamedTuple):
-    """An output from which others, with these numbers, are computed; and the hooks on it."""
-
-    output: ref[torch.Tensor]
-    hooks: Mapping[int, Callable[..., Any]]
-    others: frozenset[int]
-
-    def is_watched(self) -> bool:
-        output = self.output()
-        return any(map(_sees_gradient, self.hooks.values())) or (output is not None and output.retains_grad)
+    others: Sequence[frozenset[int]]
 
 
 def watch_backward(
@@ -62,42 +51,53 @@ def watch_backward(
     if not outputs or not models:
         return epilogue
     *lines, last = epilogue.bound_symbols
-    found = computed_from(record[-1])
     new = from_trace(epilogue)
-    hook = ContextObject("backward", Watch(" and ".join(models), unused, [found[o.name] for o in outputs]))
+    hook = ContextObject("backward", Watch(" and ".join(models), unused, _others(record[-1], outputs)))
     new.bound_symbols = [*lines, watch.bind(outputs, hook, output=None), last]
     return new
 
 
-def _sees_gradient(hook: Callable[..., Any]) -> bool:
-    """False for the hooks by which Lightning sees that a backward is its own."""
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).partition(".")[0] not in ("lightning", "lightning_fabric")
+def _others(computation: TraceCtx, outputs: Sequence[TensorProxy]) -> list[frozenset[int]]:
+    """Of each output, the numbers of the others that are computed from it."""
+    results = [getattr(r, "name", "") for r in tree_flatten(computation.bound_symbols[-1].args[0]["output"])[0]]
+    own = {name: frozenset([i]) for i, name in enumerate(results)}
+    found: dict[str, frozenset[int]] = {}
+    Flow(stops_gradients).follow(computation.bound_symbols, found, own)
+    return [
+        frozenset(i for i, r in enumerate(results) if r != o.name and own[o.name] <= found.get(r, NOTHING))
+        for o in outputs
+    ]
 
 
-def _begin(watch: Watch, inner: Sequence[Inner], gradients: tuple[torch.Tensor | None, ...]) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"backward of {watch.model} was called with create_graph=True, but a compiled backward cannot be "
-            "differentiated and a gradient penalty would be dropped: call it with create_graph=False, or "
-            "compute that loss without Thunder"
-        )
-    used = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    if any(not used.isdisjoint(one.others) and one.is_watched() for one in inner):
-        raise RuntimeError(
-            f"a result of {watch.model} has a hook, or retain_grad was called, and the loss also uses another result "
-            "that is computed from it, whose part of the gradient it would not see: let a torch.autograd.Function in "
-            "forward, which returns its input, look at the gradient in its backward"
-        )
-    watch.unused.begin(gradients)
+def _sees_gradient(hook: Any) -> bool:
+    """False for the hooks by which Lightning only sees that a backward is its own."""
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lightning")
 
 
 def _watch(outputs: tuple[torch.Tensor, ...], hook: ContextObject) -> None:
-    watch: Watch = hook.obj
-    pairs = zip(outputs, watch.behind, strict=True)
-    inner = [Inner(ref(t), hooks_of(t), others) for t, others in pairs if others and t.requires_grad]
+    model, unused, all_others = hook.obj
+    pairs = zip(outputs, all_others, strict=True)
+    inner = [(ref(t), hooks_of(t), others) for t, others in pairs if others and t.requires_grad]
+
+    def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward of {model} was called with create_graph=True, but a compiled backward cannot be "
+                "differentiated and a gradient penalty would be dropped: call it with create_graph=False, or "
+                "compute that loss without Thunder"
+            )
+        unused.begin(gradients)
+        for output, hooks, others in inner:
+            hooked = any(map(_sees_gradient, hooks.values())) or getattr(output(), "retains_grad", False)
+            if hooked and not others <= unused.absent:
+                raise RuntimeError(
+                    f"a result of {model} has a hook or retain_grad, and the loss also uses another result that is "
+                    "computed from it, whose part of the gradient it would not see: pass it in forward through a "
+                    "torch.autograd.Function that returns it, and do in its backward what the hook does"
+                )
+
     for node in nodes_of_thunder(outputs):
-        node.register_prehook(partial(_begin, watch, inner))
+        node.register_prehook(begin)
         node.register_hook(without_meta)
 
 

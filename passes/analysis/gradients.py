@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from passes.analysis.calls import block_of
-from passes.analysis.recognise import is_return, is_unpack, names
+from passes.analysis.calls import block_of, part_of
+from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
 
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transforms import is_constant_for_vjp
 
-Numbers = frozenset[int]
-NOTHING = Numbers()
+Sources = frozenset[int]
+NOTHING = Sources()
 
 
 def differentiated(computation: TraceCtx, inputs: Collection[str] | None = None) -> set[str]:
@@ -42,33 +41,38 @@ def stops_gradients(bsym: BoundSymbol) -> bool:
 
 
 def results_of_step(epilogue: TraceCtx, computation: TraceCtx) -> tuple[TensorProxy, ...]:
-    """The tensors that an epilogue gets from a computation: what it returns and more, in whatever structure."""
-    inputs = {a.name for a in computation.args}
+    """The tensors that a computation hands its epilogue, whatever becomes of them."""
+    inputs = names(tuple(computation.args))
     return tuple(a for a in epilogue.args if isinstance(a, TensorProxy) and a.name not in inputs)
 
 
-def computed_from(computation: TraceCtx) -> dict[str, Numbers]:
-    """By the name of each result, the numbers of the other results that are computed from it."""
-    results = [getattr(r, "name", "") for r in tree_flatten(computation.bound_symbols[-1].args[0]["output"])[0]]
-    found: dict[str, Numbers] = {}
-    _follow(computation.bound_symbols, {name: Numbers([i]) for i, name in enumerate(results)}, found)
-    return {
-        name: Numbers(j for j, other in enumerate(results) if other != name and i in found.get(other, NOTHING))
-        for i, name in enumerate(results)
-    }
+class Flow:
+    """Finds by which sources, which are numbers, values have come about. ``skips``: lines that pass nothing on."""
 
+    def __init__(self, skips: Callable[[BoundSymbol], bool] = is_deletion) -> None:
+        self._skips = skips
 
-def _follow(lines: Sequence[BoundSymbol], own: Mapping[str, Numbers], found: dict[str, Numbers]) -> None:
-    """Fills ``found``, the results that each value is computed from; ``own`` are the numbers of results."""
-    for bsym in lines:
-        if is_return(bsym) or is_unpack(bsym) or stops_gradients(bsym):
-            continue
-        block = block_of(bsym)
-        if block is None:
-            read = NOTHING.union(*(found.get(a.name, NOTHING) for a in bsym.flat_proxy_args))
-            found |= {o.name: read | own.get(o.name, NOTHING) for o in bsym.flat_proxy_outs}
-            continue
-        inner = {p.name: found.get(a.name, NOTHING) for p, a in zip(block.inputs, bsym.args, strict=True)}
-        outputs = list(zip(block.outputs, bsym.output, strict=True))
-        _follow(block.trace.bound_symbols, {p.name: own.get(o.name, NOTHING) for p, o in outputs}, inner)
-        found |= {o.name: inner.get(p.name, NOTHING) for p, o in outputs}
+    def joined(self, sources: Iterable[Sources]) -> Sources:
+        """The sources of what is computed from values with these."""
+        return NOTHING.union(*sources)
+
+    def follow(self, lines: Iterable[BoundSymbol], found: dict[str, Sources], own: Mapping[str, Sources] = {}) -> None:
+        """Fills ``found``, by the names of values. ``own``: further sources of some."""
+        for bsym in lines:
+            if not is_unpack(bsym) and not is_return(bsym) and not self._skips(bsym):
+                for o, sources in zip(bsym.flat_proxy_outs, self.of_results(bsym, found, own), strict=False):
+                    found[o.name] = sources | own.get(o.name, NOTHING)
+
+    def of_results(self, bsym: BoundSymbol, found: dict[str, Sources], own: Mapping[str, Sources]) -> list[Sources]:
+        """The sources of the results of a line: for a block, those inside of it; else all of the arguments."""
+        block, outs = part_of(bsym) or block_of(bsym), bsym.flat_proxy_outs
+        if block is not None:
+            *lines, last = block.trace.bound_symbols
+            pairs = zip(block.trace.args, bsym.args, strict=True)
+            inner = {p.name: found.get(getattr(a, "name", ""), NOTHING) for p, a in pairs}
+            results = last.flat_proxy_args
+            self.follow(lines, inner, {r.name: own.get(o.name, NOTHING) for r, o in zip(results, outs, strict=False)})
+            return [inner.get(r.name, NOTHING) for r in results]
+        self.follow(bsym.subsymbols, found)
+        joined = self.joined(found.get(a.name, NOTHING) for a in bsym.flat_proxy_args)
+        return [found.get(o.name, joined) for o in outs]
