@@ -75,7 +75,8 @@ def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
     flow.follow(lines, found)
     unused.calls = flow.calls
     certain = {name for name, sources in found.items() if sources == ALWAYS}
-    if all(g.name in certain for g in last.flat_proxy_args):
+    taken = (g for b in lines if b.sym.id in TAKES for g in b.args[0])
+    if all(g.name in certain for g in (*last.flat_proxy_args, *taken)):
         return trace
     new = from_trace(trace)
     signs: dict[str, bool] = {}  # of what is reduced or kept already
