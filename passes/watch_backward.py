@@ -17,17 +17,17 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
-from passes.analysis.gradients import NOTHING, Flow, results_of_step, stops_gradients
+from passes.analysis.gradients import Flow, results_of_step, stops_gradients
 from passes.comm.symbols import symbol
-from passes.compat.jit import hooks_of, nodes_of_thunder, without_meta
+from passes.compat.jit import nodes_of_thunder, without_meta
 from passes.plan.step import Unused
 
 import torch
 from thunder.core.codeutils import ContextObject
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
+from torch.utils.hooks import unserializable_hook
 
 
 class Watch(NamedTuple):
@@ -59,25 +59,26 @@ def watch_backward(
 
 def _others(computation: TraceCtx, outputs: Sequence[TensorProxy]) -> list[frozenset[int]]:
     """Of each output, the numbers of the others that are computed from it."""
-    results = [getattr(r, "name", "") for r in tree_flatten(computation.bound_symbols[-1].args[0]["output"])[0]]
-    own = {name: frozenset([i]) for i, name in enumerate(results)}
+    own = {o.name: frozenset([i]) for i, o in enumerate(outputs)}
     found: dict[str, frozenset[int]] = {}
     Flow(stops_gradients).follow(computation.bound_symbols, found, own)
     return [
-        frozenset(i for i, r in enumerate(results) if r != o.name and own[o.name] <= found.get(r, NOTHING))
+        frozenset(
+            i
+            for i, other in enumerate(outputs)
+            if other is not o and own[o.name] <= found.get(other.name, own[other.name])
+        )
         for o in outputs
     ]
 
 
-def _sees_gradient(hook: Any) -> bool:
-    """False for the hooks by which Lightning only sees that a backward is its own."""
-    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lightning")
-
-
 def _watch(outputs: tuple[torch.Tensor, ...], hook: ContextObject) -> None:
-    model, unused, all_others = hook.obj
-    pairs = zip(outputs, all_others, strict=True)
-    inner = [(ref(t), hooks_of(t), others) for t, others in pairs if others and t.requires_grad]
+    model, unused, others = hook.obj
+    if any(others):  # first those from which the fewest are computed: each one follows all that are computed from it
+        used: set[int] = set()
+        for i in sorted(range(len(outputs)), key=lambda i: len(others[i])):
+            if outputs[i].requires_grad:
+                _observe(outputs[i], i, others[i], used, model)
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         if torch.is_grad_enabled():
@@ -87,18 +88,33 @@ def _watch(outputs: tuple[torch.Tensor, ...], hook: ContextObject) -> None:
                 "compute that loss without Thunder"
             )
         unused.begin(gradients)
-        for output, hooks, others in inner:
-            hooked = any(map(_sees_gradient, hooks.values())) or getattr(output(), "retains_grad", False)
-            if hooked and not others <= unused.absent:
-                raise RuntimeError(
-                    f"a result of {model} has a hook or retain_grad, and the loss also uses another result that is "
-                    "computed from it, whose part of the gradient it would not see: pass it in forward through a "
-                    "torch.autograd.Function that returns it, and do in its backward what the hook does"
-                )
 
     for node in nodes_of_thunder(outputs):
         node.register_prehook(begin)
         node.register_hook(without_meta)
+
+
+def _observe(output: torch.Tensor, number: int, others: frozenset[int], used: set[int], model: str) -> None:
+    """Refuses a backward that comes from ``others``, too, if someone looks at the gradient of ``output``."""
+    tensor = ref(output)
+
+    def see(gradient: torch.Tensor | None) -> None:
+        (used.discard if gradient is None else used.add)(number)
+        watched = any(hook is not see and _sees_gradient(hook) for hook in (hooks() or {}).values())
+        if not used.isdisjoint(others) and (watched or getattr(tensor(), "retains_grad", False)):
+            raise RuntimeError(
+                f"a result of {model} has a hook or retain_grad, and the loss also uses another result that is "
+                "computed from it, whose part of the gradient it would not see: pass it in forward through a "
+                "torch.autograd.Function that returns it, and do in its backward what the hook does"
+            )
+
+    output.register_hook(unserializable_hook(see))
+    hooks = ref(output._backward_hooks)  # also those that are registered later
+
+
+def _sees_gradient(hook: Any) -> bool:
+    """False for the hooks by which Lightning only sees that a backward is its own."""
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lightning")
 
 
 watch = symbol("watch_backward", lambda outputs, hook: None, _watch, tags=[OpTags.DONT_DCE])

@@ -320,7 +320,7 @@ def _parts_of_rank(cmodel: Any, step: Step) -> Step:
 
 def _compared(found: Step, expected: Step, exact: Step) -> Iterator[Row]:
     gradients = [_largest(t) for (what, _), t in expected.tensors.items() if what == "gradient"]
-    for key, value in (found.tensors | expected.tensors).items():
+    for key, value in {**found.tensors, **expected.tensors}.items():
         what, name = key
         module = name.rpartition(".")[0] if what in KINDS else ""
         if key not in found.tensors or key not in expected.tensors:

@@ -37,13 +37,6 @@ def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = Fal
     return list({n if kind is ThunderFunction else n.next_functions[0][0] for n, kind in found.items()})
 
 
-def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
-    """The hooks of a tensor that requires a gradient, also those that are registered later."""
-    tensor.register_hook(lambda gradient: None).remove()
-    found: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
-    return found
-
-
 class _Dummy(torch.Tensor):
     """A tensor without values that says it holds no NaN."""
 
