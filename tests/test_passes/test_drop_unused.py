@@ -165,6 +165,7 @@ ENDS = {
         x + F.scaled_dot_product_attention(x[None, None], y[None, None], (y @ w)[None, None], dropout_p=1.0)[0, 0]
     ),
     "zeros": lambda x, y, w: x + (y @ w).sign(),
+    "written over": lambda x, y, w: x + (y @ w).zero_(),
 }
 
 
