@@ -38,7 +38,7 @@ class Facts:
     last_guards: list[Guard] = field(default_factory=list)  # likewise, if all other checks have passed
     setters: dict[str, Setter] = field(default_factory=dict)  # set what forward sets, by the name of its tensors
     rebuild: Rebuild | None = None  # makes what a jitted model returns, if Thunder cannot
-    unused: Unused = field(default_factory=Unused)  # the outputs that the running backward does not come from
+    unused: Unused = field(default_factory=Unused)  # what has no gradient in the running backward
     remark: str = ""  # about blocks and modules, for the first stage
     at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
     before_lowering: list[Callable[[], None]] = field(default_factory=list)  # refusals of another backward

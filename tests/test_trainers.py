@@ -112,5 +112,13 @@ def test_the_trainer_of_lightning(tmp_path):
     results = [re.findall(r"'(\w+)': ([\d.]+)", text) for text in (printed, expected)]
     assert_equal(*({name: float(value) for name, value in result} for result in results))
     states = [torch.load(folder / "last.ckpt", weights_only=True) for folder in (two, one)]
-    for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+    for key in (
+        "state_dict",
+        "current_model_state",
+        "averaging_state",
+        "optimizer_states",
+        "lr_schedulers",
+        "epoch",
+        "global_step",
+    ):
         assert_equal(*(state[key] for state in states))

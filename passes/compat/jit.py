@@ -49,6 +49,22 @@ def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = Fal
     return list({n if kind is ThunderFunction else n.next_functions[0][0] for n, kind in found.items()})
 
 
+class _Dummy(torch.Tensor):
+    """A tensor without values that says it holds no NaN."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.bool)
+
+
+def without_meta(results: tuple[Any, ...], gradients: Any) -> tuple[Any, ...] | None:
+    """A hook of a node of Thunder's outputs: lets torch's anomaly mode look for NaN in the tensor on the meta device
+    that Thunder passes from this node to the next one."""
+    if not torch.is_anomaly_check_nan_enabled():
+        return None
+    return tuple(r.as_subclass(_Dummy) if r is not None and r.is_meta else r for r in results)
+
+
 def compile_data_and_stats() -> tuple[Any, Any]:
     """Thunder's data and statistics of the current compilation; a pair of None outside a compilation."""
     data, stats = _compile_data.get()

@@ -73,6 +73,7 @@ TORCH = (
     Private("torch._C", "ScriptMethod", "a scripted method is recorded as one call"),
     Private("torch", "_ops.OpOverload._schema", "the arguments into which an operator writes"),
     Private("torch.autograd.function", "FunctionMeta._forward_cls", "the node that runs Thunder's backward"),
+    Private("torch", "Tensor._backward_hooks", "hooks on results that would see a part of a gradient"),
     Private("torch.autograd.function", "_SingleLevelFunction", "an autograd function is recorded as one call"),
     Private("torch._C", "_FunctionBase", "an autograd function is recorded as one call"),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "ranges of collectives only while someone looks"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -66,11 +66,26 @@ class Step:
         return "\n".join(self.collectives)
 
 
+Sources = frozenset[int]
+
+
 @dataclass
 class Unused:
-    """The numbers of the outputs of a step that its backward, which is running, does not come from."""
+    """The sources that give the backward which is running no gradient.
 
-    outputs: frozenset[int] = frozenset()
+    Outputs of the step are sources, by their number, and so is each gradient that torch's backward of a line returns.
+    ``calls`` are these lines, in the order in which they run: the sources of each gradient that a line is given, and
+    the number of the first one that it returns. ``coming`` are those that have not run yet.
+    """
+
+    absent: set[int] = field(default_factory=set)
+    calls: Sequence[tuple[Sequence[Sources], int]] = ()
+    coming: Iterator[tuple[Sequence[Sources], int]] = field(default_factory=lambda: iter(()))
+
+    def begin(self, gradients: Sequence[Any]) -> None:
+        """A backward begins, with these gradients of the outputs; None for one that it does not come from."""
+        self.absent = {i for i, gradient in enumerate(gradients) if gradient is None}
+        self.coming = iter(self.calls)
 
 
 class Progress:

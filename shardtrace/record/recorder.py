@@ -43,12 +43,15 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_HOOK = ", and no step would run the hook: write an autograd.Function, or register it on what the model returns"
+_HOOK = (
+    "of a tensor, and no step would run the hook: pass the tensor through a torch.autograd.Function that returns it, "
+    "and do in its backward what the hook does"
+)
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
-    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
-    "shardtrace.full_params",
+    torch.Tensor.retain_grad: "of a tensor, and no step would keep the gradient: return the tensor, or call the model "
+    "inside shardtrace.full_params",
 }
 MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
@@ -148,7 +151,7 @@ class Recorder(TorchFunctionMode):
     def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call."""
         if (why := REFUSED.get(func)) is not None:
-            raise NotImplementedError(f"forward calls {func.__name__} of a tensor{why}")
+            raise NotImplementedError(f"forward calls {func.__name__} {why}")
         if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
             raise Refused(
                 f"forward calls {name_of(func)}, but gradients belong to steps: return the loss, and read or change "

@@ -387,6 +387,8 @@ def _check_tensors(call: Call) -> None:
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):
         raise NotTrusted("a tensor without dimensions")
+    if call.grad and name_of(call.function) in ("zero_", "fill_") and call.args[0].requires_grad:
+        raise NotTrusted("no gradient would reach what was there before, in the place of zeros")
     if (
         call.grad
         and name_of(call.function) == "scaled_dot_product_attention"

@@ -111,11 +111,9 @@ def check_result(value: Any) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """True for a structure that Thunder can return: tensors in tuples, lists and dicts."""
-    if type(value) in (tuple, list):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+    """True for a structure that Thunder can return: tensors in tuples, lists and dicts, but not in subclasses."""
+    if type(value) in (tuple, list, dict):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (torch.Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device))
 
 

@@ -203,6 +203,7 @@ def _is_special_loss(input: Any, target: Any, *args: Any, label_smoothing: float
 
 # conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
+    "dropout": lambda input, p=0.5, training=True, inplace=False: p == 1,  # zeros that no gradient reaches
     "__getitem__": _indexed_by_tensors,
     "__pow__": _is_no_plain_number,
     "cross_entropy": _is_special_loss,

@@ -21,6 +21,10 @@ class Output:
     number: int = 3
 
 
+class Fields(dict):
+    __getattr__ = dict.__getitem__
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor, self.more, self.own = tensor, [tensor, 1], self
@@ -31,6 +35,9 @@ RESULTS = {
     "named tuple": lambda y: Pair(y, y.sum()),
     "nested": lambda y: {"p": [Pair(y, (y, 2))]},
     "of torch": lambda y: y.topk(2),
+    "OrderedDict": lambda y: collections.OrderedDict(b=y, a=y.sum()),
+    "defaultdict": lambda y: collections.defaultdict(list, b=y, a=[y.sum()]),
+    "class of dict": lambda y: Fields(b=y, a=collections.OrderedDict(c=y.sum())),
     "dataclass": lambda y: Output(y),
     "dataclass in a tuple": lambda y: (Output(y), y),
     "object": lambda y: Holder(y),
