@@ -53,6 +53,7 @@ class ShardedState:
         self.options, self.cost = options, cost
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
+        self.variants: dict[Hashable, set[Hashable]] = {}  # the values that forwards have read of their inputs
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,12 +14,14 @@ from passes.compat.failures import add_note
 from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
 from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
+from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
+from shardtrace.record.checks import after_checks, tokens_of
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
+from shardtrace.record.reads import Reads, Source
 from shardtrace.record.recorder import CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
@@ -103,6 +105,14 @@ class Inputs:
         _write(known.wrapped.value, new)
         known.now = new
 
+    def source(self, fake: torch.Tensor) -> Source | None:
+        """What a buffer holds; None for a parameter, and for a buffer that an earlier call has written into."""
+        kind, name, t = self._names[id(fake)]
+        known = self._known.get(id(t))
+        if kind != "_buffers" or (known is not None and known.now is not known.wrapped.value):
+            return None
+        return Source(t, fake.stride(), buffer=partial(unwrap(self.module).get_buffer, name))
+
     def has(self, fake: torch.Tensor) -> bool:
         return id(fake) in self._names
 
@@ -169,6 +179,7 @@ class Setting:
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        variants: what was read of inputs, see :class:`Reads`.
     """
 
     known: dict[int, Any]
@@ -179,6 +190,7 @@ class Setting:
     whole_of: WholeOf
     fall_back: bool = True
     obstacle: str = ""
+    variants: dict[Hashable, set[Hashable]] = field(default_factory=dict)
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -236,6 +248,7 @@ class Front:
             self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
+            reads=Reads(lambda t: (inputs if inputs.has(t) else arguments).source(t), self._setting.variants),
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
@@ -256,13 +269,15 @@ class Front:
             parameter_of=lambda t: setting.parameter_of(inputs.tensor(t)), obstacle=setting.obstacle,
         )  # fmt: skip
         lines = get_tracectx().scopes[-1]
-        count, returned = len(lines), tensors_in(record.result)
+        count, returned, tokens = len(lines), tensors_in(record.result), tokens_of(record)
         try:
             with exempt_from_autocast(get_compile_data()):
-                blocks.write([*returned, *left])
+                blocks.write([*returned, *left, *tokens])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
                 outputs = record.result if rebuild is None else tuple(returned)
+                if returned and tokens:
+                    replay.renew(returned[0], after_checks, tokens)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
                 if changes:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
@@ -274,9 +289,12 @@ class Front:
         inputs.guard()
         excluded = [change.entry for change in only_written(done.changes, used)]
         snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        guards: list[Callable[[], None]] = [snapshot.check]
+        if (reads := done.recording.reads.guard(record.calls)) is not None:
+            check_reads(reads) if reads.proxies else guards.append(reads)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
-            snapshot.check,
+            lambda: [guard() for guard in guards] and None,
             setting.compare(done.recording, record),
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),

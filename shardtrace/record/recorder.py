@@ -10,18 +10,21 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from threading import get_ident
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 from passes.analysis.recognise import draws
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
+from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage
+from shardtrace.record.checks import check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
 from shardtrace.record.marks import is_library
+from shardtrace.record.reads import CannotRead, Reads
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -29,12 +32,12 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # raised for what reads values
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 SEED = (
     "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
@@ -77,6 +80,7 @@ class Recorder(TorchFunctionMode):
         watcher: sees the functions that run, apart from those of torch.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
+        reads: what the forward reads of its inputs.
     """
 
     def __init__(
@@ -86,11 +90,12 @@ class Recorder(TorchFunctionMode):
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
+        reads: Reads | None = None,
     ) -> None:
         super().__init__()
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
-        self._eager = eager
+        self._eager, self._reads = eager, reads or Reads(lambda fake: None, {})
         self._modules, self._watched = modules, set(map(id, watched))
         self._stack: list[nn.Module] = []  # the modules that run
         self._inside = 0  # calls of torch that run
@@ -124,8 +129,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             changed = [t for i, t in given.items() if _version(t) != versions[i]]
         except Exception as error:  # whatever torch raises for fake tensors
-            function = Eager(func, str(getattr(func, "__name__", "call")))
-            result, changed = self._try(function, args, kwargs, error)
+            function, result, changed = self._read(func, args, kwargs, error)
         finally:
             self._inside -= 1
             self._watcher.resume()
@@ -133,20 +137,24 @@ class Recorder(TorchFunctionMode):
         self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
-    def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
-        """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
-        one if it cannot stand alone."""
+    def _read(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any, Sequence[torch.Tensor]]:
+        """What stands for a function that fake tensors cannot run, its result, and what it writes into. Raises
+        ``error`` or another one if it reads what each step computes, and cannot stand alone."""
+        function = Eager(func, str(getattr(func, "__name__", "call")))
         try:
             trial = try_function(function, args, kwargs)
-        except CannotStandAlone as why:
-            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
-                raise error from None
-            raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
-        except Exception:
+        except Exception as why:
+            with suppress(CannotRead):
+                return *self._reads.read(self.record.calls, func, args, kwargs, self._place()), ()
+            if (check := check_of(_frame("shardtrace"), func, args)) is not None:
+                self._add(check, args, kwargs, (token(args[0]),))
+                return func, check.holds, ()
+            if isinstance(why, CannotStandAlone) and not isinstance(error, VALUES):
+                raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
             raise error from None
         self._drawn = trial.random
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        return trial.result, [tensors[i] for i in trial.written]
+        return function, trial.result, [tensors[i] for i in trial.written]
 
     def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
         written = tuple({storage(t): t for t in reversed(changed)}.values())
@@ -154,21 +162,27 @@ class Recorder(TorchFunctionMode):
         results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
         if not written and not results:
             return
-        frame = sys._getframe(2)
-        while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-            frame = frame.f_back  # to the innermost one that is not a library's
-        code, module = frame.f_code, self._modules[id(self._stack[-1])] if self._stack else ""
-        place = Place(code.co_filename, frame.f_lineno, code.co_name, module)
-        checkpoint = self._checkpoints[-1] if self._checkpoints else None
         self._watcher.pause()  # what reads the code of the frame is none of the model's
-        names = assigned(frame)
+        names = assigned(_frame())
         self._watcher.resume()
+        self._add(function, args, kwargs, results, written, random, names)
+
+    def _add(
+        self, function: Any, args: Any, kwargs: Any, results: Any = (), written: Any = (), random: bool = False,
+        names: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Adds a call to the record."""
+        checkpoint = self._checkpoints[-1] if self._checkpoints else None
         self.record.calls.append(
             Call(
-                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
-                checkpoint, names,
+                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random,
+                self._place(), checkpoint, names,
             )
         )  # fmt: skip
+
+    def _place(self) -> Place:
+        frame, module = _frame(), self._modules[id(self._stack[-1])] if self._stack else ""
+        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
@@ -221,9 +235,12 @@ class Recorder(TorchFunctionMode):
         call = EagerModule(module, original)
         own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
         kept = pytree.tree_map(lambda x: x, (args, kwargs))
+        fakes = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, FakeTensor)]
         self._inside += 1
         try:
-            trial = try_module(call, args, kwargs, own)
+            found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
+            known = {i: value for i, value in found.items() if value is not None}
+            trial = try_module(call, args, kwargs, own, known)
         finally:
             self._inside -= 1
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
@@ -375,6 +392,17 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         for owner, name, new in patches:
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
+
+
+def _frame(without: str = "") -> FrameType:
+    """The innermost frame that is no library's, or outside of one library."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not (name.partition(".")[0] == without if without else is_library(name)):
+            break
+        frame = frame.f_back
+    return frame
 
 
 def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from weakref import ref
 
 from passes.kernels.torch_call import Meta
-from shardtrace.record.calls import Call, Place, Record
+from shardtrace.record.calls import DEVICES, Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
-from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
+from shardtrace.record.reads import Reads
+from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
@@ -44,15 +45,17 @@ class Recording:
     watched: Collection[nn.Module]
     eager: Set[nn.Module]
     compiling: bool
+    reads: Reads
 
     def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
+        self.reads.begin()
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             stack.enter_context(watcher)
-            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager)
+            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager, reads=self.reads)
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
@@ -94,8 +97,6 @@ class Comparison:
         report: Callable[[str], None],
     ) -> None:
         self._recording, self._first, self._modes = recording, Described.of(done), Modes.now()
-        for t in tensors_in((recording.args, recording.kwargs)):
-            t.__dict__.pop("_shardtrace_real", None)
         self._every, self._around, self._report = every, around, report
         self._steps, self._difference = 0, ""
 
