@@ -91,6 +91,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             whole_of=wholes(states[0], context),
             fall_back=states[0].options.compile.eager is not None,
             obstacle=_why_no_call(),
+            whole=states[0].options.precision is None and context is None,  # whose casts and parts are its own
             variants=states[0].variants,
         )
         with compiling(states[0].model_name, states[0].group):

@@ -19,10 +19,11 @@ from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.checks import after_checks, tokens_of
+from shardtrace.record.eager import CannotStandAlone
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.reads import Reads, Source
-from shardtrace.record.recorder import CannotRecord, FakeMode
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
@@ -42,7 +43,7 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -179,6 +180,7 @@ class Setting:
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        whole: whether PyTorch may run the model itself, as one line.
         variants: what was read of inputs, see :class:`Reads`.
     """
 
@@ -190,6 +192,7 @@ class Setting:
     whole_of: WholeOf
     fall_back: bool = True
     obstacle: str = ""
+    whole: bool = True
     variants: dict[Hashable, set[Hashable]] = field(default_factory=dict)
 
 
@@ -233,7 +236,8 @@ class Front:
         self._names = {id(part): name for name, part in self._modules.items()}
         self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
         self._impossible: set[nn.Module] = set()
-        self._first: BaseException | None = None
+        self._last: BaseException | None = None
+        self._alone = ""  # why PyTorch cannot run the model itself
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
         self._rebuilt, self._caches = False, False
@@ -251,6 +255,8 @@ class Front:
             reads=Reads(lambda t: (inputs if inputs.has(t) else arguments).source(t), self._setting.variants),
         )  # fmt: skip
         record, changes = recording(watcher)
+        if self._module in self._eager and changes:
+            raise CannotRecord([self._module]) from CannotStandAlone(f"forward sets {changes[0].label}")
         arguments.check_unchanged()
         changes = counted(changes, lambda: recording(watcher)[1])
         return Recorded(record, inputs, arguments, changes, watcher, recording)
@@ -330,34 +336,47 @@ class Front:
         return [self._modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
 
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
-        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
-        the first error if there is none."""
-        self._first = self._first or error
+        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class; the
+        model itself at last. Raises the error of the last recording that PyTorch's part let happen if there is none."""
+        if not modules or modules[-1] not in self._eager:
+            self._last = error
+        elif modules[-1] is self._module:
+            self._alone = f"{type(error).__name__}: {error}".splitlines()[0]
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
         self._compiling = [True]
-        for module in reversed(modules[1:]):
+        for module in reversed(modules):
             if module in self._eager:
                 self._eager.remove(module)
                 self._impossible.add(module)
-            elif module not in self._impossible and self._setting.fall_back:
+            elif module not in self._impossible and self._setting.fall_back and self._may_run(module, error):
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
+                name = self._names[id(module)] or "the model itself"
+                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._with_place(self._explained(self._first))
+        raise self._with_place(self._explained(self._last or error))
+
+    def _may_run(self, module: nn.Module, error: BaseException) -> bool:
+        """Whether PyTorch may run a module. What we refuse is refused in the model itself."""
+        ours = isinstance(error, CannotWrite | NotImplementedError) and not isinstance(error, VALUES)
+        return module is not self._module or (self._setting.whole and not ours)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if not isinstance(error, DynamicOutputShapeException | DataDependentOutputException | CannotWrite):
+        if not isinstance(error, (*VALUES, CannotWrite)):
             return error
         name = type(self._module).__name__
         what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
-        remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
-        if not self._setting.fall_back:
+        remedy = "compute what is read outside of forward and pass it as an argument, or use torch.where"
+        if isinstance(error, CannotWrite):
+            remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
+        elif not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
+        elif self._alone:
+            what += f", and PyTorch cannot run {name} as one line ({self._alone})"
         if self._caches:  # of keys and values, by Hugging Face's configs
             remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")

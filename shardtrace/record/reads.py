@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -114,12 +114,13 @@ class Reads:
         self._next, self._is_done = 0, self._is_done or bool(self._found)
 
     def read(
-        self, calls: Sequence[Call], function: Callable[..., Any], args: Any, kwargs: Any, place: Place
+        self, calls: Sequence[Call], function: Callable[..., Any], args: Any, kwargs: Any, place: Place, sizes: bool
     ) -> tuple[Eager, Any]:
-        """A function that reads as ``function`` did, and what it gives. Raises CannotRead, or what torch raises."""
+        """A function that reads as ``function`` did, and what it gives. ``sizes``: whether torch says that the sizes of
+        its result depend on values. Raises CannotRead, or what torch raises."""
         if not self._is_done:
             with unset_fake_temporarily():
-                self._found.append(self._read(calls, function, args, kwargs, place))
+                self._found.append(self._read(calls, function, args, kwargs, place, sizes))
         read = self._found[self._next] if self._next < len(self._found) else None
         if read is None or (read.at, read.step.function.function) != (len(calls), function):
             raise CannotRead("it has not been read when the forward was recorded first")
@@ -131,12 +132,12 @@ class Reads:
         return read.step.function, result
 
     def value(self, calls: Sequence[Call], fake: torch.Tensor) -> torch.Tensor | None:
-        """What a fake of integers or booleans holds after ``calls``, if it follows from arguments and buffers."""
-        if self._is_done or not _is_integral(fake):
+        """What a fake holds after ``calls``, if it follows from arguments and buffers."""
+        if self._is_done:
             return None
         try:
             with unset_fake_temporarily():
-                return self._compute(calls, fake)[0].clone()
+                return self._compute(calls, fake)[0]
         except Exception:  # whatever the calls raise
             return None
 
@@ -152,7 +153,7 @@ class Reads:
         used = {v.fake for *_, step in steps for v in step.flat if isinstance(v, Id)}
         return Guard({i: s for i, s in sources.items() if i in used}, [step for *_, step in steps])
 
-    def _read(self, calls: Sequence[Call], function: Any, args: Any, kwargs: Any, place: Place) -> Read:
+    def _read(self, calls: Sequence[Call], function: Any, args: Any, kwargs: Any, place: Place, sizes: bool) -> Read:
         fakes = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)}
         known, needs, floats, why = {}, set(), False, "it is given no tensor"
         for i, t in fakes.items():
@@ -165,12 +166,15 @@ class Reads:
             raise CannotRead(why)
         eager = Eager(function, str(getattr(function, "__name__", "call")))
         step = Step.of(eager, args, kwargs)
-        result = step({i: t.clone() for i, t in known.items()}) if len(known) == len(fakes) else None
+        given = {i: t.clone() for i, t in known.items()}
+        result = step(given) if len(known) == len(fakes) else None
+        if any(t._version for t in given.values() if not t.is_inference()):
+            raise CannotRead("it writes into its arguments")
         leaves = pytree.tree_leaves(result)
         if result is None or any(isinstance(v, torch.Tensor) for v in leaves):
             trial = try_function(eager, args, kwargs, known)
-            if trial.random or trial.written:
-                raise CannotRead("it draws random numbers, or writes into its arguments")
+            if trial.random or trial.written or (not sizes and _is_fixed(eager, args, kwargs)):
+                raise CannotRead("it draws random numbers, writes into its arguments, or depends on no value")
             result = pytree.tree_map_only(torch.Tensor, Meta.of, trial.result)
         elif not all(map(is_plain, leaves)) or (floats and any(map(_is_float, leaves))):
             raise CannotRead("it is not plain, or another one in each step")
@@ -193,11 +197,13 @@ class Reads:
         """The value of a fake after ``calls``, the numbers of the calls that compute it, and whether it follows from an
         argument that holds no integers."""
         numbers, leaves = _slice(calls, fake)
-        known, floats = {}, False
+        known, floats, written = {}, False, {storage(t) for n in numbers for t in calls[n].written}
         for i, t in leaves.items():
             source = self._source(t)
             if source is None or type(source.tensor) not in (torch.Tensor, nn.Parameter) or source.tensor.is_meta:
                 raise CannotRead("it does not follow from arguments and buffers")
+            if source.buffer is not None and storage(t) in written:
+                raise CannotRead("it follows from a buffer that forward writes into, as in a count of steps")
             self._sources[i] = source
             known[i] = laid_out(source.tensor, source.stride).clone()
             floats = floats or (source.proxy is not None and not _is_integral(t))
@@ -247,13 +253,21 @@ def _slice(calls: Sequence[Call], fake: torch.Tensor) -> tuple[set[int], dict[in
         given = [t for t in call.tensors() if isinstance(t, FakeTensor)]
         fakes.update((id(t), t) for t in given)
         memory.update(map(storage, given))
-    made = {id(t) for n in numbers for t in calls[n].results} - {id(t) for n in numbers for t in calls[n].written}
+    made = {id(t) for n in numbers for t in calls[n].results if all(t is not w for w in calls[n].written)}
     return numbers, {i: t for i, t in fakes.items() if i not in made}
 
 
 def _step(call: Call) -> Step:
     results, written = tuple(map(id, call.results)), tuple(map(id, call.written))
     return Step.of(call.function, call.args, call.kwargs, results, written, call.autocast)
+
+
+def _is_fixed(function: Eager, args: Any, kwargs: Any) -> bool:
+    """Whether a function gives tensors of the same metadata for any values, as far as is known."""
+    other = Eager(function.function, function.__name__)
+    with suppress(Exception):
+        try_function(other, args, kwargs)
+    return other.expected == function.expected
 
 
 def _is_integral(t: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from threading import get_ident
 from types import FrameType
@@ -37,13 +37,19 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # raised for what reads values
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 SEED = (
     "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
     "random function a torch.Generator of its own"
 )
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
+
+
+class ReadsValues(NotImplementedError):
+    """A function of torch gives values of tensors to forward."""
+
+
+VALUES = (DataDependentOutputException, DynamicOutputShapeException, ReadsValues)
 
 
 class CannotRecord(Exception):
@@ -62,13 +68,15 @@ class FakeMode(Fakes):
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        finally:
-            self.recorder = recorder
-        if recorder is not None:
-            recorder.see_operator(func, args, kwargs or {}, result)
+        if self.recorder is None:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators, and functions
+        with recorder.inside():
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            finally:
+                self.recorder = recorder
+        recorder.see_operator(func, args, kwargs or {}, result)
         return result
 
 
@@ -103,6 +111,15 @@ class Recorder(TorchFunctionMode):
         self._checkpoints: list[int] = []
         self._count = 0
         self._watcher = watcher
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around what torch calls."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     # ---- calls ----
 
@@ -140,17 +157,18 @@ class Recorder(TorchFunctionMode):
     def _read(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any, Sequence[torch.Tensor]]:
         """What stands for a function that fake tensors cannot run, its result, and what it writes into. Raises
         ``error`` or another one if it reads what each step computes, and cannot stand alone."""
+        with suppress(Exception):
+            sizes = isinstance(error, DynamicOutputShapeException)
+            return *self._reads.read(self.record.calls, func, args, kwargs, self._place(), sizes), ()
         function = Eager(func, str(getattr(func, "__name__", "call")))
         try:
             trial = try_function(function, args, kwargs)
         except Exception as why:
-            with suppress(CannotRead):
-                return *self._reads.read(self.record.calls, func, args, kwargs, self._place()), ()
             if (check := check_of(_frame("shardtrace"), func, args)) is not None:
                 self._add(check, args, kwargs, (token(args[0]),))
                 return func, check.holds, ()
             if isinstance(why, CannotStandAlone) and not isinstance(error, VALUES):
-                raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
+                raise ReadsValues(f"{function.__name__} cannot be recorded: {why} ({error})") from error
             raise error from None
         self._drawn = trial.random
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -236,13 +254,12 @@ class Recorder(TorchFunctionMode):
         own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
         kept = pytree.tree_map(lambda x: x, (args, kwargs))
         fakes = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, FakeTensor)]
-        self._inside += 1
-        try:
+        if len(self._stack) > 1:  # the model itself has the arguments of this step
+            fakes = [t for t in fakes if not t.is_floating_point() and not t.is_complex()]
+        with self.inside():
             found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
             known = {i: value for i, value in found.items() if value is not None}
             trial = try_module(call, args, kwargs, own, known)
-        finally:
-            self._inside -= 1
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
         self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
         return trial.result
@@ -253,7 +270,8 @@ class Recorder(TorchFunctionMode):
         if self._inside or functional_transform() is not None:
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
-        with _pop_mode_temporarily():
+        below = not torch._C._len_torch_function_stack()  # what torch.vmap calls
+        with nullcontext() if below else _pop_mode_temporarily():
             return self._make(function, args, kwargs)
 
     def refusing(self, original: Callable[..., Any], why: str) -> Callable[..., Any]:
