@@ -20,14 +20,13 @@ from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
-from shardtrace.record.marks import EAGER, PART_ATTRIBUTE
+from shardtrace.record.marks import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 
 import torch
 from thunder.core.dtypes import to_dtype
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 

@@ -10,6 +10,7 @@ import builtins
 import dis
 import linecache
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -23,6 +24,7 @@ from shardtrace.record.variables import IGNORED
 import torch
 
 LASTING = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "YIELD_VALUE", "RETURN_VALUE", "RETURN_CONST")
+RECORD = ("shardtrace.record.recorder", "record")  # calls the forward
 BOOLEANS = {torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.Tensor.equal}
 
 
@@ -43,7 +45,8 @@ class Check:
                 error = self.error(self.message)
             except Exception:  # it takes other arguments
                 error = RuntimeError(self.message)
-            add_note(error, self.note)
+            if self.note:
+                add_note(error, self.note)
             raise error
         return token(args[0])
 
@@ -84,10 +87,10 @@ def check_of(frame: FrameType, condition: Callable[..., Any], args: Any) -> Chec
 
 def _message(message: Callable[[], Any] | None) -> str:
     """The text of a check of torch. A function may read values of this step for it."""
-    try:
-        return str(message()) if message is not None else "Expected cond to be True, but got False."
-    except Exception:
-        return "a check of the model has failed"
+    text = "a check of the model has failed"
+    with suppress(Exception):
+        text = str(message()) if message is not None else "Expected cond to be True, but got False."
+    return text if "FakeTensor" not in text else "a check of the model has failed"
 
 
 def _error(names: tuple[str, ...], frame: FrameType) -> type[Exception]:
@@ -99,7 +102,7 @@ def _error(names: tuple[str, ...], frame: FrameType) -> type[Exception]:
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the forward that is being recorded, inner ones first."""
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("shardtrace.record"):
+    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != RECORD:
         if not is_library(frame.f_globals.get("__name__", "")):
             yield frame
         frame = frame.f_back

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Meta, storage
-from shardtrace.record.marks import PART_ATTRIBUTE
+from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
 
 import numpy as np
 import torch
@@ -91,8 +91,8 @@ class EagerModule(Eager):
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
         self.module, self._original = module, original
-        owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
-        self._running = next((state.running for state in owners), nullcontext)
+        marks = (m.__dict__.get(a) for m in module.modules() for a in (ATTRIBUTE, PART_ATTRIBUTE))
+        self._running = next((state.running for state in marks if state is not None), nullcontext)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
         with self._running(), _reparametrize_module(self.module, dict(own)):

@@ -300,7 +300,7 @@ class Front:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
-            lambda: [guard() for guard in guards] and None,
+            partial(_call_all, guards),
             setting.compare(done.recording, record),
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
@@ -397,6 +397,11 @@ class Front:
                 "If it runs without shardtrace, see docs/guide/troubleshooting.md#models-that-cannot-be-recorded",
             )
         return error
+
+
+def _call_all(guards: Iterable[Callable[[], None]]) -> None:
+    for guard in guards:
+        guard()
 
 
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:

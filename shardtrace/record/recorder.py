@@ -37,6 +37,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
+INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 SEED = (
     "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
@@ -136,6 +137,8 @@ class Recorder(TorchFunctionMode):
                 f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
                 "autograd.Function, or register it on what the model returns"
             )
+        if func in INDEXING:
+            args = pytree.tree_map_only(slice, self._with_numbers, tuple(args))
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         versions = {i: _version(t) for i, t in given.items()}
         shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
@@ -154,19 +157,25 @@ class Recorder(TorchFunctionMode):
         self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
         return result
 
-    def _read(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any, Sequence[torch.Tensor]]:
+    def _with_numbers(self, part: slice) -> slice:
+        """A slice with the values of tensors in their place."""
+        bounds = (part.start, part.stop, part.step)
+        index = torch.Tensor.__index__
+        return slice(*(self._make(index, (v,), {}) if isinstance(v, torch.Tensor) else v for v in bounds))
+
+    def _read(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any, list[torch.Tensor]]:
         """What stands for a function that fake tensors cannot run, its result, and what it writes into. Raises
         ``error`` or another one if it reads what each step computes, and cannot stand alone."""
-        with suppress(Exception):
+        with suppress(CannotRead):
             sizes = isinstance(error, DynamicOutputShapeException)
-            return *self._reads.read(self.record.calls, func, args, kwargs, self._place(), sizes), ()
+            return *self._reads.read(self.record.calls, func, args, kwargs, self._place(), sizes), []
         function = Eager(func, str(getattr(func, "__name__", "call")))
         try:
             trial = try_function(function, args, kwargs)
         except Exception as why:
             if (check := check_of(_frame("shardtrace"), func, args)) is not None:
                 self._add(check, args, kwargs, (token(args[0]),))
-                return func, check.holds, ()
+                return func, check.holds, []
             if isinstance(why, CannotStandAlone) and not isinstance(error, VALUES):
                 raise ReadsValues(f"{function.__name__} cannot be recorded: {why} ({error})") from error
             raise error from None
