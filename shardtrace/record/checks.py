@@ -68,7 +68,7 @@ def check_of(frame: FrameType, condition: Callable[..., Any], args: Any) -> Chec
     """The check that is made of what ``condition`` returns to ``frame``, which is the innermost one outside of
     shardtrace; None if that has another use, or if the error would be caught."""
     is_item = condition is torch.Tensor.item and args[0].dtype == torch.bool
-    if not is_item and condition not in BOOLEANS:
+    if not is_item and condition not in (*BOOLEANS, torch._assert):
         return None
     user, found = frame, None
     while user.f_back is not None and is_library(user.f_globals.get("__name__", "")):
@@ -77,12 +77,16 @@ def check_of(frame: FrameType, condition: Callable[..., Any], args: Any) -> Chec
     text = f"at {place}:\n    {linecache.getline(user.f_code.co_filename, user.f_lineno).strip()}"
     if frame.f_code is torch._check_tensor_all_with.__code__:
         found = Check(condition, True, frame.f_locals["error_type"], _message(frame.f_locals["message"]), text)
-    elif frame.f_code is torch._assert.__code__:
-        found = Check(condition, True, AssertionError, str(frame.f_locals["message"]), text)
+    elif condition is torch._assert:
+        found = Check(_first, True, AssertionError, str(args[1]), text)
     elif frame is user and (branch := _branches(user.f_code).get(user.f_lasti)) is not None:
         error = _error(branch.raises, user)
         found = Check(condition, branch.passes, error, f"a check of the model has failed, {text}")
     return None if found is None or any(map(_catches, _callers(user))) else found
+
+
+def _first(condition: torch.Tensor, message: object) -> bool:
+    return bool(condition)
 
 
 def _message(message: Callable[[], Any] | None) -> str:
@@ -156,14 +160,24 @@ def _branches(code: CodeType) -> dict[int, Branch]:
 
 
 def _raised(kept: list[dis.Instruction], offset: int) -> tuple[str, ...] | None:
-    """The names of the global variables on the way from an instruction to a raise; None if it may go elsewhere."""
-    begin = next(n for n, i in enumerate(kept) if i.offset == offset)
+    """The names of the global variables on the ways from an instruction, if all of them end in a raise; else None."""
+    numbers = {i.offset: n for n, i in enumerate(kept)}
     names: list[str] = []
-    for i in kept[begin:]:
-        if i.opname == "RAISE_VARARGS":
-            return tuple(names)
-        if i.opname in LASTING or "JUMP" in i.opname:
-            return None
-        names += [str(i.argval)] * (i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-        names += ["AssertionError"] * (i.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT"))
-    return None
+    waiting, seen = [offset], set[int]()
+    while waiting:
+        n = numbers[waiting.pop()]
+        while n not in seen:
+            seen.add(n)
+            i = kept[n]
+            names += [str(i.argval)] * (i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+            names += ["AssertionError"] * (i.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT"))
+            if i.opname == "RAISE_VARARGS":
+                break
+            if i.opname in LASTING or "BACKWARD" in i.opname or i.opname == "FOR_ITER":
+                return None
+            if "JUMP" in i.opname:
+                waiting.append(i.argval)
+            if i.opname == "JUMP_FORWARD":
+                break
+            n += 1
+    return tuple(names)
