@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import dis
 import linecache
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,17 +162,16 @@ def _branches(code: CodeType) -> dict[int, Branch]:
 
 def _raised(kept: list[dis.Instruction], offset: int) -> tuple[str, ...] | None:
     """The names of the global variables on the ways from an instruction, if all of them end in a raise; else None."""
-    numbers = {i.offset: n for n, i in enumerate(kept)}
     names: list[str] = []
     waiting, seen = [offset], set[int]()
     while waiting:
-        n = numbers[waiting.pop()]
+        n = bisect_left(kept, waiting.pop(), key=lambda i: i.offset)  # what is ignored may be jumped to
         while n not in seen:
             seen.add(n)
             i = kept[n]
             names += [str(i.argval)] * (i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
             names += ["AssertionError"] * (i.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT"))
-            if i.opname == "RAISE_VARARGS":
+            if i.opname in ("RAISE_VARARGS", "RERAISE"):
                 break
             if i.opname in LASTING or "BACKWARD" in i.opname or i.opname == "FOR_ITER":
                 return None
