@@ -118,9 +118,7 @@ class Part(NamedTuple):
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         if self.of_whole is None:
             return whole
-        if whole.stride() != self.of_whole:  # it was computed again
-            strided = torch.empty_strided(whole.shape, self.of_whole, dtype=whole.dtype, device=whole.device)
-            whole = strided.copy_(whole)
+        whole = laid_out(whole, self.of_whole)  # it may have been computed again
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
 
@@ -395,6 +393,13 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: 
 
 def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
+
+
+def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A tensor with this stride: ``t``, or a copy of it."""
+    if t.stride() == tuple(stride):
+        return t
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:

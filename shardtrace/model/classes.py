@@ -16,10 +16,10 @@ from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen
 from shardtrace.model.compiled import run
 from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ATTRIBUTE, ShardedState, own_state
+from shardtrace.model.state import ShardedState, own_state
 from shardtrace.model.tracing import recorded_in_place
 from shardtrace.model.whole import make_plain
-from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 from torch import nn
 

@@ -21,7 +21,7 @@ from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
-from shardtrace.record.marks import EAGER, PART_ATTRIBUTE
+from shardtrace.record.marks import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 
 import torch
 from thunder.core.dtypes import to_dtype
@@ -30,7 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
@@ -58,6 +57,7 @@ class ShardedState:
         self.left = left or ParameterMemory()  # the memory in which parameters were whole
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
+        self.variants: dict[Hashable, set[Hashable]] = {}  # the values that forwards have read of their inputs
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared

@@ -104,6 +104,8 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             varying=compilation.earlier.setdefault(name, Varying(partial(_warn, states[0]))),
             obstacle=_why_no_call(),
             computing=not makes_graphs(get_compile_data().transforms),
+            whole=states[0].options.precision is None and context is None,  # whose casts and parts are its own
+            variants=states[0].variants,
         )
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)

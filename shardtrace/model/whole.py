@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrace.model.casts import INPUTS
-from shardtrace.model.state import ATTRIBUTE, states_in
-from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.model.state import states_in
+from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
 from torch import nn

@@ -15,17 +15,21 @@ from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
 from shardtrace.record.calls import storage
 from shardtrace.record.memory import overlap
+from shardtrace.record.reads import Guard, Source
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.results import CODE, PLAIN, Path, map_tensors, parts
 from shardtrace.record.state import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
 
 import torch
 from thunder import clang
-from thunder.core import dtypes
+from thunder.core import dtypes, prims
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
+from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import has_tags
+from thunder.core.trace import get_tracectx
 
 WholeOf = Callable[[TensorProxy], TensorProxy]
 
@@ -68,6 +72,18 @@ class Arguments:
 
     def proxy(self, fake: torch.Tensor) -> Any:
         return self.by_fake.get(id(fake), (None, None))[1]
+
+    def source(self, fake: torch.Tensor) -> Source | None:
+        """What an argument holds; None for a fake that is none, for a part, and for one that is computed or written
+        into before the call."""
+        proxy = self.proxy(fake)
+        real = self._originals.get(proxy.name) if proxy is not None and id(fake) not in self._parts else None
+        if not isinstance(real, torch.Tensor) or proxy.history is None:
+            return None
+        writes = (b for b in get_tracectx().bound_symbols if b.sym is prims.copy_ or has_tags(b, {OpTags.IN_PLACE}))
+        if any(p.name == proxy.name for b in writes for p in b.flat_proxy_args):
+            return None
+        return Source(real, fake.stride(), proxy)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the model was given, by the names of their proxies, without those that are computed."""
@@ -154,8 +170,6 @@ class Arguments:
                 fake = fake.clone() if computed else fake
             if whole is not value:
                 self._parts.add(id(fake))
-            elif isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
-                fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
             if value.history is not None:
                 self._inputs.append(value)
             self._made[value.name] = fake
@@ -218,6 +232,15 @@ def _check(expected: Hashable, proxy: Proxy) -> None:
 def _compare(expected: Hashable, value: Any) -> None:
     if signature(value) != expected:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
+
+
+def check_reads(guard: Guard) -> None:
+    """Lets the prologue read again what a forward has read of its arguments."""
+    constraints().append((partial(_check_reads, guard, len(constraints())), *guard.proxies))
+
+
+def _check_reads(guard: Guard, number: int, *proxies: TensorProxy) -> None:
+    check_value(ContextObject(f"reads_{number}", lambda tensors: guard(*tensors)), proxies)
 
 
 def _check_strides(expected: tuple[tuple[int, ...], ...], *proxies: TensorProxy) -> None:

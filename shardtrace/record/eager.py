@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
 from shardtrace.record.effects import reachable
-from shardtrace.record.marks import PART_ATTRIBUTE
+from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
 from shardtrace.record.random_state import RandomStates
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -29,7 +31,10 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 PLAIN = (bool, int, float, str, type(None))
+GIVEN = (*PLAIN, torch.Tensor, torch.dtype, torch.device, slice, type(...))  # to functions and modules
 Make = Callable[[torch.Tensor], torch.Tensor]  # a real tensor like a fake
+Known = Mapping[int, torch.Tensor]
+NOTHING: Known = MappingProxyType({})
 
 
 class CannotStandAlone(Exception):
@@ -45,8 +50,14 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, result: Any) -> Facts:
-        leaves, spec = pytree.tree_flatten(result)
-        return cls(tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves), spec)
+        leaves, spec = pytree.tree_flatten(result, is_leaf=lambda v: isinstance(v, Meta))
+        return cls(tuple(map(_fact, leaves)), spec)
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes()
+    return (tuple(value.shape), value.dtype) if isinstance(value, (torch.Tensor, Meta)) else value
 
 
 class Eager:
@@ -87,8 +98,8 @@ class EagerModule(Eager):
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
         self.module, self._original = module, original
-        owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
-        self._running = next((state.running for state in owners), nullcontext)
+        marks = (m.__dict__.get(a) for m in module.modules() for a in (ATTRIBUTE, PART_ATTRIBUTE))
+        self._running = next((state.running for state in marks if state is not None), nullcontext)
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
         trial = any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs, dict(own))))
@@ -120,22 +131,24 @@ class Trial(NamedTuple):
         return Facts.of(self.result), metas, self.written
 
 
-def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor]) -> Trial:
-    """Calls a module on real tensors with random values like the given fakes.
+def try_module(
+    module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor], known: Known = NOTHING
+) -> Trial:
+    """Calls a module on real tensors with random values like the given fakes. ``known``: see :func:`try_function`.
 
     Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
     """
     with _pop_mode_temporarily():
-        return _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
+        return _try(module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2)
 
 
-def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
-    """Calls a function on real tensors like the given fakes.
+def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING) -> Trial:
+    """Calls a function on real tensors like the given fakes. ``known`` are the values of some, by their ids.
 
     Raises CannotStandAlone if it returns anything else than tensors of its own, or other ones for other values; or what
     it raises.
     """
-    makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
+    makes = [partial(_like, fill=fill, known=known) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
     trial = _try(function, args, kwargs, makes)
     if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
         raise CannotStandAlone("it returns something else than tensors of its own")
@@ -145,7 +158,7 @@ def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
 def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Trial:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
-        if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
+        if not isinstance(value, GIVEN):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
@@ -156,7 +169,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Tria
     if any(other.facts() != first.facts() for other in others):
         raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
     function.expected = Facts.of(first.result)
-    made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
+    made = pytree.tree_map_only(torch.Tensor, lambda t: made_like(Meta.of(t)), first.result)
     return first._replace(result=made, random=any(trial.random for trial in (first, *others)))
 
 
@@ -179,24 +192,26 @@ def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
     return make(fake) if held is None else held.clone()
 
 
-def _made_like(t: torch.Tensor) -> torch.Tensor:
-    """A fake like ``t``, which has a gradient like ``t`` and is no leaf."""
-    fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    return fake.requires_grad_().clone() if t.requires_grad else fake
+def made_like(meta: Meta) -> torch.Tensor:
+    """A fake that has a gradient if the metadata say so, and is no leaf."""
+    fake = meta.empty()
+    return fake.requires_grad_().clone() if meta.grad else fake
 
 
-def _random_like(fake: torch.Tensor) -> torch.Tensor:
-    if (given := getattr(fake, "_shardtrace_real", None)) is not None:  # such as sizes, which cannot be any numbers
-        return given.clone()
-    return _like(fake, lambda t: t.normal_() if t.is_floating_point() or t.is_complex() else t.random_(0, 2))
+def _random(t: torch.Tensor) -> torch.Tensor:
+    return t.normal_() if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
 
 
 def _uniform(t: torch.Tensor) -> torch.Tensor:
     return t.copy_(torch.rand(t.shape)) if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
 
 
-def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any], known: Known) -> torch.Tensor:
     real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    fill(real)
+    real.copy_(known[id(fake)]) if id(fake) in known else fill(real)
     leaf = real.requires_grad_(fake.requires_grad)
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, (*PLAIN, np.ndarray))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ from passes.compat.failures import add_note
 from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
 from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
+from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record, storage
 from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
+from shardtrace.record.checks import after_checks, tokens_of
+from shardtrace.record.eager import CannotStandAlone
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
@@ -30,7 +32,8 @@ from shardtrace.record.numbers import (
     places_of,
     record_numbers,
 )
-from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
+from shardtrace.record.reads import Reads, Source
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
@@ -49,7 +52,6 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
@@ -115,6 +117,17 @@ class Inputs:
         known = self._known[id(self.tensor(fake))]
         _write(known.wrapped.value, new)
         known.now = new
+
+    def source(self, fake: torch.Tensor) -> Source | None:
+        """What a buffer, or a tensor that no module holds by name, holds; None for a parameter, and for a buffer that an
+        earlier call has written into."""
+        if (held := self.memory.outside.get(id(fake))) is not None:
+            return Source(held, fake.stride(), buffer=lambda: held)
+        kind, name, t = self._names[id(fake)]
+        known = self._known.get(id(t))
+        if kind != "_buffers" or (known is not None and known.now is not known.wrapped.value):
+            return None
+        return Source(t, fake.stride(), buffer=partial(unwrap(self.module).get_buffer, name))
 
     def has(self, fake: torch.Tensor) -> bool:
         return id(fake) in self._names
@@ -186,6 +199,8 @@ class Setting:
         varying: tells which plain numbers have changed.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
         computing: whether lines may take plain numbers as inputs.
+        whole: whether PyTorch may run the model itself, as one line.
+        variants: what was read of inputs, see :class:`Reads`.
     """
 
     known: dict[int, Any]
@@ -200,6 +215,8 @@ class Setting:
     fall_back: bool = True
     obstacle: str = ""
     computing: bool = True
+    whole: bool = True
+    variants: dict[Hashable, set[Hashable]] = field(default_factory=dict)
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -246,7 +263,8 @@ class Front:
         self._names = {id(part): name for name, part in self._modules.items()}
         self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
         self._impossible: set[nn.Module] = set()
-        self._first: BaseException | None = None
+        self._last: BaseException | None = None
+        self._alone = ""  # why PyTorch cannot run the model itself
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
         self._caches = False
@@ -269,8 +287,14 @@ class Front:
             self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
+            reads=Reads(
+                lambda t: (inputs if inputs.has(t) or id(t) in inputs.memory.outside else arguments).source(t),
+                self._setting.variants,
+            ),
         )  # fmt: skip
         record, changes = recording(watcher)
+        if self._module in self._eager and changes:
+            raise CannotRecord([self._module]) from CannotStandAlone(f"forward sets {changes[0].label}")
         arguments.check_unchanged()
         shared, varying = get_compile_data().fn is not self._module, self._setting.varying
         given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
@@ -304,14 +328,16 @@ class Front:
         )  # fmt: skip
         check_result(record.result)
         lines = get_tracectx().scopes[-1]
-        count, returned = len(lines), tensors_in(record.result)
+        count, returned, tokens = len(lines), tensors_in(record.result), tokens_of(record)
         try:
             with exempt_from_autocast(get_compile_data()):
                 takes = done.recording.write(replay)
-                blocks.write([*returned, *left])
+                blocks.write([*returned, *left, *tokens])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
                 outputs = record.result if rebuild is None else tuple(returned)
+                if returned and tokens:
+                    replay.renew(returned[0], after_checks, tokens)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
                 if changes:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
@@ -329,9 +355,12 @@ class Front:
             replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
             label=type(self._module).__name__,
         )  # fmt: skip
+        guards: list[Callable[[], None]] = [snapshot.check]
+        if (reads := done.recording.reads.guard(record.calls)) is not None:
+            check_reads(reads) if reads.proxies else guards.append(reads)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
-            snapshot.check,
+            partial(_call_all, guards),
             [*takes, *filter(None, [setting.compare(done.recording, record)])],
             partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
@@ -390,28 +419,37 @@ class Front:
         return [self._modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
 
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
-        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
-        the first error if there is none."""
-        self._first = error if isinstance(error, SendsMessages) else self._first or error
+        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class; the
+        model itself at last. Raises the error of the last recording that PyTorch's part let happen if there is none."""
+        if not modules or modules[-1] not in self._eager:
+            self._last = error
+        elif modules[-1] is self._module:
+            self._alone = f"{type(error).__name__}: {error}".splitlines()[0]
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
         self._compiling = [True]
-        for module in reversed(modules[1:]):
+        for module in reversed(modules):
             if module in self._eager:
                 self._eager.remove(module)
                 self._impossible.add(module)
-            elif module not in self._impossible and self._setting.fall_back:
+            elif module not in self._impossible and self._setting.fall_back and self._may_run(module, error):
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
+                name = self._names[id(module)] or "the model itself, with all parameters whole,"
+                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self.with_place(self._explained(self._first))
+        raise self.with_place(self._explained(self._last or error))
+
+    def _may_run(self, module: nn.Module, error: BaseException) -> bool:
+        """Whether PyTorch may run a module. What we refuse is refused in the model itself."""
+        ours = isinstance(error, CannotWrite | NotImplementedError) and not isinstance(error, VALUES)
+        return module is not self._module or (self._setting.whole and not ours)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        if isinstance(error, VALUES):
             what = f"it depends on the values of tensors ({error})"
         elif "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
             what = "it reads the memory of a tensor (DLPack, data_ptr)"
@@ -420,9 +458,13 @@ class Front:
         else:
             return error
         name = type(self._module).__name__
-        remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
-        if not self._setting.fall_back:
+        remedy = "compute what is read outside of forward and pass it as an argument, or use torch.where"
+        if not isinstance(error, VALUES):
+            remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
+        elif not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
+        elif self._alone:
+            what += f", and PyTorch cannot run {name} as one line ({self._alone})"
         if self._caches:  # of keys and values, by Hugging Face's configs
             remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
@@ -443,6 +485,11 @@ class Front:
                 "If it runs without shardtrace, see docs/guide/troubleshooting.md#models-that-cannot-be-recorded",
             )
         return error
+
+
+def _call_all(guards: Iterable[Callable[[], None]]) -> None:
+    for guard in guards:
+        guard()
 
 
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:

@@ -76,7 +76,7 @@ QUERIES = frozenset(
     __len__ __hash__ __repr__ __format__ __bool__ __dir__ __contains__ __dlpack_device__ __array__ __int__ __float__
     __index__ __complex__
     _set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled autocast_increment_nesting
-    autocast_decrement_nesting clear_autocast_cache""".split()  # noqa: SIM905
+    autocast_decrement_nesting clear_autocast_cache _assert""".split()  # noqa: SIM905
 )
 
 

@@ -223,8 +223,6 @@ def test_without_pytorch(fake_ranks, cls, line):
         (lambda m, x: (lambda y: (y.register_hook(torch.neg), y)[1])(m.fc(x)), "would run the hook"),
         (lambda m, x: torch.autograd.grad(m.fc(x).sum(), m.fc.weight, create_graph=True)[0], "it computes gradients"),
         (lambda m, x: m.fc(x.to_sparse().to_dense()), "makes a sparse tensor"),
-        (lambda m, x: m.fc(x) + float(m.count.numpy().sum()), "numpy cannot be recorded: it returns a ndarray"),
-        (lambda m, x: m.fc(x) + (3.0 in m.count), "it depends on the values of tensors"),
         (lambda m, x: m.fc(x).unsqueeze_(0), "use what unsqueeze returns"),
     ],
 )
@@ -237,14 +235,6 @@ def test_arguments_that_no_step_takes(single_rank):
     writes = Model(lambda m, x: m.fc(x) * x.detach().mul_(2))
     assert "writes into its argument 't_0', which requires" in str(refused(writes, X.clone().requires_grad_()))
     assert "argument 't_0' is a sparse tensor" in str(refused(Model(lambda m, x: m.fc(x.to_dense())), X.to_sparse()))
-
-
-def test_the_model_itself(fake_ranks):
-    fake_ranks(2)
-    found = refused(Branch(), X)
-    assert "the forward of Branch cannot be recorded: it depends on the values of tensors" in str(found)
-    assert "move that part into a submodule that takes and returns tensors" in str(found)
-    assert f"shardtrace was recording Branch, at {__file__}:" in text_of(found)
 
 
 class Misfit(nn.Linear):
@@ -263,7 +253,7 @@ def test_an_error_of_shapes_names_the_line_and_logs_nothing(fake_ranks, monkeypa
 
 def test_in_a_jitted_function(fake_ranks):
     fake_ranks(2)
-    model = shardtrace.fsdp(Branch())
+    model = shardtrace.fsdp(Branch(), compile_policy=shardtrace.CompilePolicy(eager=None))
     with pytest.raises(RuntimeError) as info:
         thunder.jit(lambda x: model(x).sum())(X)
     assert "shardtrace was recording Branch, at" in text_of(info.value)
@@ -284,6 +274,12 @@ def test_shapes_that_depend_on_values(fake_ranks):
     assert "return self.fc(x)[x[:, 0] > 0]" in text_of(found)
 
 
+class Scaled(nn.Linear):
+    def reset_parameters(self):
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class Rare(Part):
     """Returns a row less only where a value is far from those that it is tried on."""
 
@@ -292,7 +288,7 @@ class Rare(Part):
 
 
 def test_a_shape_that_has_never_been_seen(single_rank):
-    cmodel = check(lambda: nn.Sequential(Rare(), nn.Tanh()), rows)
+    cmodel = check(lambda: nn.Sequential(Scaled(4, 4), Rare(), nn.Tanh()), rows)
     with pytest.raises(RuntimeError, match="Rare, which PyTorch runs, has returned other shapes or values than when"):
         cmodel(torch.full((3, 4), 1000.0))
 
