@@ -119,7 +119,7 @@ class Inputs:
         known.now = new
 
     def source(self, fake: torch.Tensor) -> Source | None:
-        """What a buffer, or a tensor that no module holds by name, holds; None for a parameter, and for a buffer that an
+        """What a buffer holds, or a tensor that no module holds by name. None for a parameter, and for a buffer that an
         earlier call has written into."""
         if (held := self.memory.outside.get(id(fake))) is not None:
             return Source(held, fake.stride(), buffer=lambda: held)
