@@ -449,10 +449,10 @@ class Front:
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if isinstance(error, VALUES):
-            what = f"it depends on the values of tensors ({error})"
-        elif "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
+        if "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
             what = "it reads the memory of a tensor (DLPack, data_ptr)"
+        elif isinstance(error, VALUES):
+            what = f"it depends on the values of tensors ({error})"
         elif isinstance(error, CannotWrite | SendsMessages):
             what = str(error)
         else:
