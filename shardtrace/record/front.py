@@ -354,8 +354,10 @@ class Front:
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                name = self._names[id(module)] or "the model itself, with all parameters whole,"
-                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch: {why}"] = None
+                name, whole = self._names[id(module)], ""
+                if not name:
+                    name, whole = "the model itself", ", with all its parameters whole"
+                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch{whole}: {why}"] = None
                 return
         raise self._with_place(self._explained(self._last or error))
 
