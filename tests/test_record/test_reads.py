@@ -1,5 +1,7 @@
 """Values of inputs are read and guarded. Checks that only raise are lines. What each step computes is left to PyTorch."""
 
+import copy
+
 import shardtrace
 from passes.compat.failures import notes_of
 from passes.runner import FirstStage
@@ -253,3 +255,11 @@ def test_what_remains_refused_names_the_line_that_ended_the_recording(single_ran
         RuntimeError, match=r"PyTorch cannot run Net as one line .CannotStandAlone: forward sets .*seen"
     ):
         thunder.jit(shardtrace.fsdp(Net(sets)))(torch.randn(3, 4))
+
+
+def test_in_inference_mode(single_rank):
+    model = Net(lambda m, x, mask: m.fc(x)[mask] if m.fc(x).sum() > 0 else -m.fc(x)[mask])
+    eager, cmodel = copy.deepcopy(model), shardtrace.fsdp(model)
+    with torch.inference_mode():
+        for step in range(3):
+            torch.testing.assert_close(cmodel(*(given := masked(step))), eager(*given))
