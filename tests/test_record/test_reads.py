@@ -258,7 +258,7 @@ def test_what_remains_refused_names_the_line_that_ended_the_recording(single_ran
 
 
 def test_in_inference_mode(single_rank):
-    model = Net(lambda m, x, mask: m.fc(x)[mask] if m.fc(x).sum() > 0 else -m.fc(x)[mask])
+    model = Net(lambda m, x, mask: m.fc(x)[mask].sum(0) * (1 if m.fc(x).sum() > 0 else -1))
     eager, cmodel = copy.deepcopy(model), shardtrace.fsdp(model)
     with torch.inference_mode():
         for step in range(3):
