@@ -10,8 +10,8 @@ So is a function of torch that reads values, such as ``F.ctc_loss``, on zeros, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -155,13 +155,21 @@ def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING
     return trial
 
 
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Outside of the mode of fake tensors and of inference mode, in which nothing counts writes."""
+    grad = torch.is_grad_enabled()
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
 def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Trial:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
         if not isinstance(value, GIVEN):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
+    with on_real_tensors(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
         first, *others = (_call(function, given, spec, make) for make in makes)
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
