@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-
 AVERAGE = "_average_model"  # of the callbacks that average weights
 
 
