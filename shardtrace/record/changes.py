@@ -42,8 +42,8 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     for change in changes:
         if change.kind in FIXED:
             raise RuntimeError(
-                f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, or "
-                "leave the module to PyTorch with fsdp(compile_policy=CompilePolicy(eager=[...]))"
+                f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, and "
+                "let what forward updates be a buffer"
             )
         leaves, spec = pytree.tree_flatten(change.new)
         values = [number(change, leaf) for leaf in leaves]
@@ -75,17 +75,12 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
         if change.kind == "append":
             list.extend(change.owner, value)
         elif change.kind == "count":
-            change.put(reduce(operator.add, value, _value(change)))  # sum() of Python 3.12 rounds otherwise
+            change.put(reduce(operator.add, value, change.get()))  # sum() of Python 3.12 rounds otherwise
         elif change.kind == "buffer" and _fits(change.owner.get(change.key), value):
             with torch.no_grad():
                 change.owner[change.key].copy_(value)
         else:
             change.put(value)
-
-
-def _value(change: Change) -> Any:
-    owner, key = change.owner, change.key
-    return owner[key] if isinstance(owner, dict) else getattr(owner, key)
 
 
 def _fits(old: object, new: object) -> bool:

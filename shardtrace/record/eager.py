@@ -5,27 +5,50 @@ tensors. It is tried on real tensors with random values instead, twice. If only 
 both times, its call is one function of its arguments, parameters and buffers, which PyTorch runs and differentiates.
 Each step checks that what comes out is still the like.
 
-So is a function of torch that reads values, such as ``F.ctc_loss``, on zeros, ones and random numbers.
+A trial leaves nothing. What the module does to the user's objects, it does in each step. Tensors that it leaves there
+are further results of the call, which the rest of the forward reads. Those with a gradient are then replaced by the
+step's own.
+
+A function of torch that reads values, such as ``F.ctc_loss``, is tried on zeros, ones and random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import copy
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, combinations
 from typing import Any, NamedTuple
+from weakref import ref
 
+from passes.compat.failures import add_note
 from passes.kernels.torch_call import Meta, storage
+from shardtrace.record.calls import Call
+from shardtrace.record.changes import FIXED
+from shardtrace.record.effects import Change, Effects
+from shardtrace.record.leaks import keep_random_numbers
 from shardtrace.record.marks import PART_ATTRIBUTE
+from shardtrace.record.replay import CannotWrite
+from shardtrace.record.results import map_tensors, tensors_in
+from shardtrace.record.settled import replaces_tensors
+from shardtrace.record.state import Entry, State, same
+from shardtrace.record.watcher import CodeWatcher
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 PLAIN = (bool, int, float, str, type(None))
+COPIED = ("array", "itertools", "numpy", "random")  # modules of Python whose objects change unseen
 Make = Callable[[torch.Tensor], torch.Tensor]  # a real tensor like a fake
 
 
@@ -55,7 +78,7 @@ class Eager:
         self.expected: Facts | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._run(*args, **kwargs)
+        result = self.run(*args, **kwargs)
         if self.expected is not None and Facts.of(result) != self.expected:
             raise RuntimeError(
                 f"{self.__name__.removeprefix('eager_')}, which PyTorch runs, has returned other shapes or values than "
@@ -63,7 +86,7 @@ class Eager:
             )
         return result
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -74,47 +97,170 @@ class Eager:
 
 
 class EagerModule(Eager):
-    """The call of a module as a function of its arguments, and of its own tensors by their names. Each result is a
-    tensor of its own."""
+    """The call of a module as a function of its arguments, and of its own tensors by their names.
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+    Returns what the module returns, and the tensors that it leaves in ``places``: entries of the user's objects. Each
+    is a tensor of its own. ``left`` are those that the last run has left. ``shared`` has pairs of tensors that had
+    memory in common, by their numbers among those that the call is given and returns; -1 is any other.
+    """
+
+    has_effects = True
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], root: nn.Module) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
-        self.module, self._original = module, original
+        self.module, self.root, self._original = module, root, original
+        self.places: list[Change] = []
+        self.left: list[ref[torch.Tensor]] = []
+        self.shared: frozenset[tuple[int, int]] = frozenset()
         owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
         self._running = next((state.running for state in owners), nullcontext)
 
-    def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
+    def __call__(self, *given: Any) -> Any:
+        inputs = {id(t): t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+        on_fakes = any(isinstance(t, FakeTensor) for t in inputs.values())
+        with untouched(self.root) if on_fakes else nullcontext():
+            found = super().__call__(*given)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, found)
+
+    def run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
+        before = [place.get() for place in self.places]
+        marks = {name: _mark(t) for name, t in own.items()}
         with self._running(), _reparametrize_module(self.module, dict(own)):
             result = self._original(self.module, *args, **kwargs)
-            for name, buffer in self.module.named_buffers(remove_duplicate=False):
-                if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
-                    with torch.no_grad():
-                        given.copy_(buffer)
-        inputs = set(map(id, pytree.tree_leaves((args, kwargs, dict(own)))))
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
+            now = own_tensors(self.module)
+            for name, given in own.items():
+                if now.get(name) is not given or _mark(given) != marks[name]:
+                    self._write(name, given, now.get(name))
+        left = [t for old, place in zip(before, self.places, strict=True) for t in _new_tensors(old, place.get())]
+        self.left = list(map(ref, left))
+        return result, left
+
+    def _write(self, name: str, given: torch.Tensor, now: torch.Tensor | None) -> None:
+        """Gives a tensor of the module the value that is there after its forward."""
+        if self.expected is not None and name in dict(self.module.named_parameters(remove_duplicate=False)):
+            raise updated_parameter(name)
+        if now is None or (now.shape, now.dtype) != (given.shape, given.dtype):
+            raise RuntimeError(
+                f"{type(self.module).__name__}, which PyTorch runs, replaces its {name} by None or by a tensor of "
+                "another shape or dtype: let it be an attribute, not a parameter or buffer"
+            )
+        if now is not given:
+            with torch.no_grad():
+                given.copy_(now)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # each call leaves tensors of its own
+
+    __hash__ = Eager.__hash__
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by their names."""
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
+
+
+def updated_parameter(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} is updated in place in forward, which would change a copy of it: make it a buffer, or "
+        "change it outside of forward in shardtrace.full_params"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Left(Change):
+    """A tensor with a gradient that a call leaves. After a step the step's own takes its place if it is still there."""
+
+    call: EagerModule
+    number: int
+
+    def put(self, value: Any) -> None:
+        left = self.call.left[self.number]()
+        if left is None:
+            return
+        new = lambda held: map_tensors(held, lambda t, path: value if t is left else t)  # noqa: E731
+        if self.key is not None:
+            super().put(new(self.get()))
+        for i, held in enumerate(self.owner) if self.key is None else ():
+            self.owner[i] = new(held)
 
 
 class Trial(NamedTuple):
     """What a call gave: the result (with fakes in the place of tensors, in the end), the numbers of the tensors that it
-    wrote into, whether it drew random numbers, and whether results share memory with what it was given."""
+    wrote into, whether it drew random numbers, the pairs of tensors that share memory (as :class:`EagerModule` has
+    them), what it changed in the user's objects, and what was replaced there by copies before."""
 
     result: Any
-    written: tuple[int, ...]
+    written: frozenset[int]
     random: bool
-    shares_memory: bool
+    shared: frozenset[tuple[int, int]]
+    changes: Sequence[Change] = ()
+    copies: Sequence[Change] = ()
+    left: Sequence[Left] = ()
 
     def facts(self) -> Any:
         metas = [Meta.of(t) for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
-        return Facts.of(self.result), metas, self.written
+        return Facts.of(self.result), metas, [_key(change) for change in self.changes if _place(change)]
 
 
-def try_module(module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor]) -> Trial:
-    """Calls a module on real tensors with random values like the given fakes.
+def try_module(
+    module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor], effects: Effects, watcher: CodeWatcher
+) -> Trial:
+    """Calls a module on real tensors with random values like the given fakes. In the user's objects it then leaves
+    what the module leaves, which ``effects`` takes for unchanged: ``changes``, of the kind "varies" if they depend on
+    the values of tensors, and ``left``. ``watcher`` sees the code that runs.
 
-    Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
+    Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
+    it raises.
     """
-    with _pop_mode_temporarily():
-        return _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
+    pending = effects.changes()
+    with _pop_mode_temporarily(), watcher:
+        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
+    _check_pending(pending, module.module, watcher)
+    fakes: dict[int, Any] = {id(c.new): c.old for c in (*first.copies, *second.copies)}
+    tensors = _tensors(first.result)
+    fakes |= {id(t): _made_like(t) for t in {id(t): t for t in tensors}.values()}
+    with_fakes = partial(map_tensors, change=lambda t, path: fakes.get(id(t), t))
+
+    twins = {_key(c): c for c in second.changes}
+    changes: list[Change] = []
+    places = [place for change in first.changes if (place := _place(change)) is not None]
+    for change in first.changes:
+        old, new, twin = with_fakes(change.old), with_fakes(change.new), twins.pop(_key(change), None)
+        change.put([*old, *new] if change.kind == "append" else new)
+        varies = twin is None or not _alike(change.new, twin.new)
+        if change.kind not in FIXED:
+            changes.append(replace(change, kind="varies" if varies else change.kind, old=old, new=new))
+    changes += [replace(c, kind="varies", old=with_fakes(c.old)) for c in twins.values()]
+    effects.accept(changes)
+    with unset_fake_temporarily():
+        changes += [replace(c, kind="written", new=c.old) for c in first.copies if _is_written(c)]
+    left = [
+        Left(p.owner, p.key, "left", p.label, None, fakes[id(t)], module, n)
+        for n, (p, t) in enumerate((p, t) for p in places for t in _new_tensors(p.old, p.new))
+        if t.requires_grad
+    ]
+    module.places = [replace(p, old=None, new=[None] * len(p.new) if p.key is None else None) for p in places]
+    module.shared = first.shared
+    result = pytree.tree_map_only(torch.Tensor, lambda t: fakes[id(t)], first.result)
+    return first._replace(result=result, changes=changes, copies=(), left=left)
+
+
+def _check_pending(pending: Iterable[Change], module: nn.Module, watcher: CodeWatcher) -> None:
+    """Raises CannotStandAlone if a module may read what the forward has set before its call: no step does that yet."""
+    state, names = State(), watcher.names()
+    state.add_value(module, "")
+    reached = {id(holder.owner) for holder in state.holders}
+    for change in pending:
+        near = id(change.owner) in reached or change.label.startswith("global ")
+        if near and change.kind not in (*FIXED, "buffer") and _is_named(change, names):
+            raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
+
+
+def _is_named(change: Change, names: Collection[str]) -> bool:
+    """Whether code with these names may read an entry, or the container that has it."""
+    found = re.search(r"(\w+)(?:\[[^.]*\])*$", change.label)
+    return found is None or found[1] in names
 
 
 def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
@@ -124,41 +270,218 @@ def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
     it raises.
     """
     makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
-    trial = _try(function, args, kwargs, makes)
-    if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
+    trial, *_ = _try(function, args, kwargs, makes)
+    given = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves((args, kwargs)))
+    shares = any(i < given for i, _ in trial.shared)
+    if shares or not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)):
         raise CannotStandAlone("it returns something else than tensors of its own")
-    return trial
+    return trial._replace(result=pytree.tree_map_only(torch.Tensor, _made_like, trial.result))
 
 
-def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Trial:
+def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list[Trial]:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices):
-        first, *others = (_call(function, given, spec, make) for make in makes)
+        trials = [_call(function, given, spec, make, devices) for make in makes]
+    first = trials[0]
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
             raise CannotStandAlone(f"it returns a {type(value).__name__}")
-    if any(other.facts() != first.facts() for other in others):
+    if any(other.facts() != first.facts() for other in trials):
         raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
     function.expected = Facts.of(first.result)
-    made = pytree.tree_map_only(torch.Tensor, _made_like, first.result)
-    return first._replace(result=made, random=any(trial.random for trial in (first, *others)))
+    written, shared = (frozenset().union(*sets) for sets in zip(*((t.written, t.shared) for t in trials), strict=True))
+    random = any(trial.random for trial in trials)
+    return [trial._replace(written=written, shared=shared, random=random) for trial in trials]
 
 
-def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
+def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Sequence[int]) -> Trial:
     given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
-    before, versions = torch.get_rng_state(), [t._version for t in inputs]
+    before, marks, values = _random_state(devices), list(map(_mark, inputs)), [t.detach().clone() for t in inputs]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    result = function(*args, **kwargs)
-    drawn = not torch.equal(before, torch.get_rng_state())
-    written = tuple(i for i, t in enumerate(inputs) if t._version != versions[i])
-    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    shares = not {storage(t) for t in inputs}.isdisjoint(map(storage, made))
-    return Trial(result, written, drawn, shares)
+    changes: list[Change] = []
+    copies: list[Change] = []
+    if isinstance(function, EagerModule):
+        with untouched(function.root) as (effects, copies):
+            grad = torch.is_grad_enabled()
+            result, _ = function.run(*args, **kwargs)
+            if torch.is_grad_enabled() != grad:
+                raise CannotStandAlone("it switches gradients on or off for what follows")
+            changes = effects.changes()
+        result = result, [t for c in map(_place, changes) if c is not None for t in _new_tensors(c.old, c.new)]
+    else:
+        result = function.run(*args, **kwargs)
+    made, left = _tensors(result), result[1] if changes else []
+    if _leaves(made) - _leaves(inputs):
+        raise CannotStandAlone("its gradient flows into a tensor that is neither its parameter nor its argument")
+    drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
+    written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
+    shared = _shared(inputs, made[: len(made) - len(left)], [*left, *(c.new for c in copies)])
+    return Trial(result, frozenset(written), drawn, shared, changes, copies)
+
+
+def _shared(inputs: list[torch.Tensor], made: list[torch.Tensor], others: list[Any]) -> frozenset[tuple[int, int]]:
+    """The pairs of tensors that share memory, other than two inputs or one tensor that is made twice."""
+    tensors, kept = [*inputs, *made], {storage(t) for t in others if isinstance(t, torch.Tensor)}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i, t in enumerate(tensors):
+        groups[storage(t)].append(i)
+    pairs = {p for group in groups.values() for p in combinations(group, 2) if p[1] >= len(inputs)}
+    pairs = {(i, j) for i, j in pairs if i < len(inputs) or tensors[i] is not tensors[j]}
+    return frozenset(pairs | {(-1, i) for key, group in groups.items() if key in kept for i in group})
+
+
+def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the tensors that get the gradients."""
+    nodes: list[Any] = [get_gradient_edge(t).node for t in tensors if t.requires_grad]
+    seen, found = set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            found |= {id(node.variable)} if node.name().endswith("AccumulateGrad") else set()
+    return found
+
+
+def _mark(t: torch.Tensor) -> tuple[int, int]:
+    """What changes if a tensor is written into, other than through ``data``, or gets other memory."""
+    return storage(t), 0 if t.is_inference() else t._version
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _random_state(devices: Iterable[int]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+@contextmanager
+def untouched(root: nn.Module) -> Iterator[tuple[Effects, list[Change]]]:
+    """Context of a run that leaves nothing: no warnings, no random numbers drawn, all objects of the user as they were,
+    and these hold copies of tensors, arrays and generators meanwhile. Gives what sees changes, and the copies."""
+    own = set(map(id, own_tensors(root).values()))
+    made: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in own:
+                return value
+            real = _random_like(value) if isinstance(value, FakeTensor) else value
+            return made.setdefault(id(value), real.detach().clone().requires_grad_(value.requires_grad))
+        if type(value) is type(torch.default_generator):
+            return made.setdefault(id(value), value.clone_state())
+        if type(value).__module__.partition(".")[0] not in COPIED:
+            return value
+        return made[id(value)] if id(value) in made else made.setdefault(id(value), copy.deepcopy(value))
+
+    with (
+        warnings.catch_warnings(),
+        keep_random_numbers(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        Effects(root, type(root).__name__) as effects,
+    ):
+        warnings.simplefilter("ignore")
+        yield effects, effects.replace(copied)
+
+
+def _key(change: Change) -> tuple[int, Any]:
+    return id(change.owner), change.key
+
+
+def _place(change: Change) -> Change | None:
+    """The part of a change that tensors are left in. None if it has none; the last values of a list or deque.
+
+    Raises CannotStandAlone if they are among others."""
+    new = _new_tensors(change.old, change.new)
+    if not new:
+        return None
+    if change.key is not None:
+        return change
+    start = next(i for i, item in enumerate(change.new) if _new_tensors(change.old, item))
+    tail = list(change.new)[start:]
+    if isinstance(change.owner, set) or any(tensors_in(v) and not _new_tensors(change.old, v) for v in tail):
+        raise CannotStandAlone(f"it leaves tensors in the midst of {change.label}")
+    return replace(change, kind="append", new=tail)
+
+
+def _new_tensors(old: Any, new: Any) -> list[torch.Tensor]:
+    known = set(map(id, tensors_in(old)))
+    return [t for t in tensors_in(new) if id(t) not in known]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values differ in their tensors only."""
+    (a, spec), (b, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    pairs = zip(a, b, strict=False)
+    return spec == other and all(same(x, y) or (type(x) is type(y) and isinstance(x, torch.Tensor)) for x, y in pairs)
+
+
+def _is_written(copied: Change) -> bool:
+    """Whether a trial has written into a copy of a tensor. Raises CannotStandAlone if the tensor is the forward's."""
+    old, new = copied.old, copied.new
+    if not isinstance(old, torch.Tensor):
+        return False
+    if isinstance(old, FakeTensor) and _mark(new)[1]:
+        raise CannotStandAlone(f"it writes into {copied.label}, which the forward around it may read")
+    return not isinstance(old, FakeTensor) and not bool(((old == new) | (new != new)).all())
+
+
+def unguarded(changes: Iterable[Change], used: Collection[int], names: Collection[str]) -> list[Entry]:
+    """The entries that PyTorch's runs of modules change and that the forward around these does not read: a
+    :class:`Snapshot` excludes them.
+
+    Args:
+        used: the ids of the tensors from outside that calls used.
+        names: those that occur in the code around the modules.
+
+    Raises:
+        RuntimeError: if the forward may read a value that depends on the values of tensors.
+    """
+    found = []
+    for change in (c for c in changes if c.kind != "written"):
+        is_read = _is_named(change, names)
+        if is_read and change.kind == "varies":
+            raise RuntimeError(
+                f"forward may read {change.label}, which a module that PyTorch runs sets by the values of tensors: let "
+                "it be a tensor, or have a name that nothing else reads"
+            )
+        if not is_read or replaces_tensors(change, used):
+            found.append(change.entry)
+    return found
+
+
+def check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
+    """Raises CannotWrite if the forward writes into what a module that PyTorch runs returns, and then reads what may
+    share memory with that, or the other way round. ``read``: the tensors that are read after the calls."""
+    partners: dict[int, set[int]] = {}  # of a memory; -1 is that of the user's objects
+    stale: dict[int, Call] = {}  # a memory, and the call that wrote into another one that may be the same
+
+    def check(memories: Iterable[int]) -> None:
+        for call in (stale[m] for m in memories if m in stale):
+            error = CannotWrite(
+                "it writes into a tensor that may share memory with what a module that PyTorch runs returns, is given "
+                "or keeps: write into a clone"
+            )
+            error.module = call.place.module
+            add_note(error, f"at {call.place}")
+            raise error
+
+    for call in calls if any(isinstance(call.function, EagerModule) for call in calls) else ():
+        tensors = [*call.tensors(), *call.results]
+        check(map(storage, tensors))
+        stale |= {other: call for t in call.written for other in partners.get(storage(t), ())}
+        check([-1])
+        for pair in call.function.shared if isinstance(call.function, EagerModule) else ():
+            a, b = (storage(tensors[i]) if i >= 0 else -1 for i in pair)
+            partners.setdefault(a, set()).add(b)
+            partners.setdefault(b, set()).add(a)
+    check(map(storage, read if stale else ()))
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -39,10 +39,19 @@ class Change:
         """What excludes the change from a :class:`Snapshot`."""
         return self.owner, self.key
 
+    def get(self) -> Any:
+        """The value of the entry now; of a list or deque as many of the last values as are ``new``."""
+        if self.key is None:
+            return list(self.owner)[len(self.owner) - len(self.new) :]
+        own = isinstance(self.owner, dict)
+        return dict.get(self.owner, self.key, MISSING) if own else getattr(self.owner, self.key, MISSING)
+
     def put(self, value: Any) -> None:
         """Sets the entry, or all of a list, set or deque. ``MISSING`` deletes it."""
         owner = self.owner
-        if self.key is None and isinstance(owner, list):
+        if self.key is not None and isinstance(owner, (list, deque)):
+            owner[self.key] = value
+        elif self.key is None and isinstance(owner, list):
             list.__setitem__(owner, slice(None), value)
         elif self.key is None and isinstance(owner, (set, deque)):
             owner.clear()
@@ -60,13 +69,14 @@ class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
     Seen are the modules of ``root``, their classes, the objects and containers that they hold, and the globals of the
-    files that define their classes. At the end everything is put back.
+    files that define their classes. At the end everything is put back, also what was :meth:`accepted <accept>`.
     """
 
     root: nn.Module
     label: str = "model"
     found: list[Change] = field(default_factory=list)
     _before: dict[int, tuple[Holder, Any]] = field(default_factory=dict)
+    _accepted: dict[int, Any] = field(default_factory=dict)  # by owner: what counts as unchanged, if not ``_before``
 
     def __enter__(self) -> Effects:
         state = State()
@@ -78,10 +88,35 @@ class Effects:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.found = [change for holder, before in self._before.values() for change in _changes(holder, before)]
-        for change in self.found:
+        self.found, self._accepted = self.changes(), {}
+        for change in self.changes():
             change.put(change.old)
         self._before = {}
+
+    def changes(self) -> list[Change]:
+        """What has changed since the beginning, or since it was accepted."""
+        pairs = ((holder, self._accepted.get(i, before)) for i, (holder, before) in self._before.items())
+        return [change for holder, before in pairs for change in _changes(holder, before)]
+
+    def accept(self, changes: Iterable[Change]) -> None:
+        """Takes the present values of entries for unchanged."""
+        for owner, key in (change.entry for change in changes if id(change.owner) in self._before):
+            now, known = _copy(owner), self._accepted.get(id(owner), self._before[id(owner)][1])
+            self._accepted[id(owner)] = now if key is None else {**known, key: now.get(key, MISSING)}
+
+    def replace(self, copy: Callable[[Any], Any]) -> list[Change]:
+        """Puts ``copy(value)`` in the place of each value. Returns what was replaced, which counts as unchanged."""
+        places = [
+            (holder.owner, key, holder.kind, holder.name(key), value)
+            for holder, _ in self._before.values()
+            for key, value in holder.entries.items()
+            if not isinstance(holder.owner, set) and not _is_internal(holder, key)
+        ]
+        replaced = [Change(*place, new) for place in places if (new := copy(place[-1])) is not place[-1]]
+        for change in replaced:
+            change.put(change.new)
+        self._accepted = {i: _copy(holder.owner) for i, (holder, _) in self._before.items()}
+        return replaced
 
 
 def _files(root: nn.Module) -> list[ModuleType]:

@@ -18,6 +18,7 @@ from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
+from shardtrace.record.eager import check_memory, unguarded, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.recorder import CannotRecord, FakeMode
@@ -224,6 +225,7 @@ class Front:
         self._first: BaseException | None = None
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
+        self._apart = ""  # why PyTorch cannot run the first module that it was to run
         self._rebuilt, self._caches = False, False
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
@@ -245,7 +247,8 @@ class Front:
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
-        check_recurrent(done.changes, used)
+        check_recurrent([*done.changes, *record.ran], used)
+        excluded = unguarded(record.ran, used, done.watcher.names())
         changes, left = numbered(done.changes)
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
         replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), inputs.absent)
@@ -258,6 +261,8 @@ class Front:
         lines = get_tracectx().scopes[-1]
         count, returned = len(lines), tensors_in(record.result)
         try:
+            fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
+            check_memory(record.calls, [*returned, *left, *fakes])
             with exempt_from_autocast(get_compile_data()):
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
@@ -272,7 +277,9 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        excluded = [change.entry for change in only_written(done.changes, used)]
+        excluded += [change.entry for change in only_written(done.changes, used)]
+        for watcher in record.watchers:
+            done.watcher.add(watcher)
         snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
@@ -314,13 +321,14 @@ class Front:
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
         """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
         the first error if there is none."""
-        self._first = self._first or error
+        self._first = error if isinstance(error, CannotWrite) else self._first or error
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
         self._compiling = [True]
         for module in reversed(modules[1:]):
             if module in self._eager:
+                self._apart = self._apart or f"; PyTorch cannot run {self._names[id(module)]} by itself: {error}"
                 self._eager.remove(module)
                 self._impossible.add(module)
             elif module not in self._impossible and self._setting.fall_back:
@@ -342,7 +350,7 @@ class Front:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
         if self._caches:  # of keys and values, by Hugging Face's configs
             remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
-        explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
+        explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}{self._apart}: {remedy}")
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained
 
@@ -374,10 +382,7 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         if fake not in replay.values or not replay.values.is_written(fake):
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
-            raise RuntimeError(
-                f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: "
-                "make it a buffer, or change it outside of forward in shardtrace.full_params"
-            )
+            raise updated_parameter(inputs.name(fake))
         new = replay.values.read(fake)
         if inputs.has(fake):
             inputs.write(fake, new)

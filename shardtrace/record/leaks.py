@@ -130,6 +130,24 @@ def _is_library(owner: Any) -> bool:
 
 
 @contextmanager
+def keep_random_numbers() -> Iterator[list[str]]:
+    """Context after which the state of Python's and numpy's random numbers is put back. At its end the list names those
+    of which numbers were drawn."""
+    sources = {"random": (random.getstate, random.setstate)}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        sources["numpy.random"] = numpy.get_state, numpy.set_state
+    before = {name: get() for name, (get, _) in sources.items()}
+    drawn: list[str] = []
+    try:
+        yield drawn
+    finally:
+        for name, (get, put) in sources.items():
+            if not _same_state(before[name], get()):
+                drawn.append(name)
+                put(before[name])
+
+
+@contextmanager
 def no_other_random_numbers() -> Iterator[None]:
     """Context in which a forward is recorded: Python's and numpy's random numbers are drawn anew by each step of eager,
     but would be constants of a record. Their state is put back.
@@ -137,18 +155,8 @@ def no_other_random_numbers() -> Iterator[None]:
     Raises:
         RuntimeError: if numbers were drawn.
     """
-    sources = {"random": (random.getstate, random.setstate)}
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        sources["numpy.random"] = numpy.get_state, numpy.set_state
-    before = {name: get() for name, (get, _) in sources.items()}
-    drawn = []
-    try:
+    with keep_random_numbers() as drawn:
         yield
-    finally:
-        for name, (get, put) in sources.items():
-            if not _same_state(before[name], get()):
-                drawn.append(name)
-                put(before[name])
     if drawn:
         raise RuntimeError(
             f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "

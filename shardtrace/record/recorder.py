@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -20,7 +19,8 @@ from passes.analysis.recognise import draws
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
-from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
+from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
+from shardtrace.record.effects import Effects
 from shardtrace.record.marks import is_library
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
@@ -77,6 +77,7 @@ class Recorder(TorchFunctionMode):
         watcher: sees the functions that run, apart from those of torch.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
+        effects: sees what the forward changes in the user's objects; needed if there are such modules.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Recorder(TorchFunctionMode):
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
+        effects: Effects | None = None,
     ) -> None:
         super().__init__()
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
-        self._eager = eager
+        self._eager, self._effects = eager, effects
         self._modules, self._watched = modules, set(map(id, watched))
         self._stack: list[nn.Module] = []  # the modules that run
         self._inside = 0  # calls of torch that run
@@ -152,7 +154,7 @@ class Recorder(TorchFunctionMode):
         written = tuple({storage(t): t for t in reversed(changed)}.values())
         same = {id(t) for t in pytree.tree_leaves((args, kwargs))} - set(map(id, written))  # passed on as they are
         results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
-        if not written and not results:
+        if not written and not results and not isinstance(function, EagerModule):
             return
         frame = sys._getframe(2)
         while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
@@ -218,17 +220,22 @@ class Recorder(TorchFunctionMode):
 
     def _call_eager(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a module as one call."""
-        call = EagerModule(module, original)
-        own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+        assert self._effects is not None
+        call, own, watcher = EagerModule(module, original, self._effects.root), own_tensors(module), CodeWatcher()
         kept = pytree.tree_map(lambda x: x, (args, kwargs))
         self._inside += 1
+        self._watcher.pause()
         try:
-            trial = try_module(call, args, kwargs, own)
+            trial = try_module(call, args, kwargs, own, self._effects, watcher)
         finally:
             self._inside -= 1
+            self._watcher.resume()
+        self.record.ran += trial.changes
+        self.record.left += trial.left
+        self.record.watchers.append(watcher)
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
         self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
-        return trial.result
+        return trial.result[0]
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
         """The call of a function that computes its gradient itself: the ``apply`` of an autograd.Function, a scripted

@@ -52,12 +52,12 @@ class Recording:
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             stack.enter_context(watcher)
-            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager)
+            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager, effects=effects)
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
             )
-        return done, effects.found
+        return done, [*effects.found, *done.left]
 
 
 def check_no_fakes(done: Record) -> None:
@@ -68,7 +68,7 @@ def check_no_fakes(done: Record) -> None:
         for t in call.results
         if isinstance(t, FakeTensor) and all(t is not given for given in call.written)  # another call made it
     ]
-    done.calls, done.spans, done.result = [], [], None
+    done.calls, done.spans, done.result, done.ran, done.left = [], [], None, [], []
     check_leaks(made)
 
 
