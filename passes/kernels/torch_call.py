@@ -140,8 +140,7 @@ class TorchCall:
     among ``flat``, the flattened arguments of this ``spec``. ``written`` has the numbers, among the tensors, of those
     that the function writes into: it gets clones of them, which are further results. ``inputs`` and ``results`` are the
     tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
-    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place. A function that
-    ``has_effects`` is called also if nothing reads its results.
+    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place.
     """
 
     name: str
@@ -266,7 +265,6 @@ class TorchCall:
     def symbol(self) -> Symbol:
         """The symbol of the line as it is traced."""
         tags: list[Any] = [Property.RANDOM, OpTags.RANDOM_OP] if self.random else []
-        tags += [OpTags.DONT_DCE] if getattr(self.function, "has_effects", False) else []
         return symbol_that_calls(self.name, self.proxies, self.run, id=self, is_prim=True, tags=tags)
 
     def _lowered(self, kind: str, meta: Callable[..., Any], function: Callable[..., Any]) -> Symbol:

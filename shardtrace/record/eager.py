@@ -75,11 +75,11 @@ class Eager:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
-        self.expected: Facts | None = None
+        self.expected: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.run(*args, **kwargs)
-        if self.expected is not None and Facts.of(result) != self.expected:
+        if self.expected is not None and self.facts(result) != self.expected:
             raise RuntimeError(
                 f"{self.__name__.removeprefix('eager_')}, which PyTorch runs, has returned other shapes or values than "
                 "when it was recorded: they depend on the values of tensors. Let it return tensors whose shapes do not"
@@ -88,6 +88,9 @@ class Eager:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+    def facts(self, result: Any) -> Any:
+        return Facts.of(result)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Eager) and (other.function, other.expected) == (self.function, self.expected)
@@ -99,18 +102,18 @@ class Eager:
 class EagerModule(Eager):
     """The call of a module as a function of its arguments, and of its own tensors by their names.
 
-    Returns what the module returns, and the tensors that it leaves in ``places``: entries of the user's objects. Each
-    is a tensor of its own. ``left`` are those that the last run has left. ``shared`` has pairs of tensors that had
-    memory in common, by their numbers among those that the call is given and returns; -1 is any other.
+    Returns what the module returns, and the tensors that it leaves in ``places``, which are entries of the user's
+    objects: by the number of the place and that in it. Each is a tensor of its own. A ``token`` without elements
+    follows if nothing reads the others. ``left`` are the tensors that the last run has left. ``shared`` has pairs of
+    tensors that had memory in common, by their numbers among those that the call is given and returns; -1 is any other.
     """
-
-    has_effects = True
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], root: nn.Module) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
         self.module, self.root, self._original = module, root, original
-        self.places: list[Change] = []
-        self.left: list[ref[torch.Tensor]] = []
+        self.places: dict[int, Change] = {}
+        self.left: dict[Any, ref[torch.Tensor]] = {}
+        self.token = False
         self.shared: frozenset[tuple[int, int]] = frozenset()
         owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
         self._running = next((state.running for state in owners), nullcontext)
@@ -123,7 +126,7 @@ class EagerModule(Eager):
         return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, found)
 
     def run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
-        before = [place.get() for place in self.places]
+        before = {i: place.get() for i, place in self.places.items()}
         marks = {name: _mark(t) for name, t in own.items()}
         with self._running(), _reparametrize_module(self.module, dict(own)):
             result = self._original(self.module, *args, **kwargs)
@@ -131,9 +134,12 @@ class EagerModule(Eager):
             for name, given in own.items():
                 if now.get(name) is not given or _mark(given) != marks[name]:
                     self._write(name, given, now.get(name))
-        left = [t for old, place in zip(before, self.places, strict=True) for t in _new_tensors(old, place.get())]
-        self.left = list(map(ref, left))
-        return result, left
+        left = _numbered((i, before[i], place.get()) for i, place in self.places.items())
+        self.left = {number: ref(t) for number, t in left.items()}
+        return result, left, [torch.empty(0)] if self.token else []
+
+    def facts(self, result: Any) -> Any:
+        return Facts.of(result[0]), {number: (t.shape, t.dtype) for number, t in result[1].items()}
 
     def _write(self, name: str, given: torch.Tensor, now: torch.Tensor | None) -> None:
         """Gives a tensor of the module the value that is there after its forward."""
@@ -172,7 +178,7 @@ class Left(Change):
     """A tensor with a gradient that a call leaves. After a step the step's own takes its place if it is still there."""
 
     call: EagerModule
-    number: int
+    number: tuple[int, int]
 
     def put(self, value: Any) -> None:
         left = self.call.left[self.number]()
@@ -236,11 +242,12 @@ def try_module(
     with unset_fake_temporarily():
         changes += [replace(c, kind="written", new=c.old) for c in first.copies if _is_written(c)]
     left = [
-        Left(p.owner, p.key, "left", p.label, None, fakes[id(t)], module, n)
-        for n, (p, t) in enumerate((p, t) for p in places for t in _new_tensors(p.old, p.new))
+        Left(places[i].owner, places[i].key, "left", places[i].label, None, fakes[id(t)], module, (i, k))
+        for (i, k), t in first.result[1].items()
         if t.requires_grad
     ]
-    module.places = [replace(p, old=None, new=[None] * len(p.new) if p.key is None else None) for p in places]
+    emptied = (replace(p, old=None, new=[None] * len(p.new) if p.key is None else None) for p in places)
+    module.places = dict(enumerate(emptied))
     module.shared = first.shared
     result = pytree.tree_map_only(torch.Tensor, lambda t: fakes[id(t)], first.result)
     return first._replace(result=result, changes=changes, copies=(), left=left)
@@ -292,7 +299,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list
             raise CannotStandAlone(f"it returns a {type(value).__name__}")
     if any(other.facts() != first.facts() for other in trials):
         raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
-    function.expected = Facts.of(first.result)
+    function.expected = function.facts(first.result)
     written, shared = (frozenset().union(*sets) for sets in zip(*((t.written, t.shared) for t in trials), strict=True))
     random = any(trial.random for trial in trials)
     return [trial._replace(written=written, shared=shared, random=random) for trial in trials]
@@ -308,14 +315,15 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Seq
     if isinstance(function, EagerModule):
         with untouched(function.root) as (effects, copies):
             grad = torch.is_grad_enabled()
-            result, _ = function.run(*args, **kwargs)
+            result, *_ = function.run(*args, **kwargs)
             if torch.is_grad_enabled() != grad:
                 raise CannotStandAlone("it switches gradients on or off for what follows")
             changes = effects.changes()
-        result = result, [t for c in map(_place, changes) if c is not None for t in _new_tensors(c.old, c.new)]
+        places = [place for change in changes if (place := _place(change)) is not None]
+        result = result, _numbered((i, p.old, p.new) for i, p in enumerate(places)), []
     else:
         result = function.run(*args, **kwargs)
-    made, left = _tensors(result), result[1] if changes else []
+    made, left = _tensors(result), list(result[1].values()) if changes else []
     if _leaves(made) - _leaves(inputs):
         raise CannotStandAlone("its gradient flows into a tensor that is neither its parameter nor its argument")
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
@@ -415,6 +423,11 @@ def _new_tensors(old: Any, new: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in(new) if id(t) not in known]
 
 
+def _numbered(places: Iterable[tuple[int, Any, Any]]) -> dict[tuple[int, int], torch.Tensor]:
+    """The new tensors by the numbers of places, of which the old and the new value are given, and theirs there."""
+    return {(i, k): t for i, old, new in places for k, t in enumerate(_new_tensors(old, new))}
+
+
 def _alike(a: Any, b: Any) -> bool:
     """Whether two values differ in their tensors only."""
     (a, spec), (b, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
@@ -505,3 +518,27 @@ def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tens
     fill(real)
     leaf = real.requires_grad_(fake.requires_grad)
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf
+
+
+def settle_runs(calls: list[Call], read: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Drops the results of modules' runs that they leave in places which nothing reads, so that a later run need not
+    leave them. Returns tokens: the step has to return them, because Thunder drops a call of which nothing is read."""
+    live, tokens = set(map(storage, read)), []
+    for i, call in reversed(list(enumerate(calls))):
+        run = call.function if isinstance(call.function, EagerModule) else None
+        is_live = not live.isdisjoint(map(storage, (*call.results, *call.written)))
+        if run is not None:
+            of_result, left = run.expected
+            count = len(call.results) - len(left)
+            pairs = list(zip(left, call.results[count:], strict=True))
+            places = {number[0] for number, t in pairs if storage(t) in live}
+            run.places = {number: run.places[number] for number in places}
+            run.expected = of_result, {number: facts for number, facts in left.items() if number[0] in places}
+            run.token = not is_live
+            token = [torch.empty(0)] * run.token
+            tokens += token
+            kept = (t for number, t in pairs if number[0] in places)
+            calls[i] = replace(call, results=(*call.results[:count], *kept, *token))
+        if is_live or run is not None:
+            live |= set(map(storage, call.tensors()))
+    return tokens

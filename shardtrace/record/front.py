@@ -18,7 +18,7 @@ from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record
 from shardtrace.record.changes import apply, numbered
-from shardtrace.record.eager import check_memory, unguarded, updated_parameter
+from shardtrace.record.eager import check_memory, settle_runs, unguarded, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.recorder import CannotRecord, FakeMode
@@ -263,13 +263,14 @@ class Front:
         try:
             fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
             check_memory(record.calls, [*returned, *left, *fakes])
+            left += settle_runs(record.calls, [*returned, *left, *fakes])
             with exempt_from_autocast(get_compile_data()):
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
                 outputs = record.result if rebuild is None else tuple(returned)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
-                if changes:
+                if changes or left:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
         except CannotWrite:
             del lines[count:]
@@ -285,7 +286,7 @@ class Front:
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             snapshot.check,
             setting.compare(done.recording, record),
-            partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
+            partial(_set, changes, [t.requires_grad for t in left]) if changes or left else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
             arguments.tensors(),
