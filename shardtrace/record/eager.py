@@ -36,7 +36,7 @@ from shardtrace.record.marks import PART_ATTRIBUTE
 from shardtrace.record.replay import CannotWrite
 from shardtrace.record.results import map_tensors, tensors_in
 from shardtrace.record.settled import replaces_tensors
-from shardtrace.record.state import Entry, State, same
+from shardtrace.record.state import Entry, State, is_plain, same
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -104,13 +104,14 @@ class EagerModule(Eager):
 
     Returns what the module returns, and the tensors that it leaves in ``places``, which are entries of the user's
     objects: by the number of the place and that in it. Each is a tensor of its own. A ``token`` without elements
-    follows if nothing reads the others. ``left`` are the tensors that the last run has left. ``shared`` has pairs of
+    follows if nothing reads the others. ``before`` is set before each run. ``left`` are the tensors that the last run has left. ``shared`` has pairs of
     tensors that had memory in common, by their numbers among those that the call is given and returns; -1 is any other.
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], root: nn.Module) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
         self.module, self.root, self._original = module, root, original
+        self.before: list[Change] = []
         self.places: dict[int, Change] = {}
         self.left: dict[Any, ref[torch.Tensor]] = {}
         self.token = False
@@ -126,6 +127,8 @@ class EagerModule(Eager):
         return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, found)
 
     def run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
+        for change in self.before:
+            change.put(change.new)
         before = {i: place.get() for i, place in self.places.items()}
         marks = {name: _mark(t) for name, t in own.items()}
         with self._running(), _reparametrize_module(self.module, dict(own)):
@@ -222,7 +225,7 @@ def try_module(
     pending = effects.changes()
     with _pop_mode_temporarily(), watcher:
         first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
-    _check_pending(pending, module.module, watcher)
+    _set_before(pending, module, watcher)
     fakes: dict[int, Any] = {id(c.new): c.old for c in (*first.copies, *second.copies)}
     tensors = _tensors(first.result)
     fakes |= {id(t): _made_like(t) for t in {id(t): t for t in tensors}.values()}
@@ -253,15 +256,19 @@ def try_module(
     return first._replace(result=result, changes=changes, copies=(), left=left)
 
 
-def _check_pending(pending: Iterable[Change], module: nn.Module, watcher: CodeWatcher) -> None:
-    """Raises CannotStandAlone if a module may read what the forward has set before its call: no step does that yet."""
+def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWatcher) -> None:
+    """Lets each run begin with what the forward has set before the call and the module may read. Raises
+    CannotStandAlone if that is no plain value."""
     state, names = State(), watcher.names()
-    state.add_value(module, "")
+    state.add_value(module.module, "")
     reached = {id(holder.owner) for holder in state.holders}
     for change in pending:
         near = id(change.owner) in reached or change.label.startswith("global ")
-        if near and change.kind not in (*FIXED, "buffer") and _is_named(change, names):
+        if not near or change.kind in (*FIXED, "buffer") or not _is_named(change, names):
+            continue
+        if change.key is None or not is_plain(change.new):
             raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
+        module.before.append(change)
 
 
 def _is_named(change: Change, names: Collection[str]) -> bool:
@@ -325,7 +332,7 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Seq
         result = function.run(*args, **kwargs)
     made, left = _tensors(result), list(result[1].values()) if changes else []
     if _leaves(made) - _leaves(inputs):
-        raise CannotStandAlone("its gradient flows into a tensor that is neither its parameter nor its argument")
+        raise CannotStandAlone("its gradient flows into what is neither its parameter nor its argument")
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
     written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
     shared = _shared(inputs, made[: len(made) - len(left)], [*left, *(c.new for c in copies)])
@@ -406,8 +413,7 @@ def _place(change: Change) -> Change | None:
     """The part of a change that tensors are left in. None if it has none; the last values of a list or deque.
 
     Raises CannotStandAlone if they are among others."""
-    new = _new_tensors(change.old, change.new)
-    if not new:
+    if change.kind in FIXED or not _new_tensors(change.old, change.new):
         return None
     if change.key is not None:
         return change

@@ -68,8 +68,8 @@ class Change:
 class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
-    Seen are the modules of ``root``, their classes, the objects and containers that they hold, and the globals of the
-    files that define their classes. At the end everything is put back, also what was :meth:`accepted <accept>`.
+    Seen are the modules of ``root``, their classes, the objects and containers that they hold, the variables of their
+    hooks, and the globals of the files that define their classes. At the end everything is put back, also what was :meth:`accepted <accept>`.
     """
 
     root: nn.Module
@@ -81,6 +81,10 @@ class Effects:
     def __enter__(self) -> Effects:
         state = State()
         state.add_value(self.root, self.label)
+        for hook in [hook for holder in state.holders if holder.kind == "hook" for hook in holder.entries.values()]:
+            names, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
+            for name, cell in zip(names.co_freevars if names else (), cells, strict=True):
+                state.add_value(_content(cell), f"variable {name}")
         for module in _files(self.root):
             entries = {k: v for k, v in vars(module).items() if not k.startswith("__") and not _is_code(v)}
             state.add(Holder(vars(module), f"global {module.__name__}", entries, counted=False), OUTSIDE_DEPTH)
@@ -124,6 +128,13 @@ def _files(root: nn.Module) -> list[ModuleType]:
     classes = {base for module in root.modules() for base in type(module).__mro__ if is_user_class(base)}
     names = sorted({cls.__module__ for cls in classes})
     return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def _is_code(value: object) -> bool:

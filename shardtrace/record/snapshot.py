@@ -133,7 +133,10 @@ def _member(members: set[Any], member: Any) -> Any:
 def _values(holders: list[Holder]) -> dict[Name, Any]:
     """The values by name and by how often the name occurred before. Builtin containers that were looked into count by
     their type, their length and their entries, all other objects by identity."""
-    inside = {id(h.owner) for h in holders if type(h.owner) in BUILTIN and len(h.owner) == len(h.entries)}
+    builtin = (
+        h for h in holders if type(h.owner) in BUILTIN
+    )  # some entries of those that are not counted are excluded
+    inside = {id(h.owner) for h in builtin if len(h.owner) == len(h.entries) or not h.counted}
     values: dict[Name, Any] = {}
     occurred: Counter[str] = Counter()
 
