@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -51,6 +51,28 @@ def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -
         jitted._module_cache = dict(jitted._model.named_modules())
         for name, parameter in jitted._overrides_parameters.items():
             jitted._overrides_parameters[name] = replaced.get(parameter, parameter)
+
+
+def live_buffers() -> Callable[[], None]:
+    """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
+    it is called, in place of those that were there when they were jitted."""
+    data, _ = compile_data_and_stats()
+    rows = []
+    for jitted in data._thunder_module_map.values():
+        for name, module in jitted._model.named_modules(remove_duplicate=False):
+            for key, value in module._buffers.items():
+                path = f"{name}.{key}" if name else key
+                if jitted._overrides_buffers.get(path) is value is not None:
+                    rows.append((jitted._overrides_buffers, path, module._buffers, key))
+
+    def refresh() -> None:
+        for overrides, path, buffers, key in rows:
+            if buffers.get(key) is not overrides.get(path):
+                overrides.pop(path, None)
+                if (new := buffers.get(key)) is not None:
+                    overrides[path] = new
+
+    return refresh
 
 
 def proxied_values() -> set[Any]:

@@ -171,9 +171,9 @@ class TorchCall:
     # ---- at run time ----
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        flat = list(self.flat)
-        for n, (i, t) in enumerate(zip(self.places, tensors, strict=True)):
-            flat[i] = t.clone() if n in self.written else t
+        flat, into = list(self.flat), {id(tensors[n]): tensors[n].clone() for n in self.written}
+        for i, t in zip(self.places, tensors, strict=True):
+            flat[i] = into.get(id(t), t)
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         with ExitStack() as stack:
             for state in self.autocast:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import proxied_values, refresh_modules
+from passes.compat.jit import live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -63,6 +63,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
+    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
@@ -86,6 +87,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             known=facts.known,
             found=found,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+            stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
             compare=functools.partial(_comparison, states),
             whole_of=wholes(states[0], context),
@@ -107,7 +109,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards.append(traced.guard)
+    facts.guards += [live_buffers(), traced.guard]
     if traced.last_guard is not None:
         facts.last_guards.append(traced.last_guard)
     if traced.setter is not None:

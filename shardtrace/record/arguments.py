@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial, reduce
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
 from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
+from shardtrace.record.calls import storage
+from shardtrace.record.memory import overlap
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.results import LEAVES, PLAIN, Path, map_tensors, parts
 
@@ -43,6 +45,7 @@ class Arguments:
         self._fakes, self._whole_of = fakes, whole_of
         self.by_fake: dict[int, tuple[torch.Tensor, TensorProxy]] = {}
         self._made: dict[str, torch.Tensor] = {}
+        self._inputs: list[TensorProxy] = []  # of the tensors that the prologue fetches
         self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
         for value in (*args, *kwargs.values()):
@@ -76,6 +79,24 @@ class Arguments:
                 f"forward writes into an argument of shape {tuple(fake.shape)} that shares memory with another one: "
                 "pass a clone of it"
             )
+
+    def check_apart(self, held: Callable[[], Sequence[torch.Tensor]], written: bool) -> None:
+        """Raises RuntimeError if an argument shares memory with a tensor of the model that forward writes into, and
+        lets the prologue look for that before each step.
+
+        Args:
+            held: gives those tensors.
+            written: whether forward writes into arguments, which must not share memory with each other then.
+        """
+        for t in self.tensors().values():
+            if t.layout == torch.strided and any(overlap(t, h) for h in held()):
+                raise RuntimeError(
+                    f"an argument of shape {tuple(t.shape)} shares memory with a tensor of the model that forward "
+                    "writes into: pass a clone of it"
+                )
+        if self._inputs:
+            check = partial(_check_memory, partial(_compare_memory, held, written))
+            constraints().append((check, *self._inputs))
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the forward has changed an object or a container that it was given."""
@@ -115,6 +136,8 @@ class Arguments:
                 self._parts.add(id(fake))
             elif isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
                 fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
+            if value.history is not None:
+                self._inputs.append(value)
             self._made[value.name] = fake
             self.by_fake[id(fake)] = fake, whole
         return self._made[value.name]
@@ -157,6 +180,16 @@ def _check(expected: Hashable, proxy: Proxy) -> None:
 def _compare(expected: Hashable, value: Any) -> None:
     if signature(value) != expected:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
+
+
+def _check_memory(compare: Callable[[Any], None], *proxies: TensorProxy) -> None:
+    check_value(ContextObject("memory_of_arguments", compare), proxies)
+
+
+def _compare_memory(held: Callable[[], Sequence[torch.Tensor]], written: bool, tensors: Sequence[torch.Tensor]) -> None:
+    found = [storage(t) for t in tensors if t.layout == torch.strided]
+    if not set(map(storage, held())).isdisjoint(found) or (written and len(set(found)) < len(found)):
+        raise RuntimeError("an argument shares memory with what forward writes into")
 
 
 def signature(value: Any, inside: Set[int] = frozenset()) -> Hashable:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 from shardtrace.record.effects import Change
+from shardtrace.record.memory import Memory
 from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
@@ -52,6 +53,22 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     return done, [tensor for _, tensor in found.values()]
 
 
+def written_outside(memory: Memory, storages: Collection[int]) -> list[Change]:
+    """The writes into tensors that no module holds by name, as changes. ``storages``: what was written into.
+
+    Raises:
+        RuntimeError: if one gets a gradient.
+    """
+    found = memory.outside_of(storages)
+    for t, fake in found:
+        if fake.requires_grad:
+            raise RuntimeError(
+                f"forward writes values with a gradient into a tensor of shape {tuple(t.shape)} that no module holds "
+                "by name: write them detached"
+            )
+    return [Change(t, None, "memory", "a tensor", None, fake) for t, fake in found]
+
+
 def _holds_fake(value: Any, depth: int) -> bool:
     if isinstance(value, FakeTensor) or is_plain(value) or depth == 0:
         return isinstance(value, FakeTensor)
@@ -76,11 +93,18 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
             list.extend(change.owner, value)
         elif change.kind == "count":
             change.put(reduce(operator.add, value, change.get()))  # sum() of Python 3.12 rounds otherwise
-        elif change.kind == "buffer" and _fits(change.owner.get(change.key), value):
+        elif (held := _memory(change)) is not None and _fits(held, value):
             with torch.no_grad():
-                change.owner[change.key].copy_(value)
+                held.copy_(value)
         else:
             change.put(value)
+
+
+def _memory(change: Change) -> Any:
+    """The tensor whose memory gets the new value; None if another object does."""
+    if change.kind == "memory":
+        return change.owner
+    return change.owner.get(change.key) if change.kind == "buffer" else None
 
 
 def _fits(old: object, new: object) -> bool:

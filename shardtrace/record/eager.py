@@ -104,8 +104,9 @@ class EagerModule(Eager):
 
     Returns what the module returns, and the tensors that it leaves in ``places``, which are entries of the user's
     objects: by the number of the place and that in it. Each is a tensor of its own. A ``token`` without elements
-    follows if nothing reads the others. ``before`` is set before each run. ``left`` are the tensors that the last run has left. ``shared`` has pairs of
-    tensors that had memory in common, by their numbers among those that the call is given and returns; -1 is any other.
+    follows if nothing reads the others. ``before`` is set before each run. ``left`` are the tensors that the last run
+    has left. ``shared`` has pairs of tensors that had memory in common, by their numbers among those that the call is
+    given and returns; -1 is any other.
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], root: nn.Module) -> None:
@@ -114,7 +115,7 @@ class EagerModule(Eager):
         self.before: list[Change] = []
         self.places: dict[int, Change] = {}
         self.left: dict[Any, ref[torch.Tensor]] = {}
-        self.token = False
+        self.token = True
         self.shared: frozenset[tuple[int, int]] = frozenset()
         owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
         self._running = next((state.running for state in owners), nullcontext)
@@ -313,29 +314,32 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list
 
 
 def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Sequence[int]) -> Trial:
-    given = [make(v) if isinstance(v, FakeTensor) else v for v in given]  # others are from outside the model
+    given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, marks, values = _random_state(devices), list(map(_mark, inputs)), [t.detach().clone() for t in inputs]
     args, kwargs = pytree.tree_unflatten(given, spec)
     changes: list[Change] = []
+    others: list[Any] = []
     copies: list[Change] = []
     if isinstance(function, EagerModule):
         with untouched(function.root) as (effects, copies):
             grad = torch.is_grad_enabled()
-            result, *_ = function.run(*args, **kwargs)
+            result, _, token = function.run(*args, **kwargs)
             if torch.is_grad_enabled() != grad:
                 raise CannotStandAlone("it switches gradients on or off for what follows")
             changes = effects.changes()
         places = [place for change in changes if (place := _place(change)) is not None]
-        result = result, _numbered((i, p.old, p.new) for i, p in enumerate(places)), []
+        left = _numbered((i, p.old, p.new) for i, p in enumerate(places))
+        made, others = _tensors(result), [*left.values(), *(c.new for c in copies)]
+        result = result, left, token
     else:
         result = function.run(*args, **kwargs)
-    made, left = _tensors(result), list(result[1].values()) if changes else []
-    if _leaves(made) - _leaves(inputs):
+        made = _tensors(result)
+    if _leaves(_tensors(result)) - _leaves(inputs):
         raise CannotStandAlone("its gradient flows into what is neither its parameter nor its argument")
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
     written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
-    shared = _shared(inputs, made[: len(made) - len(left)], [*left, *(c.new for c in copies)])
+    shared = _shared(inputs, made, others)
     return Trial(result, frozenset(written), drawn, shared, changes, copies)
 
 
@@ -475,7 +479,7 @@ def unguarded(changes: Iterable[Change], used: Collection[int], names: Collectio
     return found
 
 
-def check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
+def _check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
     """Raises CannotWrite if the forward writes into what a module that PyTorch runs returns, and then reads what may
     share memory with that, or the other way round. ``read``: the tensors that are read after the calls."""
     partners: dict[int, set[int]] = {}  # of a memory; -1 is that of the user's objects
@@ -491,7 +495,7 @@ def check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
             add_note(error, f"at {call.place}")
             raise error
 
-    for call in calls if any(isinstance(call.function, EagerModule) for call in calls) else ():
+    for call in calls:
         tensors = [*call.tensors(), *call.results]
         check(map(storage, tensors))
         stale |= {other: call for t in call.written for other in partners.get(storage(t), ())}
@@ -500,7 +504,13 @@ def check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
             a, b = (storage(tensors[i]) if i >= 0 else -1 for i in pair)
             partners.setdefault(a, set()).add(b)
             partners.setdefault(b, set()).add(a)
-    check(map(storage, read if stale else ()))
+    check(map(storage, read))
+
+
+def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
+    """A real tensor like a fake. Those that no module holds by name have their values."""
+    held: torch.Tensor | None = getattr(fake, "_shardtrace_outside", None)
+    return make(fake) if held is None else held.clone()
 
 
 def _made_like(t: torch.Tensor) -> torch.Tensor:
@@ -526,25 +536,33 @@ def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tens
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf
 
 
-def settle_runs(calls: list[Call], read: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def settle_runs(calls: list[Call], read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Drops the results of modules' runs that they leave in places which nothing reads, so that a later run need not
-    leave them. Returns tokens: the step has to return them, because Thunder drops a call of which nothing is read."""
+    leave them. Returns tokens: the step has to return them, because Thunder drops a call of which nothing is read.
+
+    Args:
+        calls: those of a forward in which there are such runs.
+        read: the tensors that are read after the calls.
+
+    Raises:
+        CannotWrite: if the forward reads memory that it may have written into unseen.
+    """
     live, tokens = set(map(storage, read)), []
+    _check_memory(calls, read)
     for i, call in reversed(list(enumerate(calls))):
         run = call.function if isinstance(call.function, EagerModule) else None
         is_live = not live.isdisjoint(map(storage, (*call.results, *call.written)))
         if run is not None:
             of_result, left = run.expected
-            count = len(call.results) - len(left)
-            pairs = list(zip(left, call.results[count:], strict=True))
+            count = len(call.results) - len(left) - 1
+            *pairs, (_, token) = zip((*left, None), call.results[count:], strict=True)
             places = {number[0] for number, t in pairs if storage(t) in live}
             run.places = {number: run.places[number] for number in places}
             run.expected = of_result, {number: facts for number, facts in left.items() if number[0] in places}
             run.token = not is_live
-            token = [torch.empty(0)] * run.token
-            tokens += token
-            kept = (t for number, t in pairs if number[0] in places)
-            calls[i] = replace(call, results=(*call.results[:count], *kept, *token))
+            kept = [t for number, t in pairs if number[0] in places] + [token] * run.token
+            tokens += [token] * run.token
+            calls[i] = replace(call, results=(*call.results[:count], *kept))
         if is_live or run is not None:
             live |= set(map(storage, call.tensors()))
     return tokens

@@ -23,8 +23,8 @@ class Change:
     """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
 
     ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
-    all of it), "append" (``new``: what a list gained at its end), "count" (``new``: the numbers that were added to a
-    number, in order).
+    all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new`` is what it
+    holds), "count" (``new``: the numbers that were added to a number, in order).
     """
 
     owner: Any
@@ -69,7 +69,8 @@ class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
     Seen are the modules of ``root``, their classes, the objects and containers that they hold, the variables of their
-    hooks, and the globals of the files that define their classes. At the end everything is put back, also what was :meth:`accepted <accept>`.
+    hooks, and the globals of the files that define their classes. At the end everything is put back, also what was
+    :meth:`accepted <accept>`.
     """
 
     root: nn.Module

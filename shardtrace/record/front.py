@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -16,12 +16,13 @@ from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.calls import Record
-from shardtrace.record.changes import apply, numbered
-from shardtrace.record.eager import check_memory, settle_runs, unguarded, updated_parameter
+from shardtrace.record.calls import Record, storage
+from shardtrace.record.changes import apply, numbered, written_outside
+from shardtrace.record.eager import settle_runs, unguarded, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
-from shardtrace.record.recorder import CannotRecord, FakeMode
+from shardtrace.record.memory import Memory
+from shardtrace.record.recorder import CannotRecord, FakeMode, Refused
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
@@ -41,7 +42,7 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -65,18 +66,20 @@ class Inputs:
         self._added: list[TensorProxy] = []
         self.by_name: dict[str, torch.Tensor] = {}
         self.replaced: set[int] = set()  # fakes of buffers that get another value after the step
-        root: nn.Module = unwrap(module)
+        self.root = root = unwrap(module)
         devices = (traced_device(t) for t in chain(root.parameters(), root.buffers()))
         self._device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
         self.absent = self._device if is_absent(self._device) else None
-        made: dict[int, torch.Tensor] = {}
-        kinds = (("_parameters", root.named_parameters), ("_buffers", root.named_buffers))
-        for kind, named in kinds:
-            for name, t in named(remove_duplicate=False):
-                if id(t) not in made:
-                    made[id(t)] = fake = self._fake(t)
-                    self._names[id(fake)] = kind, name, t
-                self.by_name[name] = made[id(t)]
+        self._made: dict[int, torch.Tensor] = {}
+        self.memory = Memory(fakes, lambda t: self._made.get(id(setting.stand_in_of(t))))
+        parameters = [("_parameters", *named) for named in root.named_parameters(remove_duplicate=False)]
+        buffers = [("_buffers", *named) for named in root.named_buffers(remove_duplicate=False)]
+        for kind, name, t in (*parameters, *sorted(buffers, key=lambda b: -b[2].nbytes)):  # parts after the whole
+            if id(t) not in self._made:
+                fake = self._fake(t) if isinstance(t, nn.Parameter) else self.memory.hold(t, self._fake)
+                self._made[id(t)] = fake
+                self._names[id(fake)] = kind, name, t
+            self.by_name[name] = self._made[id(t)]
 
     def _fake(self, t: torch.Tensor) -> torch.Tensor:
         device = self._device if traced_device(t).type == "meta" else traced_device(t)  # one without elements
@@ -165,6 +168,7 @@ class Setting:
         known: the parameters and buffers that an earlier call has met, by their ids.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
+        stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
@@ -175,6 +179,7 @@ class Setting:
     known: dict[int, Any]
     found: Found
     parameter_of: ParameterOf
+    stand_in_of: Callable[[torch.Tensor], torch.Tensor]
     state: str
     compare: Compare
     whole_of: WholeOf
@@ -193,6 +198,8 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
             traced = front.write(done)
             break
         except CannotRecord as error:
+            if isinstance(error.__cause__, Refused):
+                raise front.with_place(error.__cause__) from None
             front.fall_back(error.modules, error.__cause__ or error)
         except CannotWrite as error:
             front.fall_back(front.modules_around(error.module), error)
@@ -235,7 +242,8 @@ class Front:
         config = getattr(self._module, "config", None)
         self._caches = bool(arguments.kwargs.get("use_cache", getattr(config, "use_cache", False)))
         recording = Recording(
-            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, self._names,
+            self._module, function, arguments.args, arguments.kwargs, fakes, inputs.by_name, inputs.memory,
+            self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
         )  # fmt: skip
@@ -246,12 +254,16 @@ class Front:
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
-        used = {id(t) for call in record.calls for t in call.tensors() if not isinstance(t, FakeTensor)}
+        memory = inputs.memory
+        used = {id(t) for t in memory.outside.values()}
         check_recurrent([*done.changes, *record.ran], used)
         excluded = unguarded(record.ran, used, done.watcher.names())
-        changes, left = numbered(done.changes)
+        written = {storage(t) for call in record.calls for t in call.written}
+        memory.check_whole(written)
+        _check_apart(inputs, arguments, written)
+        changes, left = numbered([*done.changes, *written_outside(memory, written)])
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
-        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), inputs.absent)
+        replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), memory, written, inputs.absent)
         blocks = Blocks(
             record, replay,
             repeated={name for name, m in self._modules.items() if REPEATED in m.__dict__},
@@ -262,8 +274,7 @@ class Front:
         count, returned = len(lines), tensors_in(record.result)
         try:
             fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
-            check_memory(record.calls, [*returned, *left, *fakes])
-            left += settle_runs(record.calls, [*returned, *left, *fakes])
+            left += settle_runs(record.calls, [*returned, *left, *fakes]) if record.watchers else []
             with exempt_from_autocast(get_compile_data()):
                 blocks.write([*returned, *left])
                 _write_back(replay, inputs, arguments)
@@ -338,7 +349,7 @@ class Front:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self._with_place(self._explained(self._first))
+        raise self.with_place(self._explained(self._first))
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
@@ -355,7 +366,7 @@ class Front:
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained
 
-    def _with_place(self, error: BaseException) -> BaseException:
+    def with_place(self, error: BaseException) -> BaseException:
         """The error with a note that says where the model's forward was."""
         walked = (f for f, _ in traceback.walk_tb(error.__traceback__))
         frames = [f for f in walked if not is_library(f.f_globals.get("__name__", ""))]
@@ -376,11 +387,25 @@ def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Seq
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
 
 
+def _check_apart(inputs: Inputs, arguments: Arguments, written: Collection[int]) -> None:
+    """Lets no argument share memory with what forward writes into. ``written``: the keys of the storages."""
+    fakes = {id(fake): fake for fake in inputs.by_name.values() if storage(fake) in written}
+    names = [inputs.name(fake) for fake in fakes.values() if not isinstance(fake, nn.Parameter)]
+    outside = [t for t, _ in inputs.memory.outside_of(written)]
+    given = any(storage(fake) in written for fake, _ in arguments.by_fake.values())
+    if names or outside or given:
+        owners = [
+            (inputs.root.get_submodule(path)._buffers, key) for path, _, key in (n.rpartition(".") for n in names)
+        ]
+        arguments.check_apart(lambda: [*outside, *(t for b, k in owners if (t := b.get(k)) is not None)], given)
+
+
 def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
     """Adds the lines that write into buffers and arguments what they hold at the end."""
     fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
     for fake in {id(t): t for t in fakes}.values():
-        if fake not in replay.values or not replay.values.is_written(fake):
+        part = id(fake) in inputs.memory.bases  # what is written into the whole is in its parts
+        if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
             raise updated_parameter(inputs.name(fake))

@@ -11,8 +11,9 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.analysis.recognise import draws
@@ -22,6 +23,9 @@ from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
 from shardtrace.record.marks import is_library
+from shardtrace.record.memory import Memory, arguments_written, written_by
+from shardtrace.record.results import tensors_in
+from shardtrace.record.symbols import is_query, name_of
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -29,18 +33,32 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
-HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_HOOK = ", and no step would run the hook: write an autograd.Function, or register it on what the model returns"
+REFUSED = {
+    torch.Tensor.register_hook: _HOOK,
+    torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
+    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
+    "shardtrace.full_params",
+}
+GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
+GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 SEED = (
     "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
     "random function a torch.Generator of its own"
 )
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
+
+
+class Refused(NotImplementedError):
+    """What no step could do, nor PyTorch in its place."""
 
 
 class CannotRecord(Exception):
@@ -75,6 +93,7 @@ class Recorder(TorchFunctionMode):
     Args:
         modules: the names of modules, by their ids.
         watcher: sees the functions that run, apart from those of torch.
+        memory: has the fakes of tensors that forward meets.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
         effects: sees what the forward changes in the user's objects; needed if there are such modules.
@@ -84,6 +103,7 @@ class Recorder(TorchFunctionMode):
         self,
         modules: Mapping[int, str],
         watcher: CodeWatcher,
+        memory: Memory,
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
@@ -100,6 +120,9 @@ class Recorder(TorchFunctionMode):
         self._checkpoints: list[int] = []
         self._count = 0
         self._watcher = watcher
+        self._memory = memory
+        self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
+        self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
 
     # ---- calls ----
 
@@ -111,29 +134,95 @@ class Recorder(TorchFunctionMode):
 
     def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call."""
-        if func in HOOKS:
-            raise NotImplementedError(
-                f"forward calls {func.__name__} of a tensor, and no step would run the hook: write an "
-                "autograd.Function, or register it on what the model returns"
+        if (why := REFUSED.get(func)) is not None:
+            raise NotImplementedError(f"forward calls {func.__name__} of a tensor{why}")
+        if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
+            raise Refused(
+                f"forward calls {name_of(func)}, but gradients belong to steps: return the loss, and read or change "
+                "gradients outside of forward, or call the model inside shardtrace.full_params"
             )
-        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        versions = {i: _version(t) for i, t in given.items()}
-        shapes = {i: (t.size(), t.stride()) for i, t in given.items() if t.layout == torch.strided}
-        kept_args, kept_kwargs = pytree.tree_map(lambda x: x, (args, kwargs))  # a list may change later
+        if func == SET_DATA:
+            return self._set_data(*args)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        own = [self._met(x) if isinstance(x, torch.Tensor) else x for x in flat]
+        kept_args, kept_kwargs = pytree.tree_unflatten(own, spec)  # copies: a list may change later
+        given = {id(t): t for t in own if isinstance(t, torch.Tensor)}
+        outside = {id(fake): t for fake, t in zip(own, flat, strict=True) if fake is not t}
+        if outside:
+            args, kwargs = kept_args, kept_kwargs
+        before = {i: TensorState.of(t) for i, t in given.items() if t.layout == torch.strided}
         function, self._drawn, self._inside = func, False, self._inside + 1
         self._watcher.pause()
+        self._written = []
         try:
             result = func(*args, **kwargs)
-            changed = [t for i, t in given.items() if _version(t) != versions[i]]
+            changed = arguments_written(self._written, given.values())
         except Exception as error:  # whatever torch raises for fake tensors
             function = Eager(func, str(getattr(func, "__name__", "call")))
-            result, changed = self._try(function, args, kwargs, error)
+            result, tried = self._try(function, args, kwargs, error)
+            changed = tuple(tried)
         finally:
             self._inside -= 1
+            self._written = []
             self._watcher.resume()
-        _check_shapes(func, given, shapes)
-        self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
-        return result
+        self._memory.use(given.values(), written=changed)
+        if self._check_states(func, given, before, changed):
+            function, changed = torch.Tensor.detach, ()
+            self._keep(function, kept_args, kept_kwargs, result, (), False, renewed=True)
+        else:
+            if func in STATISTICS:
+                changed = tuple(t for t in changed if id(t) not in self._memory.named)
+            self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+        return pytree.tree_map_only(torch.Tensor, lambda t: outside.get(id(t), t), result) if outside else result
+
+    def _met(self, t: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor that forward meets."""
+        self._inside += 1  # what makes a fake is no call of forward's
+        try:
+            return self._memory.met(t)
+        finally:
+            self._inside -= 1
+
+    def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
+        """Keeps ``t.data = value`` as a write."""
+        t, value = self._met(t), self._met(value)
+        if (t.shape, t.dtype, t.device) != (value.shape, value.dtype, value.device):
+            raise NotImplementedError("forward gives a tensor data of another shape, dtype or device: use a new tensor")
+        self._memory.use([t, value], written=[t])
+        self._memory.assign(t, value, chain.from_iterable(call.results for call in self.record.calls))
+        self._keep(torch.Tensor.copy_, (t, value), {}, t, (t,), False, grad=False)
+
+    def _check_states(
+        self, func: Any, given: Mapping[int, torch.Tensor], before: Mapping[int, TensorState], changed: Any
+    ) -> bool:
+        """Raises NotImplementedError if a function has changed what no line can change of a tensor that it was given.
+        Returns whether it has cut the first one from its gradient, as ``detach_`` does."""
+        name = getattr(func, "__name__", str(func))
+        written = set(map(storage, changed))
+        for i in before:
+            t = given[i]
+            then, now = before[i], TensorState.of(t)
+            if now == then:
+                continue
+            if now.layout != then.layout:
+                raise NotImplementedError(
+                    f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
+                )
+            if now.memory != then.memory:
+                raise NotImplementedError(f"{name} gives its argument the memory of another tensor: use a new tensor")
+            if then.memory[0] in written:
+                continue
+            if any(t is r for call in self.record.calls for r in call.results):
+                if now.requires_grad:
+                    self._leaves.append(t)
+                    continue
+                if func is torch.Tensor.detach_:
+                    return True
+            raise Refused(
+                f"{name} changes in forward whether a parameter, an argument or a view requires a gradient: "
+                "do it outside of forward, or use a new tensor (detach)"
+            )
+        return False
 
     def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
         """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
@@ -150,11 +239,28 @@ class Recorder(TorchFunctionMode):
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         return trial.result, [tensors[i] for i in trial.written]
 
-    def _keep(self, function: Any, args: Any, kwargs: Any, result: Any, changed: Any, random: bool) -> None:
-        written = tuple({storage(t): t for t in reversed(changed)}.values())
+    def _keep(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        written: Sequence[torch.Tensor],
+        random: bool,
+        *,
+        grad: bool | None = None,
+        renewed: bool = False,
+    ) -> None:
+        """Keeps a call. ``renewed``: an argument that is returned is a result, too."""
+        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         same = {id(t) for t in pytree.tree_leaves((args, kwargs))} - set(map(id, written))  # passed on as they are
-        results = tuple(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in same)
-        if not written and not results and not isinstance(function, EagerModule):
+        results = tuple(returned if renewed else (t for t in returned if id(t) not in same))
+        if not written and not results:
+            if not returned and not is_query(function):
+                raise NotImplementedError(
+                    f"forward calls {name_of(function)}, which returns no tensor and writes into none: no step would "
+                    "call it again"
+                )
             return
         frame = sys._getframe(2)
         while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
@@ -165,10 +271,11 @@ class Recorder(TorchFunctionMode):
         self._watcher.pause()  # what reads the code of the frame is none of the model's
         names = assigned(frame)
         self._watcher.resume()
+        grad = torch.is_grad_enabled() if grad is None else grad
         self.record.calls.append(
             Call(
-                function, args, kwargs, results, written, torch.is_grad_enabled(), autocast_states(), random, place,
-                checkpoint, names,
+                function, args, kwargs, results, tuple(written), grad, autocast_states(), random, place, checkpoint,
+                names,
             )
         )  # fmt: skip
 
@@ -184,16 +291,16 @@ class Recorder(TorchFunctionMode):
                 "forward computes derivatives in forward mode (torch.func.jvp, jacfwd), whose own gradient would be "
                 "lost: use torch.func.grad or jacrev"
             )
-        drawn = draws(func, args, kwargs)
+        drawn, written = draws(func, args, kwargs), written_by(func, args, kwargs)
         if self._inside:
             self._drawn = self._drawn or drawn
+            self._written += written
             return
-        names = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not names and func.namespace == "prim":  # such as the device of a tensor
+        if not written and func.namespace == "prim":  # such as the device of a tensor
             return
-        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        changed = [t for t in pytree.tree_leaves([by_name.get(a.name) for a in names]) if isinstance(t, torch.Tensor)]
-        self._keep(func, args, kwargs, result, changed, drawn)
+        if not all(isinstance(t, FakeTensor) for t in written):
+            raise NotImplementedError("forward writes into a tensor from outside, where torch does not tell which")
+        self._keep(func, args, kwargs, result, written, drawn)
 
     # ---- what runs around calls ----
 
@@ -222,7 +329,7 @@ class Recorder(TorchFunctionMode):
         """The call of a module as one call."""
         assert self._effects is not None
         call, own, watcher = EagerModule(module, original, self._effects.root), own_tensors(module), CodeWatcher()
-        kept = pytree.tree_map(lambda x: x, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._met, (args, kwargs))
         self._inside += 1
         self._watcher.pause()
         try:
@@ -234,7 +341,8 @@ class Recorder(TorchFunctionMode):
         self.record.left += trial.left
         self.record.watchers.append(watcher)
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
-        self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
+        written = {storage(tensors[i]): tensors[i] for i in sorted(trial.written, reverse=True)}
+        self._keep(call, (args, kwargs, own), {}, trial.result, tuple(written.values()), trial.random)
         return trial.result[0]
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
@@ -262,6 +370,16 @@ class Recorder(TorchFunctionMode):
             raise NotImplementedError(
                 f"forward calls {function.__name__}.apply by a reference from before shardtrace was imported: import "
                 "shardtrace first, so that its backward is seen"
+            )
+
+    def check_leaves(self) -> None:
+        """Raises NotImplementedError if a script could ask for the gradient of a result that forward has made to
+        require one, which would be None."""
+        returned = {id(t) for t in tensors_in(self.record.result)}
+        if any(id(t) in returned for t in self._leaves):
+            raise NotImplementedError(
+                "forward returns a tensor of which it has called requires_grad_, and whose gradient no step would "
+                "keep: call requires_grad_ on what the model returns, or the model inside shardtrace.full_params"
             )
 
     @contextmanager
@@ -292,6 +410,7 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
+            recorder.check_leaves()
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
         finally:
@@ -384,17 +503,16 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         yield
 
 
-def _check_shapes(function: Any, given: Mapping[int, torch.Tensor], shapes: Mapping[int, Any]) -> None:
-    """Raises NotImplementedError if a function has changed the shape of a tensor that it was given."""
-    if any((given[i].size(), given[i].stride()) != shape for i, shape in shapes.items()):
-        name = getattr(function, "__name__", str(function))
-        raise NotImplementedError(
-            f"{name} changes the shape of its argument in place: use what {name.strip('_')} returns"
-        )
+class TensorState(NamedTuple):
+    """What a call can change of a tensor apart from its values."""
 
+    layout: tuple[Sequence[int], Sequence[int]]
+    memory: tuple[int, int]
+    requires_grad: bool
 
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+    @classmethod
+    def of(cls, t: torch.Tensor) -> TensorState:
+        return cls((t.size(), t.stride()), (storage(t), int(t.storage_offset())), t.requires_grad)
 
 
 def autocast_states() -> tuple[Autocast, ...]:

@@ -18,6 +18,7 @@ from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.memory import Memory
 from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
@@ -40,6 +41,7 @@ class Recording:
     kwargs: Mapping[str, Any]
     fakes: FakeMode
     tensors: Mapping[str, torch.Tensor]
+    memory: Memory
     names: Mapping[int, str]
     watched: Collection[nn.Module]
     eager: Set[nn.Module]
@@ -52,7 +54,9 @@ class Recording:
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             stack.enter_context(watcher)
-            recorder = Recorder(self.names, watcher, watched=self.watched, eager=self.eager, effects=effects)
+            recorder = Recorder(
+                self.names, watcher, self.memory, watched=self.watched, eager=self.eager, effects=effects
+            )
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -14,8 +14,9 @@ from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
 from passes.kernels.torch_call import Meta, TorchCall, add_executor
-from shardtrace.record.calls import Call
+from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
+from shardtrace.record.memory import Memory
 from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
 from shardtrace.record.values import Values
 
@@ -32,7 +33,6 @@ from torch.utils import _pytree as pytree
 
 Leaf = Callable[[torch.Tensor], Any]
 KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
-BUFFERS = {nn.functional.batch_norm}  # Thunder's symbol writes the running statistics itself
 LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
 
@@ -44,15 +44,16 @@ class CannotWrite(Exception):
 
 
 class Constant:
-    """A tensor from outside the module: of a global variable, or a literal."""
+    """A tensor that no module holds by name. ``written``: whether forward writes into it. Backward may read what was
+    there before."""
 
     __name__ = "constant"
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, written: bool) -> None:
+        self.tensor, self.written = tensor, written
 
     def __call__(self) -> torch.Tensor:
-        return self.tensor
+        return self.tensor.clone() if self.written else self.tensor
 
 
 def without_values(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,13 +73,17 @@ class Replay:
 
     Args:
         input_of: gives the proxy of a fake that no call has made: a parameter, buffer or argument; None if it is none.
+        memory: the fakes of tensors that no module holds by name, and which are parts of others.
+        written: the keys of the storages that some call writes into.
         absent: the device of the step, if fakes are on the CPU in its place.
     """
 
-    def __init__(self, input_of: Leaf, absent: torch.device | None = None) -> None:
+    def __init__(
+        self, input_of: Leaf, memory: Memory, written: Collection[int], absent: torch.device | None = None
+    ) -> None:
         self.values = Values(self._take, self._put, self._keep)
         self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
-        self._input_of, self._absent = input_of, absent
+        self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -110,26 +115,33 @@ class Replay:
 
     def proxy(self, t: torch.Tensor) -> Any:
         """The proxy of what a tensor holds now."""
-        if t not in self.values:
-            found = self._input_of(t)
-            if found is None and isinstance(t, FakeTensor):
-                raise CannotWrite(f"a tensor of shape {tuple(t.shape)} comes from no call of torch that can be seen")
-            self.values.know(t, found if found is not None else self._constant(t))
+        t = self._memory.met(t)
+        if t in self.values:
+            return self.values.read(t)
+        base = self._memory.bases.get(id(t))
+        if base is not None and storage(t) in self._written:
+            self.proxy(base)
+            self.values.know_part(t)
+            return self.values.read(t)
+        found = self._input_of(t)
+        if found is None and isinstance(t, FakeTensor) and id(t) not in self._memory.outside:
+            raise CannotWrite(f"a tensor of shape {tuple(t.shape)} comes from no call of torch that can be seen")
+        self.values.know(t, found if found is not None else self._constant(t))
         return self.values.read(t)
 
     def _constant(self, t: torch.Tensor) -> Any:
-        if t.requires_grad:
+        if t.requires_grad and id(t) not in self._memory.outside:
             raise CannotWrite(
                 f"a tensor of shape {tuple(t.shape)} requires a gradient and is neither a parameter of the module nor "
                 "an argument: make it an nn.Parameter of the module"
             )
-        return self.line(Constant(t), (), {}, [t])[0]
+        tensor = self._memory.outside.get(id(t), t)
+        with _grad_mode(False):
+            return self.line(Constant(tensor, storage(t) in self._written), (), {}, [t])[0]
 
     # ---- one call ----
 
     def _write(self, call: Call) -> None:
-        if name_of(call.function) in ("requires_grad_", "__set__"):
-            raise CannotWrite(f"{name_of(call.function)} of a tensor in forward")
         if call.function is torch.autograd.grad:
             raise CannotWrite("it computes gradients")
         args, kwargs = pytree.tree_map(self._leaf, (call.args, call.kwargs))
@@ -169,7 +181,7 @@ class Replay:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
-        if call.written and call.function not in BUFFERS:
+        if call.written:
             if not in_place or any(t is not call.args[0] for t in call.results):
                 raise NotTrusted("writes into its arguments")
             old, compute = call.written, value_in_place
@@ -209,7 +221,7 @@ class Replay:
         if _is_lowered(call):  # else the line would save the casts, also those of gathered parameters
             args, kwargs = pytree.tree_map(partial(_cast, call.results[0].dtype), (args, kwargs), is_leaf=_is_proxy)
         into = {id(t) for t in call.written}
-        written = [i for i, t in enumerate(tensors) if id(t) in into]
+        written = [i for i, t in enumerate(tensors) if id(t) in into and all(t is not u for u in tensors[:i])]
         made = [t for t in call.results if id(t) not in into]
         old = [*made, *(tensors[i] for i in written)]
         new = self.line(

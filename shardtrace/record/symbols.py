@@ -63,6 +63,23 @@ CASTS = {
 WITHOUT_GRADIENT = ("detach", "new_zeros", "new_ones", "new_full")
 
 
+# return no tensor and change none: a forward may call them without a line. (Each call knows the modes it is made in.)
+QUERIES = frozenset(
+    """size dim ndim shape stride numel nelement ndimension storage_offset element_size itemsize nbytes layout dtype
+    device names is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference is_leaf is_sparse
+    is_sparse_csr is_quantized is_nested is_meta is_cuda is_cpu is_xpu is_mps is_mkldnn is_xla is_ipu is_maia is_mtia
+    is_vulkan is_pinned is_shared is_set_to is_same_size is_coalesced is_tensor is_nonzero requires_grad retains_grad
+    grad grad_fn grad_dtype output_nr has_names get_device dense_dim sparse_dim type sym_size sym_numel sym_stride
+    dim_order result_type promote_types can_cast broadcast_shapes typename get_default_dtype has_torch_function
+    untyped_storage storage _typed_storage storage_type data_ptr _cdata _version _base _is_view _backward_hooks
+    _is_zerotensor _has_symbolic_sizes_strides item tolist numpy equal allclose is_distributed
+    __len__ __hash__ __repr__ __format__ __bool__ __dir__ __contains__ __dlpack_device__ __array__ __int__ __float__
+    __index__ __complex__
+    _set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled autocast_increment_nesting
+    autocast_decrement_nesting clear_autocast_cache""".split()  # noqa: SIM905
+)
+
+
 class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
@@ -71,10 +88,17 @@ class NotTrusted(Exception):
 def name_of(function: Callable[..., Any]) -> str:
     """The last part of a torch function's name, such as "add" for torch.Tensor.add; its own name for another one."""
     name = getattr(function, "__name__", "")
-    if name == "__get__":  # of a property
+    if name in ("__get__", "__set__", "__delete__"):  # of a property
         return str(getattr(function.__self__, "__name__", ""))  # type: ignore[attr-defined]
     found = resolve_name(function)
     return found.rpartition(".")[2] if found else name or type(function).__name__
+
+
+def is_query(function: Callable[..., Any]) -> bool:
+    """True for a function that returns no tensor and does nothing."""
+    if isinstance(function, torch._ops.OpOverload):
+        return bool(function._schema.returns)
+    return getattr(function, "__name__", "") not in ("__set__", "__delete__") and name_of(function) in QUERIES
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardtrace.record.calls import storage
+from shardtrace.record.memory import same_place
 
 import torch
 
@@ -43,12 +44,19 @@ class Values:
         self._bases.setdefault(s, (t, proxy))
         self._valid[id(t)] = self._writes.setdefault(s, 0)
 
+    def know_part(self, t: torch.Tensor) -> None:
+        """``t`` is a part of a base that is known: it is taken when it is read."""
+        self._proxies[id(t)] = None
+        self._alive.append(t)
+        self._valid[id(t)] = -1
+
     def read(self, t: torch.Tensor) -> Any:
         """The proxy of what ``t`` holds now."""
         s = storage(t)
         if self._valid[id(t)] != self._writes[s]:
             base, now = self._bases[s]
-            self.know(t, now if same_place(base, t) else self._take(now, base, t))
+            whole = same_place(base, t) and (t.requires_grad or not base.requires_grad)  # else it is detached
+            self.know(t, now if whole else self._take(now, base, t))
         return self._proxies[id(t)]
 
     def write(self, t: torch.Tensor, proxy: Any, *, tracked: bool = True) -> None:
@@ -77,8 +85,3 @@ class Values:
 
     def is_written(self, t: torch.Tensor) -> bool:
         return bool(self._writes.get(storage(t)))
-
-
-def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for two tensors of one storage that are the same part of it."""
-    return (a.size(), a.stride(), a.storage_offset(), a.dtype) == (b.size(), b.stride(), b.storage_offset(), b.dtype)

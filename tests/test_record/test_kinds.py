@@ -3,6 +3,7 @@
 import types
 
 from shardtrace.record.kinds import Mark, Uses, find_kinds, is_whole, outermost, outline
+from shardtrace.record.memory import Memory
 from shardtrace.record.recorder import FakeMode, Recorder, record
 from shardtrace.record.watcher import CodeWatcher
 
@@ -35,7 +36,9 @@ def recorded(net):
                     p._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
     names = {id(module): name for name, module in net.named_modules()}
     blocks = [m for m in net.modules() if isinstance(m, Block)]
-    return record(net, [x], {}, mode=mode, recorder=Recorder(names, CodeWatcher(), watched=blocks))
+    return record(
+        net, [x], {}, mode=mode, recorder=Recorder(names, CodeWatcher(), Memory(mode, lambda t: None), watched=blocks)
+    )
 
 
 def kinds(*blocks, marks=(), refuse=lambda outline: "", net=Net):

@@ -2,6 +2,7 @@
 
 import types
 
+from shardtrace.record.memory import Memory
 from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
@@ -16,15 +17,16 @@ from torch.nn import functional as F
 def recorded(function, *args, modules=None, **options):
     """The record of a function, with fakes of 3 x 4 numbers for the names of its tensors."""
     mode = FakeMode()
+    memory = Memory(mode, lambda t: None)
     with mode:
         fakes = {name: torch.ones(3, 4, requires_grad=name == "x") for name in ("x", "y")}
         fakes["x"] = fakes["x"] * 1
     names = {id(module): name for name, module in (modules.named_modules() if modules is not None else ())}
     done = record(
         function, [fakes.get(a, a) if isinstance(a, str) else a for a in args], {}, mode=mode,
-        recorder=Recorder(names, CodeWatcher(), **options),
+        recorder=Recorder(names, CodeWatcher(), memory, **options),
     )  # fmt: skip
-    done.x, done.y = fakes["x"], fakes["y"]
+    done.x, done.y, done.memory = fakes["x"], fakes["y"], memory
     return done
 
 
@@ -223,8 +225,98 @@ def test_shapes_that_change_in_place():
     assert "unsqueeze_ changes the shape of its argument in place" in str(info.value.__cause__)
 
 
-def test_tensors_from_outside_are_themselves():
+def test_tensors_from_outside_have_fakes():
     table, state = torch.ones(4), types.SimpleNamespace(table=torch.zeros(4))
-    calls = recorded(lambda x: x * table + state.table, "x").calls
-    assert calls[0].args[1] is table
-    assert calls[1].args[1] is state.table
+    done = recorded(lambda x: x * table + state.table, "x")
+    assert done.memory.outside[id(done.calls[0].args[1])] is table
+    assert done.memory.outside[id(done.calls[1].args[1])] is state.table
+
+
+def test_a_write_from_outside_returns_the_tensor_itself():
+    table = torch.ones(4)
+    done = recorded(lambda x: (table.add_(x[0].detach()), table[:2].mul_(2.0)), "x")
+    assert done.result[0] is table
+    assert [done.memory.outside.get(id(t)) is table for call in done.calls for t in call.written] == [True, False]
+    assert table.tolist() == [1.0] * 4
+
+
+WRITES = {
+    "relu": lambda x, y: F.relu(y, inplace=True),
+    "item": lambda x, y: y.__setitem__((..., 0), 1.0),
+    "out": lambda x, y: torch.mul(x, 2.0, out=y),
+    "foreach": lambda x, y: torch._foreach_mul_([y], 2.0),
+    "batch_norm": lambda x, y: torch.batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5, False),
+    "data": lambda x, y: setattr(y, "data", x.detach()),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_are_known_from_operators(how, inference):
+    def function(x, y):
+        with torch.inference_mode(inference):
+            WRITES[how](x.detach(), y)
+
+    done = recorded(function, "x", "y")
+    written = [t for call in done.calls for t in call.written]
+    assert {t.untyped_storage()._cdata for t in written} == {done.y.untyped_storage()._cdata}
+    assert len(written) == (2 if how == "batch_norm" else 1)
+
+
+def test_all_members_of_a_list_are_written():
+    def function(x):
+        y = x.detach() * 1
+        torch._foreach_add_(y.unbind(1), 1.0)
+        torch.add(y[0], 1.0, out=y[1])
+        return y
+
+    *_, rows, _, _, out = recorded(function, "x").calls
+    assert len(rows.written) == 4
+    assert out.written == (out.kwargs["out"],)
+
+
+def test_memory_that_two_written_arguments_share_is_refused():
+    def function(x):
+        torch._foreach_add_([x.detach()[:2], x.detach()[1:]], 1.0)
+
+    with pytest.raises(CannotRecord) as found:
+        recorded(function, "x")
+    assert "share memory" in str(found.value.__cause__)
+
+
+NOTHING = {
+    "requires_grad_ changes": lambda x, y: y.requires_grad_(),
+    "retain_grad": lambda x, y: (x * 2).retain_grad(),
+    "calls backward": lambda x, y: (x * 2).sum().backward(),
+    "gradients belong to steps": lambda x, y: torch.autograd.backward((x * 2).sum()),
+    "memory of another tensor": lambda x, y: y.set_(x.detach()),
+    "view": lambda x, y: (v := y[0], setattr(y, "data", x.detach()), v + 1),
+    "uses a view": lambda x, y: (z := x.detach() * 1, setattr(y, "data", z), y.mul_(2), z + 1),
+    "returns a tensor of which": lambda x, y: (x * 2).detach().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("words", NOTHING)
+def test_what_no_line_can_do_is_refused(words):
+    with pytest.raises(CannotRecord) as found:
+        recorded(NOTHING[words], "x", "y")
+    assert words in str(found.value.__cause__)
+
+
+def test_queries_are_no_calls():
+    def function(x):
+        assert (x.size(), x.dim(), x.is_contiguous(), x.requires_grad) == (x.shape, 2, True, True)
+        assert repr(x)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return F.dropout(x, 0.5, training=False).contiguous().requires_grad_()
+
+    assert recorded(function, "x").calls == []
+
+
+def test_a_result_is_cut_from_its_gradient():
+    def function(x):
+        y = x * 2
+        y.detach_()
+        return y
+
+    assert [name_of(call.function) for call in recorded(function, "x").calls] == ["mul", "detach"]
