@@ -199,6 +199,8 @@ class Memory:
     def assign(self, t: torch.Tensor, value: torch.Tensor, others: Iterable[torch.Tensor]) -> None:
         """``t.data`` is set to ``value``: the tensors with which ``t`` shared memory, of the ``others``, do not follow,
         and from now on a write into one of the two would be one into both."""
+        if id(t) in self.bases or any(base is t for base in self.bases.values()):
+            raise NotImplementedError("forward sets .data of a tensor that shares memory with another one: use copy_")
         s, o = storage(t), storage(value)
         views = {id(x) for x in others if x is not t and storage(x) == s}
         self._stale[s] = views | (self._stale.get(s) or set())
