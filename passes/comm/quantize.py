@@ -18,6 +18,7 @@ import torch
 
 LEAST = 1e-30  # a block of smaller magnitudes becomes zeros; the reciprocal of a scale stays finite
 FP32 = 4  # bytes, as of a scale
+FLOATS = {448: torch.float8_e4m3fn, 57344: torch.float8_e5m2}  # by their largest numbers
 
 
 class Messages(NamedTuple):
@@ -37,8 +38,9 @@ class Format:
 
     ``largest`` is the largest code, ``bits`` those of a code, ``block`` the number of values that share a scale.
     Integers round to nearest: the error of a value is at most ``scale / 2``, where ``scale`` is the largest magnitude
-    of the block divided by ``largest``. ``is_float``: float8_e4m3fn, whose error is at most a 16th of the value or
-    ``scale / 1024``, whichever is larger.
+    of the block divided by ``largest``. ``is_float``: the codes are torch's float8 numbers of which that is the
+    largest, e4m3fn (448) or e5m2 (57344). Their error is at most a 16th or an 8th of the value, or ``scale / 1024`` or
+    ``scale / 131072``, whichever is larger.
 
     A message is the scales of all blocks, then their codes. The last block is padded with zeros. Messages of equal
     length are the rows of one tensor: what is done to all of them costs no more launches than for one.
@@ -49,6 +51,11 @@ class Format:
     bits: int
     block: int
     is_float: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_float and (self.largest not in FLOATS or self.bits != 8):
+            known = " or ".join(f"{dtype} ({largest})" for largest, dtype in FLOATS.items())
+            raise ValueError(f"format {self.name!r} of {self.bits} bits up to {self.largest} is not {known}")
 
     def blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -157,7 +164,7 @@ class Format:
     @property
     def _decoding(self) -> Kernels:
         """The work of :meth:`_decode` for a chunk, with the bytes of one value."""
-        if self.is_float:  # widen, shift, mask, copy, multiply
+        if self.is_float and FLOATS[self.largest] == torch.float8_e4m3fn:  # widen, shift, mask, copy, multiply
             return Kernels(5, 3 + 4 + 4 + (2 + FP32) + 2 * FP32)
         if self.bits == 4:  # for each half: shift or add, shift, copy
             return Kernels(6, 2 * (1 + 1 + (0.5 + FP32 / 2)))
@@ -202,7 +209,7 @@ class Format:
     def _encode(self, scaled: torch.Tensor, codes: torch.Tensor) -> None:
         """Writes the codes. Overwrites ``scaled``."""
         if self.is_float:
-            codes.view(torch.float8_e4m3fn).copy_(scaled)
+            codes.view(FLOATS[self.largest]).copy_(scaled)
             return
         rounded = scaled.round_()
         if self.bits == 4:  # a byte is ``low + 16 * high``, of a code of each half of the block
@@ -214,8 +221,8 @@ class Format:
         """The codes as fp32, the last dim a block, in ``out`` if it is given."""
         values = codes.new_empty(*codes.shape[:-1], self.block, dtype=torch.float32) if out is None else out
         signed = codes.view(torch.int8)
-        if self.is_float and not codes.is_cpu:
-            return values.copy_(codes.view(torch.float8_e4m3fn))
+        if self.is_float and (FLOATS[self.largest] != torch.float8_e4m3fn or not codes.is_cpu):
+            return values.copy_(codes.view(FLOATS[self.largest]))
         if self.is_float:
             # the bits of e4m3 are those of an fp16 2**8 times smaller: torch's own cast takes ten times as long here
             wide = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)

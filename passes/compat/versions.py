@@ -19,9 +19,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from passes.compat.messages import unsent
 
 import torch
 import torch.distributed as dist
@@ -171,11 +174,12 @@ class Fakes(FakeTensorMode):
 
 
 def fake_kernel(func: Any, args: Any) -> Callable[..., Any] | None:
-    """What to call in the place of an operator whose kernels take more than torch lets fake and meta tensors through.
-    None for all others.
+    """What to call in the place of an operator for which torch's kernel of fake tensors does not do. None for others.
 
     torch 2.13 lets only bfloat16 through in a grouped product, which it computes in each floating dtype.
     """
+    if func.namespace == "c10d":
+        return partial(unsent, func)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return None
     from torch._meta_registrations import _create_grouped_mm_output_tensor

@@ -33,7 +33,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-ATTENTION, LOSS, SLICE = "nn.functional.scaled_dot_product_attention", "nn.functional.cross_entropy", "__getitem__"
+ATTENTION, LOSS, SLICE = "nn.functional.scaled_dot_product_attention", "nn.functional.cross_entropy", "getitem"
 
 
 class Form(NamedTuple):

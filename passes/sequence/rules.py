@@ -9,6 +9,7 @@ from typing import Any
 from passes.analysis.dims import TorchLine
 from passes.comm.sequence import exchange_heads, exchange_positions, sum_sequence
 from passes.kernels.sequence_attention import CausalAttention
+from passes.plan.dims import indexing
 from passes.plan.sequence import Split
 from passes.sequence.splitter import Splitter
 
@@ -141,17 +142,12 @@ def leading_slice(to: Splitter, line: BoundSymbol, call: TorchLine) -> bool:
 
 def of_each_dim(index: Any, ndim: int) -> tuple[Any, ...] | None:
     """An index with a slice or a number for each dim; None if it is another one."""
-    index = index if isinstance(index, tuple) else (index,)
-    if any(i is not Ellipsis and type(i) not in (slice, int) for i in index):
-        return None
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = (*index[:at], *[slice(None)] * (ndim - len(index) + 1), *index[at + 1 :])
-    return (*index, *[slice(None)] * (ndim - len(index)))
+    each = indexing.of_each_dim(index, ndim)
+    return tuple(each) if all(type(i) in (slice, int) for i in each) else None
 
 
 RULES: dict[str, Rule] = {
     "nn.functional.scaled_dot_product_attention": attention,
     "nn.functional.cross_entropy": cross_entropy,
-    "__getitem__": leading_slice,
+    "getitem": leading_slice,
 }

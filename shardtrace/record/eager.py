@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.compat.failures import add_note
+from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
 from shardtrace.record.calls import Call
 from shardtrace.record.changes import FIXED
@@ -132,7 +133,7 @@ class EagerModule(Eager):
             change.put(change.new)
         before = {i: place.get() for i, place in self.places.items()}
         marks = {name: _mark(t) for name, t in own.items()}
-        with self._running(), _reparametrize_module(self.module, dict(own)):
+        with self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
             result = self._original(self.module, *args, **kwargs)
             now = own_tensors(self.module)
             for name, given in own.items():
@@ -299,7 +300,7 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices):
+    with unset_fake_temporarily(), torch.random.fork_rng(devices), NoMessages():
         trials = [_call(function, given, spec, make, devices) for make in makes]
     first = trials[0]
     for value in pytree.tree_leaves(first.result):

@@ -22,7 +22,7 @@ from shardtrace.record.eager import settle_runs, unguarded, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
-from shardtrace.record.recorder import CannotRecord, FakeMode, Refused
+from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
 from shardtrace.record.recording import Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, map_tensors, tensors_in
@@ -43,6 +43,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -236,6 +237,11 @@ class Front:
         self._rebuilt, self._caches = False, False
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
+        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._modules.values())):
+            raise RuntimeError(
+                f"{type(self._module).__name__} is called within parametrize.cached(), and a cached weight would have "
+                "its gradient in one of the calls only: enter it inside of forward, or leave it out"
+            )
         fakes, watcher = FakeMode(), CodeWatcher()
         arguments = Arguments(self._module.forward, fakes, args, kwargs, self._setting.whole_of)
         inputs = Inputs(module, fakes, self._setting)
@@ -333,7 +339,7 @@ class Front:
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
         """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
         the first error if there is none."""
-        self._first = error if isinstance(error, CannotWrite) else self._first or error
+        self._first = error if isinstance(error, CannotWrite | SendsMessages) else self._first or error
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
@@ -353,10 +359,11 @@ class Front:
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if not isinstance(error, DynamicOutputShapeException | DataDependentOutputException | CannotWrite):
+        of_values = isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+        if not of_values and not isinstance(error, CannotWrite | SendsMessages):
             return error
         name = type(self._module).__name__
-        what = str(error) if isinstance(error, CannotWrite) else f"it depends on the values of tensors ({error})"
+        what = str(error) if not of_values else f"it depends on the values of tensors ({error})"
         remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
         if not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'

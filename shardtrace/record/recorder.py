@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from passes.analysis.recognise import draws
+from passes.compat.messages import NAMESPACES
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
@@ -38,6 +39,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -48,6 +50,7 @@ REFUSED = {
     torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
     "shardtrace.full_params",
 }
+MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 SEED = (
@@ -69,6 +72,10 @@ class CannotRecord(Exception):
         self.modules = tuple(modules)
 
 
+class SendsMessages(NotImplementedError):
+    """Raised where forward itself sends messages to other ranks."""
+
+
 class FakeMode(Fakes):
     """Fake tensors, which tell the recorder about operators."""
 
@@ -77,9 +84,14 @@ class FakeMode(Fakes):
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators
+        if self.recorder is not None and func.namespace in NAMESPACES:
+            raise SendsMessages(
+                f"it calls a collective of torch.distributed ({func.__name__.partition('.')[0].strip('_')})"
+            )
+        recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators and functions
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            with torch._C.DisableTorchFunction():
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self.recorder = recorder
         if recorder is not None:
@@ -227,10 +239,12 @@ class Recorder(TorchFunctionMode):
     def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
         """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
         one if it cannot stand alone."""
+        if isinstance(error, SendsMessages) and not isinstance(function.function, Whole):
+            raise error
         try:
             trial = try_function(function, args, kwargs)
         except CannotStandAlone as why:
-            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | SendsMessages):
                 raise error from None
             raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
         except Exception:
@@ -298,6 +312,8 @@ class Recorder(TorchFunctionMode):
             return
         if not written and func.namespace == "prim":  # such as the device of a tensor
             return
+        if func.overloadpacket in MOVING:
+            raise NotImplementedError(f"{func.__name__} gives a tensor other memory: use a new tensor")
         if not all(isinstance(t, FakeTensor) for t in written):
             raise NotImplementedError("forward writes into a tensor from outside, where torch does not tell which")
         self._keep(func, args, kwargs, result, written, drawn)
@@ -469,7 +485,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             return function(*args)
 
     def is_compiling(*args: Any) -> bool:
-        return compiling
+        return compiling and torch._C._get_dispatch_mode(FAKE) is not None  # a trial runs as PyTorch will
 
     def attribute(function: type, name: str) -> Any:
         if name == "forward":

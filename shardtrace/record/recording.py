@@ -50,7 +50,7 @@ class Recording:
     def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
         with ExitStack() as stack:
-            stack.enter_context(_reparametrize_module(self.module, dict(self.tensors)))
+            stack.enter_context(_reparametrize_module(self.module, dict(self.tensors), stack_weights=True))
             stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             stack.enter_context(watcher)

@@ -16,6 +16,7 @@ from shardtrace.record.watcher import CodeWatcher, Outside
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 WIDTH = 4  # entries of one dict that are compared in one turn of the loop
 Read = Callable[[Any, Any], Any]
@@ -174,6 +175,8 @@ def _take(
     for name in HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{name}")
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
+    cached = {"_cache_enabled": parametrize._cache_enabled}
+    state.add(Holder(vars(parametrize), "torch.nn.utils.parametrize", cached, counted=False))
     for owner, name, keys in outside:
         if isinstance(owner, CellType):
             state.add(Holder(owner, name, _contents(owner), "cell", counted=False))

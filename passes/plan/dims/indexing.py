@@ -151,15 +151,19 @@ def getitem(results: Shapes, input: Operand, index: Any) -> Draft:
 
 
 def _items(input: Operand, index: Any) -> list[Any]:
-    """The index of each dim, and None for new dims."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    for item in given:
+    for item in index if isinstance(index, tuple) else [index]:
         known = item is None or item is Ellipsis or type(item) is int or isinstance(item, slice | Operand)
         if not known or (isinstance(item, Operand) and item.boolean):
             raise Unknown
         if isinstance(item, slice) and not {type(n) for n in (item.start, item.stop, item.step)} <= {int, type(None)}:
             raise Unknown
-    rest = input.dims - sum(item is not None and item is not Ellipsis for item in given)
+    return of_each_dim(index, input.dims)
+
+
+def of_each_dim(index: Any, dims: int) -> list[Any]:
+    """The index of each dim, and None for new dims. There are no boolean tensors in it."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    rest = dims - sum(item is not None and item is not Ellipsis for item in given)
     dots = [i for i, item in enumerate(given) if item is Ellipsis]
     if rest < 0 or len(dots) > 1:
         raise Unknown

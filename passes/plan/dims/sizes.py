@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from passes.plan.dims.indexing import is_full, of_each_dim
 from passes.plan.dims.relation import Shape
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,10 +51,22 @@ def _counts(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Ar
     return (args[0], counts), kwargs
 
 
-def _length(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
-    """torch.narrow."""
-    length = change.result[args[1] if len(args) > 1 else kwargs["dim"]]
-    return ((*args[:3], length), kwargs) if len(args) > 3 else (args, {**kwargs, "length": length})
+def _range(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    """torch.narrow. All of a dim begins at 0, also of a shorter one."""
+    given = {**dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
+    if given["length"] == change.operand[given["dim"]]:
+        given |= {"start": 0, "length": change.result[given["dim"]]}
+    return args[:1], given
+
+
+def _slices(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
+    """An index. A slice that takes all of a dim, such as ``[-8:]`` of 8, takes all of a shorter one."""
+    items, dim = of_each_dim(args[1], len(change.operand)), 0
+    for i, item in enumerate(items):
+        if isinstance(item, slice) and is_full(item, change.operand[dim]):
+            items[i] = slice(None)
+        dim += item is not None
+    return (args[0], tuple(items), *args[2:]), kwargs
 
 
 def _unflattened(args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> Arguments:
@@ -69,7 +82,8 @@ RESIZE: Mapping[str, Resize] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _shape_after(1, "size")),
     **dict.fromkeys(("repeat", "tile"), _counts),
     "prims.broadcast_in_dim": _shape_after(1, "shape"),
-    "narrow": _length,
+    **dict.fromkeys(("getitem", "setitem"), _slices),
+    "narrow": _range,
     "unflatten": _unflattened,
 }
 

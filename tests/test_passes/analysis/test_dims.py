@@ -158,6 +158,9 @@ def test_moved(old, split, new, wanted):
     assert moved(split, old, new) == wanted
 
 
+ALL = slice(None)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "shape", "wanted"),
     [
@@ -167,14 +170,18 @@ def test_moved(old, split, new, wanted):
         (torch.Tensor.expand, (4, 2, 6, 8), (4, 2, 3, 8), ((4, 2, 3, 8),)),
         (torch.Tensor.repeat, (4, 1, 1, 2), (2, 2, 6, 16), ((2, 1, 1, 2),)),
         (torch.Tensor.new_full, ((4, 5), 3.0), (2, 5), ((2, 5), 3.0)),
-        (torch.Tensor.narrow, (1, 0, 6), (2, 3, 8), (1, 0, 3)),
+        (torch.Tensor.narrow, (1, -6, 6), (2, 3, 8), (1, 0, 3)),
+        (torch.Tensor.narrow, (2, 1, 6), (2, 3, 6), (2, 1, 6)),
+        (torch.Tensor.__getitem__, ((..., slice(-6, None), slice(1, 3)),), (2, 3, 2), ((ALL, ALL, slice(1, 3)),)),
+        (torch.Tensor.__getitem__, ((None, 1, slice(0, 9)),), (1, 3, 8), ((None, 1, ALL, ALL),)),
         (torch.Tensor.unflatten, (2, (2, 4)), (2, 3, 2, 4), (2, (2, 4))),
         (torch.Tensor.sum, (1,), (2, 8), (1,)),
     ],
 )
 def test_resized(function, args, shape, wanted):
     line = call(function, x(2, 6, 8), *args)
-    assert resized(line, [shape])[0][1:] == wanted
+    found, named = resized(line, [shape])
+    assert (*found[1:], *named.values()) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Values in blocks: what comes back, and how far off it may be."""
 
 import shardtrace  # noqa: F401
-from passes.comm.quantize import FP8, INT4, INT8
+from passes.comm.quantize import FLOATS, FP8, INT4, INT8, Format
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CHUNK = 1024
-FORMATS = pytest.mark.parametrize("format", [INT8, INT4, FP8], ids=lambda format: format.name)
+FP8_E5M2 = Format("fp8_e5m2", largest=57344, bits=8, block=256, is_float=True)
+FINENESS = {448: (16, 1024), 57344: (8, 2**17)}  # of a float format: its error as parts of a value, and of a scale
+FORMATS = pytest.mark.parametrize("format", [INT8, INT4, FP8, FP8_E5M2], ids=lambda format: format.name)
 INTEGERS = pytest.mark.parametrize("format", [INT8, INT4], ids=lambda format: format.name)
 
 
@@ -41,16 +43,17 @@ def test_error_is_bounded(format, count):
     values = torch.randn(count) * 10 ** torch.empty(count).uniform_(-3, 3)
     error = (round_trip(format, values) - values).abs()
     bound = scales(format, values) / 2
-    if format is FP8:
-        bound = torch.maximum(values.abs() / 16, scales(format, values) / 1024)
+    if format.is_float:
+        of_value, of_scale = FINENESS[format.largest]
+        bound = torch.maximum(values.abs() / of_value, scales(format, values) / of_scale)
     assert (error <= bound * (1 + 1e-5)).all()
 
 
 @FORMATS
 def test_representable_values_come_back_exactly(format):
     codes = torch.tensor([-7.0, -2, -1, 0, 1, 4, 7]).repeat(200) if format is INT4 else torch.arange(-127.0, 128)
-    if format is FP8:
-        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num()
+    if format.is_float:
+        codes = torch.arange(256, dtype=torch.uint8).view(FLOATS[format.largest]).float().nan_to_num(0, 0, 0)
         codes = codes.repeat(3)[: len(codes) * 3 // format.block * format.block]
     for power in (-20, 0, 15):
         assert torch.equal(round_trip(format, codes * 2.0**power), codes * 2.0**power)
@@ -161,6 +164,12 @@ def test_error_feedback_forgets_an_overflow(format):
     packed(format, values, error=error.unsqueeze(0))
     assert error.isfinite().all()
     assert not error[: format.block].any()
+
+
+@pytest.mark.parametrize(("largest", "bits"), [(240, 8), (448, 4)])
+def test_a_float_format_is_one_of_torchs(largest, bits):
+    with pytest.raises(ValueError, match=r"'mine' of \d bits up to \d+ is not torch.float8_e4m3fn \(448\) or"):
+        Format("mine", largest=largest, bits=bits, block=256, is_float=True)
 
 
 @FORMATS

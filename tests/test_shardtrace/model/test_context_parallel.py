@@ -168,6 +168,25 @@ class Mixing(Tokens):
         return self.head(h.softmax(1) + h.sort(1).values + h[:, -1:])
 
 
+class Sliced(Tokens):
+    """Slices that take the whole sequence, counted from its end, and others."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.positions = nn.Embedding(64, 1)
+
+    def forward(self, x):
+        T = x.shape[1]
+        h = self.embedding(x)[:, -T:]
+        h[..., -T:, 0] = 1
+        row = torch.arange(T)
+        bias = self.positions(row[:, None] - row + 32).permute(2, 0, 1)[None]  # as T5's
+        h = self.layers[0](h.narrow(1, -T, T), bias[..., -T - 5 : T + 5, :])
+        first, second = h[:, -T:, None].squeeze(2).split([3, T - 3], 1)
+        h = torch.cat([second, first], 1) + h[:, -2:].flip(1).sum(1, keepdim=True) + h[-2:, -T::2].mean(1, keepdim=True)
+        return self.head(F.pad(h[:, :-1], (0, 0, 1, 0)) + h.select(1, -1)[:, None])
+
+
 class SequenceFirst(Tokens):
     def forward(self, x, y):
         return F.cross_entropy(super().forward(x.t()).flatten(0, 1), y.t().flatten())
@@ -217,6 +236,7 @@ CASES = {
     },
     "pooled": (Pooled, inside),
     "mixing": (Mixing, of_logits),
+    "sliced": (Sliced, of_logits),
     "adapter": (WithAdapter, of_logits),
     "dict": (WithBatch, lambda model, x, y: model({"x": x, "y": y})),
     "ignored labels": (Tokens, with_ignored_labels),
@@ -227,7 +247,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "length"), [*((name, 13) for name in CASES), ("by_hand", 12), ("shifted", 12)])
+LENGTHS = [*((name, 13) for name in CASES), *((name, 12) for name in ("by_hand", "shifted", "sliced"))]
+
+
+@pytest.mark.parametrize(("name", "length"), LENGTHS)
 @on_ranks(2)
 def test_cases(name, length):
     build, loss_of = CASES[name]

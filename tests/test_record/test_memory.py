@@ -1,0 +1,226 @@
+"""Which tensor is this, and whose memory? What forward writes, and what a script replaces between steps."""
+
+import types
+
+import shardtrace
+from shardtrace.record.memory import Memory, overlap
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+GLOBAL = torch.zeros(4)
+
+
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.how, self.fc = forward, nn.Linear(4, 4)
+        table = torch.arange(24.0).view(6, 4)
+        self.register_buffer("buffer", torch.ones(4))
+        self.register_buffer("part", self.buffer[:2])
+        self.register_buffer("row", table[5])
+        self.attribute, self.none = torch.zeros(4), None
+        self.view, self.rows = self.buffer[1:3], table[2:4]
+        self.list, self.inside = [torch.zeros(4), torch.ones(4)], types.SimpleNamespace(t=torch.zeros(3))
+
+    def forward(self, x, *others):
+        return self.how(self, self.fc(x), *others)
+
+    def held(self):
+        tensors = [self.buffer, self.part, self.row, self.attribute, self.view, self.rows, *self.list, self.inside.t]
+        return [t.clone() for t in tensors]
+
+
+def runs_as_eager(forward, between=lambda net, step: None, args=lambda net, step: (), steps=3):
+    """Three steps of AdamW; between them ``between`` changes what the script changes."""
+    found = []
+    for wrap in (lambda net: net, shardtrace.fsdp):
+        torch.manual_seed(0)
+        GLOBAL.zero_()
+        net = wrap(Net(forward))
+        optimizer, seen = torch.optim.AdamW(net.parameters(), lr=0.1, eps=1e-2), []
+        for step in range(steps):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            y = net(x, *args(net, step))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [y.detach().clone(), *net.held(), GLOBAL.clone()]
+            between(net, step)
+        found.append(seen)
+    torch.testing.assert_close(*found)
+
+
+def adds_to_list(net, y):
+    net.list[1].add_(y.detach().mean(0))
+    return y * net.list[1]
+
+
+def adds_to_item(net, y):
+    net.inside.t[1] += 1
+    return y * net.inside.t[1]
+
+
+def never_reads(net, y):
+    net.attribute.copy_(y.detach()[0])
+    return y
+
+
+def reads_before(net, y):
+    old = net.attribute.clone()
+    net.attribute.view(2, 2)[1].add_(1)
+    return y + old + net.attribute
+
+
+def all_of_a_list(net, y):
+    torch._foreach_add_(net.list, 1.0)
+    return y + net.list[0] * net.list[1]
+
+
+def out(net, y):
+    torch.add(net.attribute, 1.0, out=net.attribute)
+    return y + net.attribute
+
+
+def assigns_data(net, y):
+    net.attribute.data = net.attribute * 0.5 + 1
+    net.row.data = net.row.data * 0.5 + y.detach().mean(0)
+    return y + net.attribute + net.row
+
+
+def in_inference_mode(net, y):
+    with torch.inference_mode():
+        net.attribute.mul_(0.5).add_(1)
+        position = torch.zeros(4)
+        position[2:] = 3.0
+    return y + net.attribute.clone() + position
+
+
+def a_global(net, y):
+    GLOBAL.add_(1)
+    return y * GLOBAL
+
+
+def shared_buffers(net, y):
+    net.buffer.add_(1)
+    return y * net.part.sum() + net.view.sum()
+
+
+def through_a_part(net, y):
+    net.view.mul_(2)
+    net.part.sub_(1)
+    return y * net.buffer
+
+
+def rows_of_a_table(net, y):
+    net.rows.add_(1)
+    return y + net.rows.sum(0) + net.row
+
+
+def detached_and_written(net, y):
+    z = y.detach()
+    z.mul_(2)
+    return y + z
+
+
+WRITES = (
+    adds_to_list, adds_to_item, never_reads, reads_before, all_of_a_list, out, assigns_data, in_inference_mode, a_global,
+    shared_buffers, through_a_part, rows_of_a_table, detached_and_written,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", WRITES, ids=lambda f: f.__name__)
+def test_writes_into_tensors_of_any_name(single_rank, forward):
+    runs_as_eager(forward)
+
+
+def grows(net, step):
+    net.buffer = torch.full((4 * (step + 2),), float(step))
+
+
+def comes_and_goes(net, step):
+    net.none = torch.full((4,), float(step)) if step % 2 == 0 else None
+    net.buffer = None if step == 0 else torch.ones(4, dtype=torch.float64)
+    net.held = lambda: []
+
+
+def is_registered_again(net, step):
+    net.register_buffer("buffer", torch.full((4,), 2.0 + step))
+    net.attribute = torch.full((4,), 1.0 + step)
+    net.list[0] = torch.full((4,), 3.0 + step)
+
+
+def is_changed_in_place(net, step):
+    net.attribute.add_(1)
+    net.list[0].mul_(2).add_(1)
+    net.buffer.data = torch.full((4,), 5.0)
+
+
+def reads_all(net, y):
+    optional = (net.none if net.none is not None else 0) + (net.buffer[:4] if net.buffer is not None else 0)
+    return (y * net.attribute + net.list[0] + optional).float()
+
+
+@pytest.mark.parametrize("between", [grows, comes_and_goes, is_registered_again, is_changed_in_place])
+def test_what_the_script_replaces_is_read(single_rank, between):
+    runs_as_eager(reads_all, between)
+
+
+def test_data_of_shared_memory_is_refused(single_rank):
+    net = shardtrace.fsdp(Net(lambda net, y: (setattr(net.buffer, "data", y.detach()[0]), y)[1]))
+    with pytest.raises(NotImplementedError, match="use copy_"):
+        net(torch.ones(3, 4))
+
+
+def test_an_argument_that_comes_to_share_memory_is_refused(single_rank):
+    def args(net, step):
+        return (net.buffer[:2] if step else torch.ones(2),)
+
+    with pytest.raises(RuntimeError, match="shares memory with a tensor of the model"):
+        runs_as_eager(lambda net, y, z: y * (net.buffer.add_(1).sum() + z.sum()), args=args)
+
+
+def test_memory_that_is_shared_in_part_is_refused(single_rank):
+    net = Net(lambda net, y: y + net.a.add_(1).sum() + net.b.sum())
+    net.a, net.b = (lambda t: (t[:6], t[2:]))(torch.ones(8))
+    net.register_buffer("whole", net.a)
+    with pytest.raises(RuntimeError, match="share in part"):
+        shardtrace.fsdp(net)(torch.ones(3, 4))
+
+
+def test_a_gradient_that_is_written_from_outside_is_refused(single_rank):
+    net = shardtrace.fsdp(Net(lambda net, y: (net.attribute.add_(y.mean(0)), y)[1]))
+    with pytest.raises(RuntimeError, match="write them detached"):
+        net(torch.ones(3, 4))
+
+
+def test_parameters_in_a_list_are_the_module_s(single_rank):
+    def forward(net, y):
+        return y * sum(p.square().sum() for p in net.own)
+
+    found = []
+    for wrap in (lambda net: net, shardtrace.fsdp):
+        torch.manual_seed(0)
+        net = Net(forward)
+        net.own = list(net.parameters())
+        net = wrap(net)
+        net(torch.ones(3, 4)).square().mean().backward()
+        found.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_fakes_share_memory_as_tensors_do():
+    mode = FakeTensorMode()
+    memory = Memory(mode, lambda t: None)
+    whole = torch.arange(12.0)
+    rows, other = whole.view(3, 4)[1:], whole.view(3, 4)[0]
+    fakes = [memory.met(t) for t in (rows, other, whole, rows)]
+    assert fakes[0] is fakes[3]
+    assert overlap(fakes[0], fakes[2])
+    assert overlap(fakes[1], fakes[2])
+    assert not overlap(fakes[0], fakes[1])
+    columns = torch.zeros(3, 4).unbind(1)
+    assert overlap(columns[0], columns[0])
+    assert not overlap(columns[0], columns[1])
