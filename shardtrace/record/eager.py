@@ -19,7 +19,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
@@ -37,7 +37,7 @@ from shardtrace.record.marks import PART_ATTRIBUTE
 from shardtrace.record.replay import CannotWrite
 from shardtrace.record.results import map_tensors, tensors_in
 from shardtrace.record.settled import replaces_tensors
-from shardtrace.record.state import Entry, State, is_plain, same
+from shardtrace.record.state import Entry, is_plain, same
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -110,9 +110,9 @@ class EagerModule(Eager):
     given and returns; -1 is any other.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], root: nn.Module) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any], label: str) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
-        self.module, self.root, self._original = module, root, original
+        self.module, self.label, self._original = module, label, original
         self.before: list[Change] = []
         self.places: dict[int, Change] = {}
         self.left: dict[Any, ref[torch.Tensor]] = {}
@@ -124,7 +124,7 @@ class EagerModule(Eager):
     def __call__(self, *given: Any) -> Any:
         inputs = {id(t): t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
         on_fakes = any(isinstance(t, FakeTensor) for t in inputs.values())
-        with untouched(self.root) if on_fakes else nullcontext():
+        with untouched(self) if on_fakes else nullcontext():
             found = super().__call__(*given)
         return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, found)
 
@@ -199,7 +199,8 @@ class Left(Change):
 class Trial(NamedTuple):
     """What a call gave: the result (with fakes in the place of tensors, in the end), the numbers of the tensors that it
     wrote into, whether it drew random numbers, the pairs of tensors that share memory (as :class:`EagerModule` has
-    them), what it changed in the user's objects, and what was replaced there by copies before."""
+    them), what it changed in the user's objects, what was replaced there by copies before, and the ids of the objects
+    that were seen. ``left`` are the tensors with a gradient that it left there."""
 
     result: Any
     written: frozenset[int]
@@ -207,6 +208,7 @@ class Trial(NamedTuple):
     shared: frozenset[tuple[int, int]]
     changes: Sequence[Change] = ()
     copies: Sequence[Change] = ()
+    seen: Collection[int] = ()
     left: Sequence[Left] = ()
 
     def facts(self) -> Any:
@@ -224,10 +226,9 @@ def try_module(
     Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
     it raises.
     """
-    pending = effects.changes()
-    with _pop_mode_temporarily(), watcher:
-        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2)
-    _set_before(pending, module, watcher)
+    with _pop_mode_temporarily():
+        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2, watcher)
+    _set_before(effects.changes(first.seen), module, watcher)
     fakes: dict[int, Any] = {id(c.new): c.old for c in (*first.copies, *second.copies)}
     tensors = _tensors(first.result)
     fakes |= {id(t): _made_like(t) for t in {id(t): t for t in tensors}.values()}
@@ -261,12 +262,9 @@ def try_module(
 def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWatcher) -> None:
     """Lets each run begin with what the forward has set before the call and the module may read. Raises
     CannotStandAlone if that is no plain value."""
-    state, names = State(), watcher.names()
-    state.add_value(module.module, "")
-    reached = {id(holder.owner) for holder in state.holders}
+    names = watcher.names()
     for change in pending:
-        near = id(change.owner) in reached or change.label.startswith("global ")
-        if not near or change.kind in (*FIXED, "buffer") or not _is_named(change, names):
+        if change.kind in (*FIXED, "buffer") or not _is_named(change, names):
             continue
         if change.key is None or not is_plain(change.new):
             raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
@@ -294,14 +292,16 @@ def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
     return trial._replace(result=pytree.tree_map_only(torch.Tensor, _made_like, trial.result))
 
 
-def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list[Trial]:
+def _try(
+    function: Eager, args: Any, kwargs: Any, makes: Sequence[Make], around: AbstractContextManager[Any] | None = None
+) -> list[Trial]:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
         if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices), NoMessages():
-        trials = [_call(function, given, spec, make, devices) for make in makes]
+        trials = [_call(function, given, spec, make, devices, around or nullcontext()) for make in makes]
     first = trials[0]
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
@@ -314,7 +314,14 @@ def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> list
     return [trial._replace(written=written, shared=shared, random=random) for trial in trials]
 
 
-def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Sequence[int]) -> Trial:
+def _call(
+    function: Eager,
+    given: list[Any],
+    spec: Any,
+    make: Make,
+    devices: Sequence[int],
+    around: AbstractContextManager[Any],
+) -> Trial:
     given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
     before, marks, values = _random_state(devices), list(map(_mark, inputs)), [t.detach().clone() for t in inputs]
@@ -322,13 +329,15 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Seq
     changes: list[Change] = []
     others: list[Any] = []
     copies: list[Change] = []
+    seen: set[int] = set()
     if isinstance(function, EagerModule):
-        with untouched(function.root) as (effects, copies):
+        with untouched(function) as (effects, copies):
             grad = torch.is_grad_enabled()
-            result, _, token = function.run(*args, **kwargs)
+            with around:
+                result, _, token = function.run(*args, **kwargs)
             if torch.is_grad_enabled() != grad:
                 raise CannotStandAlone("it switches gradients on or off for what follows")
-            changes = effects.changes()
+            changes, seen = effects.changes(), set(effects.seen())
         places = [place for change in changes if (place := _place(change)) is not None]
         left = _numbered((i, p.old, p.new) for i, p in enumerate(places))
         made, others = _tensors(result), [*left.values(), *(c.new for c in copies)]
@@ -341,7 +350,7 @@ def _call(function: Eager, given: list[Any], spec: Any, make: Make, devices: Seq
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
     written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
     shared = _shared(inputs, made, others)
-    return Trial(result, frozenset(written), drawn, shared, changes, copies)
+    return Trial(result, frozenset(written), drawn, shared, changes, copies, seen)
 
 
 def _shared(inputs: list[torch.Tensor], made: list[torch.Tensor], others: list[Any]) -> frozenset[tuple[int, int]]:
@@ -382,10 +391,10 @@ def _random_state(devices: Iterable[int]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def untouched(root: nn.Module) -> Iterator[tuple[Effects, list[Change]]]:
+def untouched(run: EagerModule) -> Iterator[tuple[Effects, list[Change]]]:
     """Context of a run that leaves nothing: no warnings, no random numbers drawn, all objects of the user as they were,
     and these hold copies of tensors, arrays and generators meanwhile. Gives what sees changes, and the copies."""
-    own = set(map(id, own_tensors(root).values()))
+    own = set(map(id, own_tensors(run.module).values()))
     made: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
@@ -404,7 +413,7 @@ def untouched(root: nn.Module) -> Iterator[tuple[Effects, list[Change]]]:
         warnings.catch_warnings(),
         keep_random_numbers(),
         torch.set_grad_enabled(torch.is_grad_enabled()),
-        Effects(root, type(root).__name__) as effects,
+        Effects(run.module, run.label) as effects,
     ):
         warnings.simplefilter("ignore")
         yield effects, effects.replace(copied)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -68,9 +68,9 @@ class Change:
 class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
-    Seen are the modules of ``root``, their classes, the objects and containers that they hold, the variables of their
-    hooks, and the globals of the files that define their classes. At the end everything is put back, also what was
-    :meth:`accepted <accept>`.
+    Seen are the modules of ``root``, their classes, the objects and containers that they hold, the variables of
+    functions among these, and the globals of the files that define their classes. At the end everything is put back,
+    also what was :meth:`accepted <accept>`.
     """
 
     root: nn.Module
@@ -82,10 +82,11 @@ class Effects:
     def __enter__(self) -> Effects:
         state = State()
         state.add_value(self.root, self.label)
-        for hook in [hook for holder in state.holders if holder.kind == "hook" for hook in holder.entries.values()]:
-            names, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
-            for name, cell in zip(names.co_freevars if names else (), cells, strict=True):
-                state.add_value(_content(cell), f"variable {name}")
+        for holder in state.holders:  # more are added meanwhile
+            for function in holder.entries.values() if isinstance(holder.owner, dict) else ():
+                if isinstance(function, FunctionType):
+                    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                        state.add_value(_content(cell), f"variable {name}")
         for module in _files(self.root):
             entries = {k: v for k, v in vars(module).items() if not k.startswith("__") and not _is_code(v)}
             state.add(Holder(vars(module), f"global {module.__name__}", entries, counted=False), OUTSIDE_DEPTH)
@@ -98,9 +99,14 @@ class Effects:
             change.put(change.old)
         self._before = {}
 
-    def changes(self) -> list[Change]:
-        """What has changed since the beginning, or since it was accepted."""
-        pairs = ((holder, self._accepted.get(i, before)) for i, (holder, before) in self._before.items())
+    def seen(self) -> Set[int]:
+        """The ids of the objects in which changes are seen."""
+        return self._before.keys()
+
+    def changes(self, owners: Iterable[int] | None = None) -> list[Change]:
+        """What has changed since the beginning, or since it was accepted. ``owners``: in these of the objects only."""
+        chosen = self._before.keys() if owners is None else self._before.keys() & set(owners)
+        pairs = ((self._before[i][0], self._accepted.get(i, self._before[i][1])) for i in self._before if i in chosen)
         return [change for holder, before in pairs for change in _changes(holder, before)]
 
     def accept(self, changes: Iterable[Change]) -> None:

@@ -344,7 +344,8 @@ class Recorder(TorchFunctionMode):
     def _call_eager(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a module as one call."""
         assert self._effects is not None
-        call, own, watcher = EagerModule(module, original, self._effects.root), own_tensors(module), CodeWatcher()
+        label = f"{self._effects.label}.{self._modules[id(module)]}"
+        call, own, watcher = EagerModule(module, original, label), own_tensors(module), CodeWatcher()
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._met, (args, kwargs))
         self._inside += 1
         self._watcher.pause()
