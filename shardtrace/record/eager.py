@@ -19,7 +19,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
@@ -199,21 +199,26 @@ class Left(Change):
 class Trial(NamedTuple):
     """What a call gave: the result (with fakes in the place of tensors, in the end), the numbers of the tensors that it
     wrote into, whether it drew random numbers, the pairs of tensors that share memory (as :class:`EagerModule` has
-    them), what it changed in the user's objects, what was replaced there by copies before, and the ids of the objects
-    that were seen. ``left`` are the tensors with a gradient that it left there."""
+    them), what it changed in the user's objects, and the tensors with a gradient that it left there."""
 
     result: Any
     written: frozenset[int]
     random: bool
     shared: frozenset[tuple[int, int]]
     changes: Sequence[Change] = ()
-    copies: Sequence[Change] = ()
-    seen: Collection[int] = ()
     left: Sequence[Left] = ()
 
     def facts(self) -> Any:
         metas = [Meta.of(t) for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
         return Facts.of(self.result), metas, [_key(change) for change in self.changes if _place(change)]
+
+
+class Observer(NamedTuple):
+    """What sees the changes of trials, the copies in the user's objects, and what sees the code that runs."""
+
+    effects: Effects
+    copies: list[Change]
+    watcher: CodeWatcher
 
 
 def try_module(
@@ -226,10 +231,13 @@ def try_module(
     Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
     it raises.
     """
-    with _pop_mode_temporarily():
-        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2, watcher)
-    _set_before(effects.changes(first.seen), module, watcher)
-    fakes: dict[int, Any] = {id(c.new): c.old for c in (*first.copies, *second.copies)}
+    with _pop_mode_temporarily(), unset_fake_temporarily(), untouched(module) as observed:
+        observer = Observer(*observed, watcher)
+        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2, observer)
+        written = [replace(c, kind="written", new=c.old) for c in observer.copies if _is_written(c)]
+        seen = set(observer.effects.seen())
+    _set_before(effects.changes(seen), module, watcher)
+    fakes: dict[int, Any] = {id(c.new): c.old for c in observer.copies}
     tensors = _tensors(first.result)
     fakes |= {id(t): _made_like(t) for t in {id(t): t for t in tensors}.values()}
     with_fakes = partial(map_tensors, change=lambda t, path: fakes.get(id(t), t))
@@ -245,8 +253,7 @@ def try_module(
             changes.append(replace(change, kind="varies" if varies else change.kind, old=old, new=new))
     changes += [replace(c, kind="varies", old=with_fakes(c.old)) for c in twins.values()]
     effects.accept(changes)
-    with unset_fake_temporarily():
-        changes += [replace(c, kind="written", new=c.old) for c in first.copies if _is_written(c)]
+    changes += written
     left = [
         Left(places[i].owner, places[i].key, "left", places[i].label, None, fakes[id(t)], module, (i, k))
         for (i, k), t in first.result[1].items()
@@ -256,7 +263,7 @@ def try_module(
     module.places = dict(enumerate(emptied))
     module.shared = first.shared
     result = pytree.tree_map_only(torch.Tensor, lambda t: fakes[id(t)], first.result)
-    return first._replace(result=result, changes=changes, copies=(), left=left)
+    return first._replace(result=result, changes=changes, left=left)
 
 
 def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWatcher) -> None:
@@ -293,7 +300,7 @@ def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
 
 
 def _try(
-    function: Eager, args: Any, kwargs: Any, makes: Sequence[Make], around: AbstractContextManager[Any] | None = None
+    function: Eager, args: Any, kwargs: Any, makes: Sequence[Make], observer: Observer | None = None
 ) -> list[Trial]:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
@@ -301,7 +308,7 @@ def _try(
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with unset_fake_temporarily(), torch.random.fork_rng(devices), NoMessages():
-        trials = [_call(function, given, spec, make, devices, around or nullcontext()) for make in makes]
+        trials = [_call(function, given, spec, make, devices, observer) for make in makes]
     first = trials[0]
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
@@ -320,7 +327,7 @@ def _call(
     spec: Any,
     make: Make,
     devices: Sequence[int],
-    around: AbstractContextManager[Any],
+    observer: Observer | None,
 ) -> Trial:
     given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
@@ -328,19 +335,18 @@ def _call(
     args, kwargs = pytree.tree_unflatten(given, spec)
     changes: list[Change] = []
     others: list[Any] = []
-    copies: list[Change] = []
-    seen: set[int] = set()
-    if isinstance(function, EagerModule):
-        with untouched(function) as (effects, copies):
-            grad = torch.is_grad_enabled()
-            with around:
-                result, _, token = function.run(*args, **kwargs)
-            if torch.is_grad_enabled() != grad:
-                raise CannotStandAlone("it switches gradients on or off for what follows")
-            changes, seen = effects.changes(), set(effects.seen())
+    if observer is not None:
+        grad = torch.is_grad_enabled()
+        with observer.watcher:
+            result, _, token = function.run(*args, **kwargs)
+        changes = observer.effects.changes()
+        for change in changes:
+            change.put(change.old)
+        if torch.is_grad_enabled() != grad:
+            raise CannotStandAlone("it switches gradients on or off for what follows")
         places = [place for change in changes if (place := _place(change)) is not None]
         left = _numbered((i, p.old, p.new) for i, p in enumerate(places))
-        made, others = _tensors(result), [*left.values(), *(c.new for c in copies)]
+        made, others = _tensors(result), [*left.values(), *(c.new for c in observer.copies)]
         result = result, left, token
     else:
         result = function.run(*args, **kwargs)
@@ -350,7 +356,7 @@ def _call(
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
     written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
     shared = _shared(inputs, made, others)
-    return Trial(result, frozenset(written), drawn, shared, changes, copies, seen)
+    return Trial(result, frozenset(written), drawn, shared, changes)
 
 
 def _shared(inputs: list[torch.Tensor], made: list[torch.Tensor], others: list[Any]) -> frozenset[tuple[int, int]]:
