@@ -32,14 +32,17 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors.passes import del_last_used
 
 
-def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
+def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters, lowered: list[TraceCtx]) -> TraceCtx:
     """Keeps gradients for a later step, or adds the kept ones, as each model's step says (no_sync).
 
     Takes: a lowered backward.
     Gives: lines that keep gradients, for which it returns None, or lines that add the kept ones before a reduction.
+    Notes the backward in ``lowered``, for another treatment of gradients (:mod:`passes.choose_backward`).
     No-op when: every model reduces its gradients in each step; in a forward.
     """
     steps = parameters.steps
+    if is_backward(trace):
+        lowered[:] = [trace]
     if not is_backward(trace) or not {s.gradients for s in steps.values()} & {Gradients.KEPT, Gradients.ADDED}:
         return trace
     new = from_trace(trace)

@@ -1,21 +1,36 @@
-"""Pass: no gradient for a parameter that only unused outputs depend on, instead of zeros.
+"""Pass: no gradient, instead of zeros, for a parameter or an input that no gradient reaches.
 
-    t31 = unless_unused(t29, uses_0)        the last lines of a backward: None if no output that it depends on was used
+    t30 = mark_unused(t29, uses0)           before a gradient is reduced or kept: minus zero if none has reached it
+    t32 = unless_unused(t31, uses1)         the last lines of a backward: None if none has reached it on any rank
 
-Zeros would move an optimizer's momentum and decay the parameter. A line is added only for a gradient that depends on
-some of several outputs. It keeps a gradient that is not zero, because another rank has used the output.
+Zeros would move an optimizer's momentum and decay the parameter. The sources of a gradient are outputs of the step, of
+which a loss may use some, and what torch's backward of a line returns, which may be None.
+
+Note [Minus zero]. It is the only number that leaves every other one, also plus zero, as it is when it is added. A
+reduced gradient is all minus zero only if every rank has added that. So ranks agree without another collective (DDP
+has one), and sums that ``no_sync`` keeps remember it. A wire may lose the sign: then zero counts as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import is_backward, is_deletion, is_unpack, issues_future, waits_for_future
-from passes.comm.kept_gradients import accumulated
+from passes.analysis.gradients import NOTHING, Flow
+from passes.analysis.recognise import (
+    bucket_of,
+    is_backward,
+    is_deletion,
+    is_sequence_wait,
+    is_unpack,
+    issues_future,
+    waits_for_future,
+)
+from passes.comm.kept_gradients import accumulate, accumulated
 from passes.comm.properties import Property
-from passes.comm.symbols import symbol
-from passes.plan.step import Unused
+from passes.comm.symbols import OFFLOADS, REDUCTIONS, symbol
+from passes.kernels.torch_call import Line
+from passes.plan.step import Sources, Unused
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -23,74 +38,120 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.executors.passes import del_last_used
 
-NOTHING = frozenset[int]()
+ALWAYS = Sources([-1])  # of what has a gradient in each backward
+TAKES = {*REDUCTIONS, *OFFLOADS, accumulate.id, accumulated.id}
+GIVES = {*REDUCTIONS.values(), *OFFLOADS.values(), accumulated.id}
 
 
 class Uses(NamedTuple):
-    """The outputs that depend on a parameter, and those that a step does not use."""
+    """The sources of the gradient of a parameter of this shape. ``sign``: whether its minus zero would arrive; None if
+    it is not reduced."""
 
-    outputs: frozenset[int]
+    sources: Sources
     unused: Unused
+    shape: Sequence[int]
+    sign: bool | None
+
+    @property
+    def absent(self) -> bool:
+        return self.sources <= self.unused.absent
 
 
 def drop_unused(trace: TraceCtx, *, unused: Unused) -> TraceCtx:
-    """Gives no gradient, instead of zeros, to a parameter that only unused outputs depend on.
+    """Gives no gradient, instead of zeros, to what no gradient reaches.
 
     Takes: a lowered backward, in which gradients are waited for. ``unused`` is filled when it runs.
-    Gives: a line for each gradient that depends on some of the outputs.
-    No-op when: every gradient depends on all outputs or on none; in a forward.
+    Gives: lines for each gradient that is not always there. Tells ``unused`` which lines of torch may return none.
+    No-op when: every gradient is always there; in a forward.
     """
-    *lines, last = trace.bound_symbols
+    *lines, last = (b for b in trace.bound_symbols if not is_deletion(b))
     cotangents = next((b for b in lines if is_unpack(b) and b.args and _name(b.args[0]) == "cotangents"), None)
     if not is_backward(trace) or cotangents is None:
         return trace
-    everything = frozenset(range(len(cotangents.output)))
-    uses = {_name(o): frozenset([i]) for i, o in enumerate(cotangents.output) if isinstance(o, Proxy)}
-    _propagate(lines, uses, everything)
-    some = {g.name: g for g in last.flat_proxy_args if NOTHING < uses.get(g.name, NOTHING) < everything}
-    if not some:
+    flow = _Flow(len(cotangents.output), unused)
+    found = {_name(o): flow.joined([Sources([i])]) for i, o in enumerate(cotangents.output)}
+    flow.follow(lines, found)
+    unused.calls = flow.calls
+    certain = {name for name, sources in found.items() if sources == ALWAYS}
+    taken = (g for b in lines if b.sym.id in TAKES for g in b.args[0])
+    if all(g.name in certain for g in (*last.flat_proxy_args, *taken)):
         return trace
     new = from_trace(trace)
-    new.push_scope([])
+    signs: dict[str, bool] = {}  # of what is reduced or kept already
+
+    def uses(name: str, shape: Sequence[int]) -> ContextObject:
+        sources = found.get(name, NOTHING)
+        return ContextObject(new.make_name(prefix="uses"), Uses(sources, unused, shape, signs.get(name)))
+
     with tracectx(new):
-        kept = {
-            name: unless_unused(gradient, ContextObject(f"uses_{i}", Uses(uses[name], unused)))
-            for i, (name, gradient) in enumerate(some.items())
-        }
-    args = tree_map(lambda x: kept.get(_name(x), x), last.args)
-    new.bound_symbols = [*lines, *new.pop_scope(), last.from_bsym(args=args)]
-    return new
+        for bsym in lines:
+            if bsym.sym.id in TAKES:
+                grads = tuple(
+                    g if g.name in certain or g.name in signs else mark_unused(g, uses(g.name, m.parameter.full_shape))
+                    for g, m in zip(bsym.args[0], bucket_of(bsym).members, strict=True)
+                )
+                bsym = bsym.from_bsym(args=(grads, *bsym.args[1:]))
+            if bsym.sym.id in GIVES:
+                signs |= {o.name: bucket_of(bsym).wire is None for o in bsym.flat_proxy_outs}
+            new.bound_symbols.append(bsym)
+        kept = {g.name: unless_unused(g, uses(g.name, g.shape)) for g in last.flat_proxy_args if g.name not in certain}
+    new.bound_symbols.append(last.from_bsym(args=tree_map(lambda x: kept.get(_name(x), x), last.args)))
+    return del_last_used(new, clear_mutable_collections=True)
 
 
-def _propagate(lines: Iterable[BoundSymbol], uses: dict[str, frozenset[int]], everything: frozenset[int]) -> None:
-    """Fills ``uses``, the outputs whose gradients each value is computed from, by name."""
-    in_flight: dict[str, list[frozenset[int]]] = {}  # by the future: of each member of a bucket
-    for bsym in lines:
-        if is_unpack(bsym) or is_deletion(bsym):
-            continue
+class _Flow(Flow):
+    """The sources of values of a backward. ``calls`` are torch's backwards of lines, in the order in which they run."""
+
+    def __init__(self, outputs: int, unused: Unused) -> None:
+        super().__init__()
+        self.outputs, self._unused, self._next = Sources(range(outputs)), unused, outputs
+        self.calls: list[tuple[Sequence[Sources], int]] = []
+        self._in_flight: dict[str, list[Sources]] = {}  # by the future: of each member of a bucket
+
+    def joined(self, sources: Iterable[Sources]) -> Sources:
+        read = super().joined(sources)
+        return ALWAYS if read >= ALWAYS or read >= self.outputs else read
+
+    def of_results(self, bsym: BoundSymbol, found: dict[str, Sources], own: Mapping[str, Sources]) -> list[Sources]:
+        given = [found.get(_name(a), NOTHING) for a in bsym.flat_proxy_args]
         if issues_future(bsym):
-            in_flight[bsym.output.name] = [uses.get(value.name, NOTHING) for value in bsym.args[0]]
-        elif waits_for_future(bsym):
-            uses |= zip((o.name for o in bsym.flat_proxy_outs), in_flight[bsym.args[0].name], strict=True)
-        elif bsym.sym.id == accumulated.id:  # earlier steps may have used others
-            uses |= {o.name: everything for o in bsym.flat_proxy_outs}
-        else:
-            _propagate(bsym.subsymbols, uses, everything)
-            read = NOTHING.union(*(uses.get(a.name, NOTHING) for a in bsym.flat_proxy_args))
-            for o in bsym.flat_proxy_outs:
-                uses.setdefault(o.name, read)
+            self._in_flight[bsym.output.name] = given
+            return []
+        if waits_for_future(bsym):
+            return self._in_flight[bsym.args[0].name]
+        if bsym.sym.id == accumulated.id:
+            return given
+        if isinstance(bsym.sym.id, Line) and bsym.sym.id.kind == "_backward" and not bsym.sym.id.call.is_certain:
+            call = bsym.sym.id.call
+            call.unused, first = self._unused, self._next
+            self._next += len(call.wanted)
+            self.calls.append((given[len(given) - len(call.returned) :], first))
+            return [Sources([i]) for i in range(first, self._next)]
+        results = super().of_results(bsym, found, own)
+        # another rank's part of a value may have a gradient that torch gives this one's not
+        return [ALWAYS if is_sequence_wait(bsym) and not r <= self.outputs else r for r in results]
 
 
 def _name(value: Any) -> str:
     return value.name if isinstance(value, Proxy) else ""
 
 
+def _mark(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor:
+    return gradient.new_zeros(uses.obj.shape).neg_() if uses.obj.absent else gradient
+
+
 def _unless_unused(gradient: torch.Tensor, uses: ContextObject) -> torch.Tensor | None:
-    outputs, unused = uses.obj
-    return None if outputs <= unused.outputs and not gradient.any() else gradient
+    if not uses.obj.absent or (uses.obj.sign is not None and gradient.any()):
+        return gradient
+    parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return None if not uses.obj.sign or parts.signbit().all() else gradient
 
 
-unless_unused = symbol(
-    "unless_unused", lambda gradient, uses: TensorProxy(like=gradient), _unless_unused, properties=Property.VIEW
-)
+def _like(gradient: TensorProxy, uses: ContextObject) -> TensorProxy:
+    return TensorProxy(like=gradient)
+
+
+mark_unused = symbol("mark_unused", _like, _mark, properties=Property.VIEW)
+unless_unused = symbol("unless_unused", _like, _unless_unused, properties=Property.VIEW)

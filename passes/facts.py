@@ -7,7 +7,7 @@ something to a later one fills a fact; both docstrings say so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context as Variables
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from passes.set_state import Setter
 from passes.split_sequence import Context
 
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
 
 Run = Callable[..., TraceCtx]
 
@@ -37,9 +38,12 @@ class Facts:
     last_guards: list[Guard] = field(default_factory=list)  # likewise, if all other checks have passed
     setters: dict[str, Setter] = field(default_factory=dict)  # set what forward sets, by the name of its tensors
     rebuild: Rebuild | None = None  # makes what a jitted model returns, if Thunder cannot
-    unused: Unused = field(default_factory=Unused)  # the outputs that the running backward does not come from
+    unused: Unused = field(default_factory=Unused)  # what has no gradient in the running backward
     remark: str = ""  # about blocks and modules, for the first stage
     at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
+    before_lowering: list[Callable[[], None]] = field(default_factory=list)  # refusals of another backward
+    lowered: list[TraceCtx] = field(default_factory=list)  # the backward that accumulate gets
+    choose: Callable[..., Any] | None = None  # runs a backward, by the treatment of gradients when it begins
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
     context: Context | None = None  # the sequence that ranks hold in parts
@@ -61,7 +65,9 @@ class Compilation:
 
     def __init__(self) -> None:
         self.facts = Facts()
-        self.finished: list[Facts] = []  # of all calls that were compiled
+        self.finished: list[Facts] = []  # of the compiled steps that are kept
+        self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
+        self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
         self._coming, self._tracing = Facts(), None
 
     def trace(self, tracing: Any) -> Facts:

@@ -9,31 +9,30 @@ Nothing would order the two. A backward on the stream of its forward costs nothi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from passes.analysis.gradients import results_of_step
 from passes.comm.symbols import symbol
 from passes.compat.jit import nodes_of_thunder
 
 import torch
 from thunder.core.devices import DeviceType
 from thunder.core.prims import OpTags
-from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, from_trace
 
 WITHOUT_STREAMS = (DeviceType.CPU, DeviceType.META)
 
 
-def keep_stream(epilogue: TraceCtx, *, models: Collection[str]) -> TraceCtx:
+def keep_stream(epilogue: TraceCtx, *, models: Collection[str], record: Sequence[TraceCtx]) -> TraceCtx:
     """Runs a backward on the stream on which its forward ran.
 
-    Takes: an epilogue that returns tensors.
+    Takes: an epilogue, and the computation whose outputs it gets, last in ``record``.
     Gives: a line that notes the current stream.
-    No-op when: no model was traced, or no tensor on a device with streams is returned.
+    No-op when: no model was traced, or it computes no tensor on a device with streams.
     """
     *lines, last = epilogue.bound_symbols
-    outputs = [x for x in tree_flatten((last.args, last.kwargs))[0] if isinstance(x, TensorProxy)]
+    outputs = results_of_step(epilogue, record[-1])
     on_device = tuple(x for x in outputs if x.device.devicetype not in WITHOUT_STREAMS)
     if not on_device or not models:
         return epilogue

@@ -81,9 +81,9 @@ BEFORE_AUTODIFF = (
     Entry("merge_checks", merge_checks, "after all passes that look for Thunder's own checks", over="prologue"),
     Entry("set_state", set_state, "before other passes add lines that read what the epilogue returns",
           "what forward sets on modules would be lost", over="epilogue"),
-    Entry("watch_backward", watch_backward, "while the epilogue returns tensors",
+    Entry("watch_backward", watch_backward, "before rebuild_result, which may detach results",
           "gradient penalties would be dropped silently", over="epilogue"),
-    Entry("keep_stream", keep_stream, "while the epilogue returns tensors",
+    Entry("keep_stream", keep_stream, "before rebuild_result, which may detach results",
           "backward could read gradients before they are computed", over="epilogue"),
     Entry("rebuild_result", rebuild_result, "last: from here on the epilogue returns an object",
           "Thunder cannot return what the model returns", over="epilogue"),
@@ -167,7 +167,9 @@ def pipeline(
         one.observe = observe
     first[1].remarks = True  # the first that every model has
     around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
-    return [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
+    every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
+    compilation.again = every[every.index(next(one for one in rest if one.name == "accumulate")) :]
+    return every
 
 
 def _cut(entries: Iterable[Entry], left_out: Collection[str]) -> tuple[list[Entry], list[Entry]]:

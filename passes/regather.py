@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from passes.analysis.recognise import (
+    applies_parameters,
     constant_inputs,
     is_constant,
     is_decomposed_by_autodiff,
@@ -49,11 +50,13 @@ def regather(computation: TraceCtx, *, unsharded: Collection[str] = ()) -> Trace
 
 
 class Derived(NamedTuple):
-    """Names of values: those computed from parameters and constants, constants and buffers, and returned values."""
+    """Names of values: those computed from parameters and constants, constants and buffers, and those that backward
+    does not compute again: returned values, and what parameters make of a constant (a rank without an image runs its
+    tower on zeros, and must send what the others send)."""
 
     parameters: set[str]
     constants: set[str]
-    returned: set[str]
+    activations: set[str]
 
 
 def _is_regathered(bsym: BoundSymbol) -> bool:
@@ -61,9 +64,11 @@ def _is_regathered(bsym: BoundSymbol) -> bool:
 
 
 def _tagged(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
+    if applies_parameters(bsym, derived.parameters):
+        derived.activations.update(o.name for o in bsym.flat_proxy_outs)
     if _is_regathered(bsym) or _is_derived(bsym, derived):
         outputs = {o.name for o in bsym.flat_proxy_outs}
-        if outputs.isdisjoint(derived.returned):
+        if outputs.isdisjoint(derived.activations):
             derived.parameters.update(outputs)
             yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
             return

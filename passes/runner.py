@@ -14,7 +14,9 @@ from typing import Any, Literal
 from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines
+from passes.choose_backward import Backwards
 from passes.comm.symbols import synchronize
+from passes.compat.jit import compile_data_and_stats
 from passes.facts import Compilation
 from passes.plan import Runtime
 from passes.proof.prove import Record
@@ -133,6 +135,8 @@ class FirstStage(Pass):
             self.compilation.end_tracing()
             self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace)
             self.compilation.facts.variables = copy_context()
+            stages = compile_data_and_stats()[1].last_backward_traces
+            self.compilation.facts.choose = Backwards(self.compilation, self.compilation.facts, stages).run
         traces = prologue_trace, computation_trace, epilogue_trace
         for one in self.passes:
             traces = one.transform_traces_pre_prologue(*traces)

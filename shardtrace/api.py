@@ -15,10 +15,11 @@ from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_we
 from shardtrace.costs import load_cost_model
 from shardtrace.model.choose import choose, choose_gathers, find_target
 from shardtrace.model.classes import attach
-from shardtrace.model.distribute import shard_parameters
+from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
-from shardtrace.model.refusal import compare_models, refuse
+from shardtrace.model.memory import ParameterMemory
+from shardtrace.model.refusal import compare_models, refuse, refuse_shared
 from shardtrace.model.state import ShardedState
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
@@ -146,6 +147,10 @@ def fsdp(
         stored = _stored(options.init.weights, module)
         given = {id(t) for t in module.state_dict(keep_vars=True).values()} if stored else set()
         refuse(module, chosen.places, options.init, group=group, given=given)
+        homes, known = find_homes(chosen, target, evenness=options.init.evenness), share_norms()
+        elsewhere = [p for p in chosen.places if homes[p.name].is_spread or target.host is not None]
+        left = ParameterMemory((f"{p.name!r} of {type(module).__name__}", p.parameter) for p in elsewhere)
+        refuse_shared(module, chosen.places, [left, *(state.left for state in known)])
         gathers = choose_gathers(chosen, options, target)
     compare_models(module, chosen, gathers, options, weights=weights_lines(stored), given=given, group=group)
     cost = options.compile.cost_model or load_cost_model(target.device, group)
@@ -155,7 +160,7 @@ def fsdp(
         print(f"shardtrace: {type(module).__name__} was on {before}, its shards are on {after}", file=sys.stderr)
     _guard_process()
     kept = replace(options, init=InitPolicy())  # the weights may be large
-    state = ShardedState(module, target.groups, kept, entries, cost, ignored=ignored, known=share_norms())
+    state = ShardedState(module, target.groups, kept, entries, cost, ignored=ignored, known=known, left=left)
     state.claim_shards()
     if entries and target.device.type == "cpu":
         keep_freed_memory()

@@ -199,8 +199,7 @@ def _lines(whole: nn.Module, arguments: Arguments, ours: Tensors, remarks: list[
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves: tensors by what they are and their names. ``into``: the results that have a gradient.
-    Parameters without a gradient have zeros, because a compiled step always has one."""
+    """What a step leaves: tensors by what they are and their names. ``into``: the results that have a gradient."""
 
     tensors: Tensors
     into: tuple[int, ...] = ()
@@ -216,8 +215,8 @@ def _step(model: Any, arguments: Arguments, *, into: Sequence[int] | None = None
         torch.autograd.backward([_weighted_sum(t) for t in loss])
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     found = {("result", str(i)): t for i, t in enumerate(results)}
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    found |= {("gradient", name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained}
+    trained = ((name, p, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+    found |= {("gradient", n): p if g is None else g for n, p, g in trained if g is not None or not p.numel()}
     found |= {("buffer", name): b for name, b in model.named_buffers()}
     found |= {("input", str(i)): t for i, t in enumerate(inputs)}
     found |= {("gradient", f"input {i}"): t.grad for i, t in enumerate(inputs) if t.grad is not None}
@@ -321,11 +320,12 @@ def _parts_of_rank(cmodel: Any, step: Step) -> Step:
 
 def _compared(found: Step, expected: Step, exact: Step) -> Iterator[Row]:
     gradients = [_largest(t) for (what, _), t in expected.tensors.items() if what == "gradient"]
-    for key, value in expected.tensors.items():
+    for key, value in {**found.tensors, **expected.tensors}.items():
         what, name = key
         module = name.rpartition(".")[0] if what in KINDS else ""
-        if key not in found.tensors:
-            yield Row(what, module, name, "different", inf, note="is missing")
+        if key not in found.tensors or key not in expected.tensors:
+            note = "is missing" if key not in found.tensors else "is none in eager PyTorch, which is not zero"
+            yield Row(what, module, name, "different", inf, note=note)
         else:
             of_all = max(gradients) if what == "gradient" else 0.0
             yield _judged(what, module, name, found.tensors[key], value, exact.tensors.get(key), of_all=of_all)

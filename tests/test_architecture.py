@@ -20,6 +20,7 @@ FLOORS = [
     ["passes"],  # the passes
     ["passes.proof"],
     ["passes.facts"],
+    ["passes.choose_backward"],
     ["passes.runner"],
     ["passes.pipeline"],
     ["passes.__init__"],

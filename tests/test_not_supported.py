@@ -21,7 +21,8 @@ def net():
 
 class ByValue(nn.Linear):
     def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
+        y = super().forward(x)
+        return y if y.sum() > 0 else x
 
 
 class Writes(nn.Linear):
@@ -78,7 +79,7 @@ def switches():
 REFUSED = {
     "Tensor and pipeline parallelism": (parallelism, "mesh must have one dimension"),
     "Optimizers of other libraries": (optimizers, "Adafactor computes with whole tensors"),
-    "Forwards that depend on tensor values": (values, "depends on the values of tensors"),
+    "Forwards that depend on values of activations": (values, "depends on the values of tensors"),
     "Parameters written in forward": (writes, "weight"),
     "Gradient penalties": (penalties, "create_graph=True"),
     "Hooks on a module's backward": (hooks, "has a hook on its backward"),

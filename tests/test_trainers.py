@@ -105,12 +105,20 @@ def test_a_loop_with_accelerate(tmp_path):
 def test_the_trainer_of_lightning(tmp_path):
     needs("lightning", "transformers")
     script, one, two = EXAMPLES / "lightning_trainer.py", tmp_path / "one", tmp_path / "two"
-    options = ["--accelerator=cpu", "--dropout=0", "--epochs=2"]
+    options = ["--accelerator=cpu", "--dropout=0", "--epochs=2", "--average=0.5"]
     expected = run_script(script, [*options, f"--folder={one}"], world_size=1)
     resume = ["--devices=2", f"--folder={two}", f"--resume={one}/epoch=0.ckpt"]
     printed = run_script(script, [*options, *resume], world_size=2)
     results = [re.findall(r"'(\w+)': ([\d.]+)", text) for text in (printed, expected)]
     assert_equal(*({name: float(value) for name, value in result} for result in results))
     states = [torch.load(folder / "last.ckpt", weights_only=True) for folder in (two, one)]
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+    for key in (
+        "state_dict",
+        "current_model_state",
+        "averaging_state",
+        "optimizer_states",
+        "lr_schedulers",
+        "epoch",
+        "global_step",
+    ):
         assert_equal(*(state[key] for state in states))

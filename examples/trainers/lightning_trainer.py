@@ -21,7 +21,7 @@ try:
     import shardtrace.lightning  # noqa: F401  registers the strategy
 
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
     from transformers import GPT2Config, GPT2LMHeadModel
 except ImportError:
     sys.exit("this example needs Lightning and transformers: pip install 'shardtrace[examples]'")
@@ -74,8 +74,11 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", default="checkpoints", help="where checkpoints are saved; default: %(default)s")
+    parser.add_argument("--average", type=float, metavar="DECAY", help="validate and save an average of the weights")
     parser.add_argument("--resume", metavar="FILE", help="continue from this checkpoint")
     args = parser.parse_args()
+    saves = ModelCheckpoint(args.folder, save_last=True, save_top_k=2, monitor="val_loss", filename="{epoch}")
+    averages = [EMAWeightAveraging(decay=args.average)] if args.average else []
     trainer = Trainer(
         strategy="shardtrace" if args.devices > 1 else "auto",  # one process trains as it is
         accelerator=args.accelerator,
@@ -85,7 +88,7 @@ def main() -> None:
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,
-        callbacks=[ModelCheckpoint(args.folder, save_last=True, save_top_k=2, monitor="val_loss", filename="{epoch}")],
+        callbacks=[saves, *averages],
         logger=False,
         enable_progress_bar=False,
     )

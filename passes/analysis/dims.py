@@ -87,7 +87,7 @@ def torch_line(bsym: BoundSymbol) -> TorchLine | None:
 @functools.cache
 def _name(function: Callable[..., Any]) -> str:
     """The canonical name of a function; "" if it is not one of torch's."""
-    return canonical(resolve_name(function) or "")
+    return canonical(resolve_name(getattr(function, "of_tensors", function)) or "")
 
 
 def _name_of_symbol(id: Hashable) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
@@ -263,6 +263,16 @@ def unsharded_values(trace: TraceCtx) -> dict[str, frozenset[Bucket]]:
     return {name: buckets for name, buckets in found.items() if buckets}
 
 
+def applies_parameters(bsym: BoundSymbol, parameters: Container[str]) -> bool:
+    """True for a line that applies parameters to a constant, such as zeros in the place of an image: its result is an
+    activation. The constant comes first, and the result has the shape of none of the parameters. (That of a weight
+    and its mask has.)"""
+    tensors = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    shapes = [tuple(a.shape) for a in tensors if a.name in parameters]
+    results = [tuple(o.shape) for o in bsym.flat_proxy_outs if isinstance(o, TensorProxy)]
+    return bool(shapes) and tensors[0].name not in parameters and not any(shape in shapes for shape in results)
+
+
 def parameter_aliases(trace: TraceCtx) -> set[str]:
     """The names of gathered parameters and of their views, slices, transposes and casts."""
     found: set[str] = set()
@@ -294,6 +304,8 @@ def _mark_unsharded(bsym: BoundSymbol, found: dict[str, frozenset[Bucket]]) -> N
     else:
         sources = [a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
         if not (sources and all(name in found for name in sources) and is_repeatable(bsym)) and not is_constant(bsym):
+            return
+        if applies_parameters(bsym, {name for name in sources if found[name]}):
             return
         buckets = frozenset[Bucket]().union(*(found[name] for name in sources))
     for o in bsym.flat_proxy_outs:

@@ -30,22 +30,10 @@ class KeptGradients:
     def __init__(self) -> None:
         self.by_place: dict[tuple[Axis, int], Kept] = {}  # the group to reduce over, and the parameter's index
         self.used: set[Level] = set()  # on which levels a step has ever kept gradients
-        self.reducing = False  # gradients have been taken since the last step that keeps them began
-
-    def expect(self, level: Level) -> None:
-        """A step begins whose gradients are to be kept: the next one that reduces adds them, whichever backward runs
-        first."""
-        self.used.add(level)
-        self.reducing = False
+        self.reducing = False  # gradients have been taken since the last that were added, or some were left behind
 
     def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
-        """Raises RuntimeError if the sums to which these gradients belong have been reduced."""
-        if self.reducing:
-            raise RuntimeError(
-                f"the backward of a step of {bucket.plan.model} inside no_sync came after the backward that reduces "
-                "the sums, which lack its gradients: call loss.backward() for each step inside no_sync first, and for "
-                "the step outside last (one backward of a sum of losses runs the last step first)"
-            )
+        self.reducing &= bool(self.by_place)
         sums, addends = [], []
         for grad, m in zip(grads, bucket.members, strict=True):
             grad = summed_to(grad, m.parameter.full_shape)
@@ -74,8 +62,13 @@ class KeptGradients:
         """The names of parameters that the last reduction missed."""
         return [kept.parameter.name for kept in self.by_place.values()] if self.reducing else []
 
+    def of(self, index: int) -> list[tuple[Axis, int]]:
+        """The places that hold gradients of a parameter."""
+        return [place for axis in Axis if (place := (axis, index)) in self.by_place]
+
     def clear(self) -> None:
         self.by_place.clear()
+        self.reducing = False
 
 
 def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,17 @@ from thunder.executors import sdpaex
 from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
+# Thunder and torch import these in the first step. The profiler of torch, with_stack, names code of modules that are
+# imported meanwhile by memory that is free by then.
+for _name in (
+    "thunder.distributed.utils",
+    "thunder.torch.experimental.dtensor_codeutils",
+    "thunder.transforms.autocast",
+    "torch.profiler._cupti_monitor",
+):
+    with suppress(ImportError):
+        importlib.import_module(_name)
+
 
 def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = False) -> list[Any]:
     """The autograd nodes to which the gradients of a step's outputs go. Inputs that are passed on have nodes of their
@@ -35,6 +47,22 @@ def nodes_of_thunder(outputs: Iterable[torch.Tensor], *, of_backward: bool = Fal
     if not of_backward:
         return list(found)
     return list({n if kind is ThunderFunction else n.next_functions[0][0] for n, kind in found.items()})
+
+
+class _Dummy(torch.Tensor):
+    """A tensor without values that says it holds no NaN."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.bool)
+
+
+def without_meta(results: tuple[Any, ...], gradients: Any) -> tuple[Any, ...] | None:
+    """A hook of a node of Thunder's outputs: lets torch's anomaly mode look for NaN in the tensor on the meta device
+    that Thunder passes from this node to the next one."""
+    if not torch.is_anomaly_check_nan_enabled():
+        return None
+    return tuple(r.as_subclass(_Dummy) if r is not None and r.is_meta else r for r in results)
 
 
 def compile_data_and_stats() -> tuple[Any, Any]:

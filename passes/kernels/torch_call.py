@@ -12,8 +12,8 @@ ZeRO-3 no gathered parameter is saved. Backward empties the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from weakref import ref
 from passes.comm.properties import Property
 from passes.compat.lines import symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
+from passes.plan.step import Unused
 
 import thunder.torch as ltorch
 import torch
@@ -33,6 +34,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import OperatorExecutor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -116,10 +118,15 @@ class Part(NamedTuple):
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         if self.of_whole is None:
             return whole
-        if whole.stride() != self.of_whole:  # it was computed again
-            strided = torch.empty_strided(whole.shape, self.of_whole, dtype=whole.dtype, device=whole.device)
-            whole = strided.copy_(whole)
+        whole = laid_out(whole, self.of_whole)  # it may have been computed again
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class Slot:
+    """What a node keeps of a tensor that it saves: the part of an input that it is, or its number in the list."""
+
+    def __init__(self, place: int | Part) -> None:
+        self.place = place
 
 
 class Reads(NamedTuple):
@@ -140,7 +147,9 @@ class TorchCall:
     among ``flat``, the flattened arguments of this ``spec``. ``written`` has the numbers, among the tensors, of those
     that the function writes into: it gets clones of them, which are further results. ``inputs`` and ``results`` are the
     tensors' metadata; ``autocast`` are the states under which the function runs; ``random`` tells whether it draws
-    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place.
+    random numbers; ``absent`` is the device of the step, if the metadata say the CPU in its place. Backward reads in
+    ``unused`` which gradients of results are zeros in the place of None, and notes there those that torch gives none.
+    ``hooked``: whether hooks see what its graph saves, as torch.func inside of the function does not allow.
     """
 
     name: str
@@ -154,6 +163,8 @@ class TorchCall:
     autocast: Sequence[Autocast] = ()
     random: bool = False
     absent: torch.device | None = None
+    unused: Unused = field(default_factory=Unused)
+    hooked: bool = True
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -164,6 +175,11 @@ class TorchCall:
     def returned(self) -> tuple[int, ...]:
         """The results that have a gradient."""
         return tuple(i for i, m in enumerate(self.results) if m.grad) if self.wanted else ()
+
+    @cached_property
+    def is_certain(self) -> bool:
+        """Whether backward surely returns gradients: of one input from one result, by a function of torch's own."""
+        return len(self.wanted) == len(self.returned) == 1 and resolve_name(self.function) is not None
 
     def __repr__(self) -> str:
         return f"TorchCall({self.name})"
@@ -201,28 +217,32 @@ class TorchCall:
             sources = _Source.apply(torch.empty(0, requires_grad=True), *(tensors[i] for i in self.wanted))
         for i, t in zip(self.wanted, sources, strict=True):
             given[i] = t
-        inputs = {i: given[i] for i in readable}
+        saved.given = inputs = {i: given[i] for i in readable}  # a function may run a graph of its own
         the_list = ref(saved)  # the nodes, which it holds, hold the functions below
+        slots: list[ref[Slot]] = []
 
-        def pack(t: torch.Tensor) -> int | Part:
+        def pack(t: torch.Tensor) -> Slot:
             saved = the_list()
             assert saved is not None
-            part = _part_of(t, inputs)
-            if part is None:
+            slot = Slot(_part_of(t, inputs) or len(saved))
+            if isinstance(slot.place, int):
                 saved.append(t.detach())
-                return len(saved) - 1
-            read.add(part.number)
-            return part
+            slots.append(ref(slot))
+            return slot
 
-        def unpack(x: int | Part) -> torch.Tensor:
-            saved = the_list()
+        def unpack(slot: Slot) -> torch.Tensor:
+            saved, place = the_list(), slot.place
             assert saved is not None
-            found: torch.Tensor = saved[x] if isinstance(x, int) else x.take(saved.given[x.number])
+            found: torch.Tensor = saved[place] if isinstance(place, int) else place.take(saved.given[place.number])
             return found
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack) if self.hooked else nullcontext()
+        with torch.enable_grad(), hooks:
             outs = self.call(given)
         inputs.clear()
+        places = {slot.place for one in slots if (slot := one()) is not None}  # without those of such a graph
+        read |= {place.number for place in places if isinstance(place, Part)}
+        saved[:] = (t if i in places else None for i, t in enumerate(saved))
         saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
         saved.inputs = [get_gradient_edge(given[i]) for i in self.wanted]
         return (*(o.detach() for o in outs), saved)
@@ -232,7 +252,9 @@ class TorchCall:
         keep, count = keeps_graph(), len(self.reads.inputs)
         saved.given = dict(zip(self.reads.inputs, values[:count], strict=True))
         given = dict(zip(self.returned, values[count:], strict=True))
-        pairs = [(edge, given[i]) for i, edge in saved.results.items()]
+        sources, first = ((), 0) if self.is_certain else next(self.unused.coming, ((), 0))
+        lacking = {i for i, s in zip(self.returned, sources, strict=False) if s <= self.unused.absent}
+        pairs = [(edge, given[i]) for i, edge in saved.results.items() if i not in lacking]
         found: Sequence[torch.Tensor | None] = [None] * len(self.wanted)
         if pairs:
             edges, grads = zip(*pairs, strict=True)
@@ -241,6 +263,8 @@ class TorchCall:
             saved.given = {}
         else:
             saved.clear()
+        if sources:
+            self.unused.absent.update(first + n for n, gradient in enumerate(found) if gradient is None)
         return tuple(self.inputs[i].zeros() if g is None else g for i, g in zip(self.wanted, found, strict=True))
 
     # ---- at compile time ----
@@ -248,14 +272,20 @@ class TorchCall:
     @cached_property
     def reads(self) -> Reads:
         """Found by a run on fake tensors. If torch has no fake kernel, backward gets all inputs."""
+        return self._find_reads()
+
+    def _find_reads(self) -> Reads:
         read: set[int] = set()
         everything = range(len(self.inputs))
         try:
             with Fakes(allow_non_fake_inputs=True), _flop_counter() as counter:
                 *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
-        except Exception:  # whatever the function raises on fake tensors
+        except Exception as error:  # whatever the function raises on fake tensors
+            if self.hooked and "saved tensor hooks" in str(error):  # it calls torch.func.grad
+                self.hooked = False
+                return self._find_reads()
             return Reads(tuple(everything), known=False)
-        kept = tuple(Meta.of(t) for t in {storage(t): t for t in saved}.values())
+        kept = tuple(Meta.of(t) for t in {storage(t): t for t in saved if t is not None}.values())
         return Reads(tuple(sorted(read)), counter.get_total_flops(), kept)
 
     def proxies(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -363,6 +393,13 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: 
 
 def storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
+
+
+def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A tensor with this stride: ``t``, or a copy of it."""
+    if t.stride() == tuple(stride):
+        return t
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:

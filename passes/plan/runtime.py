@@ -47,8 +47,13 @@ class Runtime(Protocol):
         """Raises unless ``step`` is the one to run now and all parameters are still those that were sharded.
         Called before each step; an error makes Thunder try another compiled step, or compile one."""
 
-    def compare_step(self, step: Step) -> None:
-        """Raises on every rank if the ranks are about to run different steps. Called before a step sends anything."""
+    def compare_step(self, step: Step, *, changed: bool | None = None) -> None:
+        """Raises on every rank if the ranks are about to run different steps. Called before a step sends anything, and
+        before its backward, which may have been ``changed`` since forward."""
+
+    def begin_backward(self, step: Step) -> Step:
+        """Returns ``step``, or the one to run from here on if gradients are treated otherwise by now."""
+        ...
 
     def compare_trace(self, collectives: list[str]) -> None:
         """Raises on every rank if the ranks have compiled different collectives. Called with those of each trace."""
@@ -78,7 +83,10 @@ class PlainRuntime:
 
     def check_step(self, step: Step) -> None: ...
 
-    def compare_step(self, step: Step) -> None: ...
+    def compare_step(self, step: Step, *, changed: bool | None = None) -> None: ...
+
+    def begin_backward(self, step: Step) -> Step:
+        return step
 
     def compare_trace(self, collectives: list[str]) -> None: ...
 

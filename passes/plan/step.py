@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -28,10 +28,12 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Keep:
-    """The gradients that a step keeps: of the parameters with these indices (None: all), on this level."""
+    """The gradients that a step keeps: of the parameters with these indices (None: all), on this level.
+    ``by_forward``: forward has decided it, as with Thunder's own no_sync, which a thread of autograd does not see."""
 
     level: Level = Level.WHOLE
     parameters: frozenset[int] | None = None
+    by_forward: bool = False
 
 
 @dataclass(eq=False)
@@ -52,17 +54,38 @@ class Step:
     keep: Keep | None = None
     adds: frozenset[Level] = frozenset()
 
+    def treats_as(self, other: Step) -> bool:
+        """Whether it treats gradients as ``other`` is to; it may add those of more levels."""
+        if self.gradients is not other.gradients:
+            return False
+        return self.keep == other.keep if self.gradients is Gradients.KEPT else other.adds <= self.adds
+
     @cached_property
     def sends(self) -> str:
         """Its collectives as one text. Cached: read it only when the whole step is compiled."""
         return "\n".join(self.collectives)
 
 
+Sources = frozenset[int]
+
+
 @dataclass
 class Unused:
-    """The numbers of the outputs of a step that its backward, which is running, does not come from."""
+    """The sources that give the backward which is running no gradient.
 
-    outputs: frozenset[int] = frozenset()
+    Outputs of the step are sources, by their number, and so is each gradient that torch's backward of a line returns.
+    ``calls`` are these lines, in the order in which they run: the sources of each gradient that a line is given, and
+    the number of the first one that it returns. ``coming`` are those that have not run yet.
+    """
+
+    absent: set[int] = field(default_factory=set)
+    calls: Sequence[tuple[Sequence[Sources], int]] = ()
+    coming: Iterator[tuple[Sequence[Sources], int]] = field(default_factory=lambda: iter(()))
+
+    def begin(self, gradients: Sequence[Any]) -> None:
+        """A backward begins, with these gradients of the outputs; None for one that it does not come from."""
+        self.absent = {i for i, gradient in enumerate(gradients) if gradient is None}
+        self.coming = iter(self.calls)
 
 
 class Progress:

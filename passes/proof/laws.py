@@ -31,7 +31,7 @@ from passes.comm.symbols import (
     replicated,
     wait_copies,
 )
-from passes.drop_unused import unless_unused
+from passes.drop_unused import mark_unused, unless_unused
 from passes.outline import release
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
 from passes.proof.numbering import Numbers
@@ -200,6 +200,7 @@ LAWS: dict[Hashable, Law] = {
     keep_shards.id: _kept_second,
     accumulated.id: _accumulated,
     accumulate.id: _accumulate,
+    mark_unused.id: _first,
     unless_unused.id: _first,
     **dict.fromkeys((check_ranks.id, note.id, wait_copies.id, release.id), _nothing),
 }

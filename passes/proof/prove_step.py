@@ -37,7 +37,7 @@ def prove_step(
         return trace
     forward, backward = trace, None
     if is_backward(trace):
-        forward, backward = forwards.pop(), trace
+        forward, backward = forwards[-1], trace
     elif TraceTag.AUGMENTED_FORWARD in trace.tags:
         forwards[:] = [trace]
         return trace

@@ -67,7 +67,7 @@ def set_sums(model: ModelState, values: Mapping[str, torch.Tensor]) -> None:
         state.runtime.errors.clear()
     for name, sums, parameter in _parameters(model):
         if name in values:
-            sums.expect(Level.WHOLE)
+            sums.used.add(Level.WHOLE)
             sums.by_place[parameter.plan.axis, parameter.index] = Kept(parameter, values[name].to(model.device))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
+from shardtrace.trainers.files import check_files
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
@@ -94,6 +96,11 @@ class ShardtraceTrainerStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError("ShardtraceTrainerStrategy does not convert BatchNorm layers: leave sync_batchnorm out")
         super(DDPStrategy, self).setup(trainer)  # without DistributedDataParallel
+        for callback in trainer.callbacks:
+            if isinstance(getattr(callback, "_average_model", None), nn.Module):
+                callback.setup(trainer, self._module, "fit")  # averages what it copied before the module was sharded
+                average = callback._average_model
+                average.state_dict = functools.partial(_whole_state_dict, average)
 
     def model_to_device(self) -> None:
         """Leaves the module where it is: shards are moved, so that no device holds the whole module."""
@@ -114,6 +121,10 @@ class ShardtraceTrainerStrategy(DDPStrategy):
         """Each rank copies its rows of a checkpoint into shards."""
         return True
 
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        check_files(self._module, checkpoint_path, "the checkpoint to load")
+        return super().load_checkpoint(checkpoint_path, **kwargs)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole module on the first rank, and an empty one on the others. A collective."""
         return full_state_dict(self._module, rank0_only=True, cpu=True)
@@ -132,3 +143,8 @@ class ShardtraceTrainerStrategy(DDPStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+def _whole_state_dict(module: nn.Module, **options: Any) -> Any:
+    """What a callback saves of a sharded module, when it is called without options."""
+    return type(module).state_dict(module, **options) if options else full_state_dict(module, rank0_only=True, cpu=True)

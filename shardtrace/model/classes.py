@@ -16,9 +16,10 @@ from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen
 from shardtrace.model.compiled import run
 from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ATTRIBUTE, ShardedState, own_state
+from shardtrace.model.state import ShardedState, own_state
 from shardtrace.model.tracing import recorded_in_place
-from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.model.whole import make_plain
+from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 from torch import nn
 
@@ -59,7 +60,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
     """A subclass of ``cls`` for a sharded module (printed as ``FSDP<cls>``), or for a submodule of one.
 
     Keeps ``__name__``, which libraries write into files and look up, and the signature and docstring of ``forward``.
-    Instances can be deep-copied, but not pickled.
+    Instances can be deep-copied, but not pickled. A copy that is made inside ``full_params`` is a plain module.
     """
     name = f"FSDP{cls.__name__}" if root else cls.__name__
 
@@ -69,7 +70,8 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
             f"{name} is sharded and cannot be pickled: it holds a process group and this rank's shards. "
-            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors"
+            "Save shardtrace.full_state_dict(model), or model.state_dict() with the shards as DTensors, or "
+            "copy.deepcopy(model), which is a plain model inside shardtrace.full_params"
         )
 
     def __prepare_scriptable__(self: nn.Module) -> Any:
@@ -138,7 +140,14 @@ def _of_jitted(name: str, module: nn.Module) -> Any:
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A sharded copy, or a plain one while the parameters are whole."""
+    state = own_state(self)
+    if state.unsharded:
+        memo[id(state)] = None  # the copy has none
     new = object.__new__(type(self))
     memo[id(self)] = new
-    new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    kept = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # a LightningModule leaves some out
+    new.__setstate__(copy.deepcopy(kept, memo))
+    if state.unsharded:
+        make_plain(new)
     return new

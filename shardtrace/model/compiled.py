@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.compat.failures import interrupt_of
 from passes.compat.versions import functional_transform
-from shardtrace.model.state import own_state
+from shardtrace.model.state import own_state, part_of, state_of
 from shardtrace.model.tracing import recorded
 
 import thunder
@@ -28,7 +28,8 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not own_state(self).is_to_run():
+        state = state_of(self) or part_of(self)  # None for a plain copy
+        if state is None or not state.is_to_run():
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
         return _run(_jitted(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}"), args, kwargs)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
-from typing import NamedTuple
+from itertools import chain
 
 from passes.plan import Wire
 from shardtrace.model.choose import Chosen
 from shardtrace.model.materialize import uninitializable
+from shardtrace.model.memory import REMEDY, ParameterMemory
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.sample import sample
-from shardtrace.model.state import part_of, state_of, states_in
+from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare
+from shardtrace.record.effects import tensors_held
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ SEED_HINT = (
     "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass "
     "init_policy=InitPolicy(broadcast_from=0); pass the same weights on all ranks"
 )
+ONCE = "tie by one Parameter object, and call fsdp() once, on the module around both"
 
 
 def compare_models(
@@ -73,7 +75,6 @@ def refuse(
         _tied_to_shards(model),
         _problems_of_parameters(found),
         _clashes(model),
-        _shared(found),
     )
     if problem := next(problems, ""):
         raise ValueError(problem)
@@ -108,16 +109,14 @@ def _problems_of_module(model: nn.Module) -> Iterator[str]:
 
 
 def _tied_to_shards(model: nn.Module) -> Iterator[str]:
-    """Places outside a sharded submodule that hold one of its parameters, and would use this rank's rows of it."""
-    entries = {id(e.shard): e for state in states_in(model) for e in state.entries}
+    """Places that hold a parameter of another module that is sharded, and would use this rank's rows of it."""
     for part, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
-            entry = entries.get(id(parameter))
-            if entry is not None and all(owner.module is not module for owner in entry.owners):
-                yield (
-                    f"parameter {f'{part}.{attribute}'.lstrip('.')!r} is tied to {entry.name!r} of a submodule that is "
-                    "sharded already: call fsdp() once, on the module around both"
-                )
+            link = link_of(parameter)
+            if link is not None and all(owner.module is not module for owner in link.entry.owners):
+                name = f"{part}.{attribute}".lstrip(".")
+                other = f"{link.entry.name!r} of {link.state.model_name}"
+                yield f"parameter {name!r} is tied to {other}, which is sharded already: {ONCE}"
 
 
 def _problems_of_parameters(found: Iterable[Place]) -> Iterator[str]:
@@ -145,26 +144,22 @@ def _clashes(model: nn.Module) -> Iterator[str]:
             )
 
 
-class _Extent(NamedTuple):
-    storage: int
-    start: int  # bytes
-    stop: int
-    name: str
-
-
-def _shared(found: Iterable[Place]) -> Iterator[str]:
-    """Different Parameters on overlapping memory, which sharding would untie."""
-    extents = sorted(_extent(p) for p in found if p.parameter.numel() and not is_lazy(p.parameter))
-    for a, b in pairwise(extents):
-        if a.storage == b.storage and b.start < a.stop:
-            yield (
-                f"parameters {a.name!r} and {b.name!r} are two Parameters on the same memory, which fsdp() would give "
+def refuse_shared(model: nn.Module, found: Iterable[Place], left: Sequence[ParameterMemory]) -> None:
+    """Raises ValueError for a tensor on the memory of a parameter that sharding would untie from it. ``left``: the
+    memory that the parameters are to leave, and that which those of each model have left that is sharded already."""
+    seen = ParameterMemory()
+    for name, p in ((p.name, p.parameter) for p in found):
+        if other := seen.owner(p):
+            raise ValueError(
+                f"parameters {other!r} and {name!r} are two Parameters on the same memory, which fsdp() would give "
                 "memory of their own: tie them by using one Parameter object for both"
             )
-
-
-def _extent(place: Place) -> _Extent:
-    p = place.parameter
-    start = int(p.storage_offset()) * p.element_size()
-    span = 1 + sum((size - 1) * int(stride) for size, stride in zip(p.shape, p.stride(), strict=True))
-    return _Extent(p.untyped_storage()._cdata, start, start + span * p.element_size(), place.name)
+        if other := next(filter(None, (memory.owner(p) for memory in left[1:])), ""):
+            raise ValueError(f"parameter {name!r} is on the memory that {other} had before it was sharded: {ONCE}")
+        seen.add(name, p)
+    parameters = set(map(id, model.parameters()))
+    for name, t in (*model.named_buffers(), *tensors_held(model)):
+        if id(t) not in parameters and (other := next(filter(None, (m.owner(t) for m in left)), "")):
+            raise ValueError(
+                f"{name!r} is no parameter and lies in the memory of {other}, which fsdp() replaces: {REMEDY}"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from passes.comm.kept_gradients import KeptGradients
@@ -54,6 +55,7 @@ class ModelRuntime:
         self._check_unchanged = check_unchanged
         self._checks = checks
         self._agreed: set[tuple[str, ...]] = set()
+        self._switches = False  # gradients were treated otherwise than a forward had foreseen
         self._last: Arrival | None = None  # the step that ran last
         self._usual: dict[Arrival | None, Arrival] = {}  # the step that followed each one the last time
 
@@ -62,9 +64,10 @@ class ModelRuntime:
 
     def gradients(self) -> Gradients | None:
         """How a step that begins now treats gradients. None if it computes none."""
-        if not torch.is_grad_enabled():
-            return None
-        if self._keep() is not None:
+        return self._treatment(self._keep()) if torch.is_grad_enabled() else None
+
+    def _treatment(self, keep: Keep | None) -> Gradients:
+        if keep is not None:
             return Gradients.KEPT
         return Gradients.ADDED if self.kept.used else Gradients.REDUCED
 
@@ -75,24 +78,29 @@ class ModelRuntime:
 
     def _keep(self) -> Keep | None:
         if self.keep is None and get_skip_data_parallel_grad_sync():  # set by Thunder's own no_sync
-            return Keep()
+            return Keep(by_forward=True)
         return self.keep
+
+    def begin_backward(self, step: Step) -> Step:
+        """``step``, or another one if the reduction of gradients was switched on or off since its forward. A parameter
+        that is kept from here on is added by the next backward that reduces."""
+        keep = step.keep if self.keep is None and step.keep is not None and step.keep.by_forward else self.keep
+        now = replace(step, gradients=self._treatment(keep), keep=keep, adds=frozenset(self.kept.used))
+        now.collectives = [line for line in step.collectives if line.startswith("forward: ")]
+        if keep is not None:
+            self.kept.used.add(keep.level)
+        return step if step.treats_as(now) else now
 
     def check_step(self, step: Step) -> None:
         """Raises RuntimeError unless the compiled step fits the model now. Its messages are short, because Thunder then
         traces again: tracing reports the fault, or another step is compiled."""
-        now = self.gradients()
-        if step.gradients is not now or (now is Gradients.KEPT and step.keep != self._keep()):
+        if not step.treats_as(self.step()):
             raise RuntimeError("compiled for another use of gradients")
-        if now is Gradients.ADDED and not self.kept.used <= step.adds:
-            raise RuntimeError("compiled for fewer kept gradients")
         if step.generation != self.generation:
             raise RuntimeError("compiled for other modules")
         if self.kept.left_behind():
             raise RuntimeError("gradients were left behind")
         self._check_unchanged()
-        if step.keep is not None and step.gradients is Gradients.KEPT:
-            self.kept.expect(step.keep.level)
         if self.progress is not None and not self.compares:
             self.progress.drain()  # otherwise once the ranks have been compared
 
@@ -104,22 +112,30 @@ class ModelRuntime:
             self._compare(collectives)
             self._agreed.add(known)
 
-    def compare_step(self, step: Step) -> None:
+    def compare_step(self, step: Step, *, changed: bool | None = None) -> None:
         """Compares each step if ``Checks.steps`` is True. By default compares a step only if it differs from the one
         that followed the same predecessor the last time, or if it begins elsewhere, such as after a forward instead of
         a backward. If only one rank changes its course, it thus sends nothing, and raises if the others do not come in
-        time. A step that sends nothing is not compared.
+        time. A step that neither sends nor keeps anything is not compared.
+
+        ``changed`` is a bool before a backward. Backwards are compared likewise, from the first changed one on.
         """
-        if self.progress is None or not step.collectives:
+        self._switches |= bool(changed)
+        compares = bool(step.collectives) or step.gradients is Gradients.KEPT
+        if changed is not None:
+            compares = self.compares and (self._switches or self._checks.steps is True)
+        if self.progress is None or not compares:
             return
-        last, now = self._last, (step.sends, str(self.progress))
+        phase = "forward" if changed is None else "backward"
+        place = f"a {'step' if changed is None else phase} begins {self.progress}"
+        last, now = self._last, (step.sends, place)
         unusual = last is not None and (self.progress.under_way or self._usual.get(last) != now)
         if self._checks.steps or unusual:
-            place, (first, *rest) = f"a step begins {now[1]}", step.collectives
+            first, *rest = step.collectives or ["nothing"]
             self._compare([f"{first}, where {place}", *rest], likely=True, here=place)
             self.progress.drain()
         self._last = self._usual[last] = now
-        self.progress.begin(step, "forward")
+        self.progress.begin(step, phase)
 
     def _compare(self, lines: list[str], **options: Any) -> None:
         compare(self.groups.everyone, self._what, lines, timeout=self._checks.timeout, hint=ORDER_HINT, **options)
@@ -128,4 +144,6 @@ class ModelRuntime:
         announce(self.groups.everyone, self._what, error)
 
     def communicating(self, bucket: str) -> communicating:
-        return communicating(f"a collective of {bucket or 'the model'}", self.groups.everyone)
+        timeout = self._checks.timeout
+        limit = None if timeout == Checks.timeout else timeout  # by default that of the process group
+        return communicating(f"a collective of {bucket or 'the model'}", self.groups.everyone, limit=limit)

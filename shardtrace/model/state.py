@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,18 +16,20 @@ from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, Shard
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
+from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.runtime import ModelRuntime
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
-from shardtrace.record.marks import EAGER, PART_ATTRIBUTE
+from shardtrace.record.marks import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 
 import torch
 from thunder.core.dtypes import to_dtype
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
@@ -45,14 +47,17 @@ class ShardedState:
         *,
         ignored: tuple[nn.Parameter, ...] = (),
         known: WeakSet[ShardedState] | None = None,
+        left: ParameterMemory | None = None,
     ) -> None:
         self.known = WeakSet() if known is None else known  # the states of this process, for functions of torch
         self.known.add(self)
         self.model, self.model_name = model, type(model).__name__
         self.groups, self.group = groups, groups.everyone
         self.options, self.cost = options, cost
+        self.left = left or ParameterMemory()  # the memory in which parameters were whole
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
+        self.variants: dict[Hashable, set[Hashable]] = {}  # the values that forwards have read of their inputs
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared
@@ -60,6 +65,7 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
+        self.strays: list[torch.Tensor] = []  # shards that such a submodule has used when it was tried
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}  # by the script, since fsdp()
         self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
         self._take(entries)
@@ -307,7 +313,8 @@ class ShardedState:
         """Lets a submodule run that has whole parameters in place."""
         self._running += 1
         try:
-            yield
+            with Strays(self.strays) if self.tracing else nullcontext():
+                yield
         finally:
             self._running -= 1
 
@@ -318,6 +325,7 @@ class ShardedState:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
         self.tracing = True
+        self.strays.clear()
         try:
             yield
         finally:
@@ -333,6 +341,17 @@ def _are_nested(blocks: Set[str]) -> bool:
 
 def _dtype(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else to_dtype(dtype)
+
+
+class Strays(TorchFunctionMode):
+    """Collects the shards that functions of torch are given."""
+
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        self._found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._found += (t for t in pytree.tree_leaves((args, kwargs)) if link_of(t) is not None)
+        return function(*args, **(kwargs or {}))
 
 
 class Link:

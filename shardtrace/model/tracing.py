@@ -7,13 +7,15 @@ in place, and records the call (:mod:`shardtrace.record`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import live_buffers, proxied_values, refresh_modules
+from passes.compat.jit import compile_data_and_stats, live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -22,10 +24,13 @@ from shardtrace.model.context import check_alone, compare_batches, context_of, w
 from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
+from shardtrace.model.memory import REMEDY
 from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
+from shardtrace.record.numbers import Varying
 from shardtrace.record.recording import Comparison, Recording, is_comparable
 
 import torch
@@ -39,6 +44,7 @@ from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
+KEPT = 64  # compiled steps of a jitted function
 
 # Transforms that every jitted function with a sharded module gets after its own. The command line uses them to see the
 # traces that a script compiles.
@@ -59,7 +65,9 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
-    facts = _compilation(states).trace(get_jit_ctx())
+    compilation = _compilation(states)
+    _drop_oldest(compilation, states[0])
+    facts = compilation.trace(get_jit_ctx())
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
@@ -89,33 +97,56 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
             parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
             stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
             state=name,
-            compare=functools.partial(_comparison, states),
+            compare=partial(_comparison, states),
+            refuse=partial(_refuse_shards, states),
             whole_of=wholes(states[0], context),
             fall_back=states[0].options.compile.eager is not None,
+            varying=compilation.earlier.setdefault(name, Varying(partial(_warn, states[0]))),
             obstacle=_why_no_call(),
+            computing=not makes_graphs(get_compile_data().transforms),
+            whole=states[0].options.precision is None and context is None,  # whose casts and parts are its own
+            variants=states[0].variants,
         )
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
         compare_batches(states[0], traced.given)
     _add_traced(facts, traced, name)
     for state in states:
-        facts.at_end.append(functools.partial(_refuse_values, state, proxied))
-        facts.at_end.append(functools.partial(_refuse_unsharded, state, proxied))
+        facts.at_end.append(partial(_refuse_values, state, proxied))
+        facts.at_end.append(partial(_refuse_unsharded, state, proxied))
     if makes_graphs(get_compile_data().transforms):
         computation = get_jit_ctx().computation_trace
-        facts.at_end.append(functools.partial(refuse_lines, states[0].model_name, computation))
+        facts.at_end.append(partial(refuse_lines, states[0].model_name, computation))
+        facts.before_lowering.extend(partial(refuse_graphs, state) for state in states)
     return traced.result
 
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
     facts.guards += [live_buffers(), traced.guard]
-    if traced.last_guard is not None:
-        facts.last_guards.append(traced.last_guard)
+    facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter
     facts.rebuild = traced.rebuild
     facts.remark = "; ".join(filter(None, (facts.remark, traced.remark)))
+
+
+def _drop_oldest(compilation: Compilation, state: ShardedState) -> None:
+    """Makes room for one more compiled step. The one of the last call counts as the newest."""
+    _, stats = compile_data_and_stats()
+    entries = stats.interpreter_cache
+    if len(entries) < KEPT:
+        return
+    _warn(state, f"{KEPT} steps were compiled. Each further one takes the place of the oldest")
+    entries.sort(key=lambda entry: entry.computation_traces is stats.last_traces)
+    del entries[: len(entries) - KEPT + 1]
+    alive = {id(trace) for entry in entries for trace in entry.computation_traces}
+    compilation.finished = [f for f in compilation.finished if f.record is not None and id(f.record.traced) in alive]
+
+
+def _warn(state: ShardedState, line: str) -> None:
+    if is_alone(state.group) or state.group.rank() == 0:
+        warnings.warn(f"{state.model_name}: {line}", stacklevel=2)
 
 
 def _prepare(states: Sequence[ShardedState]) -> None:
@@ -179,6 +210,19 @@ def _compilation(states: Sequence[ShardedState]) -> Compilation:
     return compilation
 
 
+def _refuse_shards(states: Sequence[ShardedState], outside: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError for a tensor that forward uses, with its place, if it is in the memory that a parameter had
+    before ``fsdp``, or a shard that has no stand-in."""
+    for place, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
+        if (link := link_of(t)) is not None and link.entry.home.is_spread:
+            raise RuntimeError(
+                f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
+                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
+            )
+        if link is None and (owner := next(filter(None, (s.left.owner(t) for s in states[0].known)), "")):
+            raise RuntimeError(f"{place}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
+
+
 def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
     for value in _parameters(proxied):
         link = link_of(value.original_value)
@@ -225,11 +269,11 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(model, *args, **kwargs)
 
-    register_general_jit_lookaside(call)(functools.partial(_trace, function))
+    register_general_jit_lookaside(call)(partial(_trace, function))
     return call
 
 
 def recorded_in_place(function: F) -> F:
     """``function``, which Thunder records as a whole. Its first argument is a sharded module or a part of one."""
-    register_general_jit_lookaside(function)(functools.partial(_trace, function))
+    register_general_jit_lookaside(function)(partial(_trace, function))
     return function

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrace.model.casts import INPUTS
-from shardtrace.model.state import ATTRIBUTE, states_in
-from shardtrace.record.marks import CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.model.state import states_in
+from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
 from torch import nn
@@ -34,9 +34,14 @@ def whole_copy(model: nn.Module, *, values: bool = False) -> nn.Module:
             full = entry.shard.detach().view(entry.full_shape).clone()
         memo[id(entry.shard)] = nn.Parameter(full, requires_grad=entry.shard.requires_grad)
     whole = copy.deepcopy(model, memo) if values else hollow_copy(model, memo)
-    for module in whole.modules():
+    make_plain(whole)
+    return whole
+
+
+def make_plain(model: nn.Module) -> None:
+    """Gives modules their own classes again, and takes the marks from them."""
+    for module in model.modules():
         if module.__dict__.keys() & {ATTRIBUTE, PART_ATTRIBUTE}:
             module.__class__ = type(module).__base__  # type: ignore[assignment]
         for mark in MARKS & module.__dict__.keys():
             del module.__dict__[mark]
-    return whole

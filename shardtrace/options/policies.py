@@ -230,7 +230,7 @@ class Checks:
         prove: prove each compiled step to be the unsharded program (:func:`shardtrace.prove`), and raise an error if it
             cannot be. SHARDTRACE_PROVE=1 in the environment makes True the default.
         timeout: seconds to wait for other ranks when models and compiled traces are compared, and in each collective
-            if ``fsdp`` makes the process group.
+            of a step if it is set or ``fsdp`` makes the process group.
 
     Raises:
         ValueError, TypeError: the error names the field and the values that it accepts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from datetime import timedelta
 from typing import Any
 
 from passes.compat.versions import aborted_together
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+TAG = 0x5AE  # of a message that nobody sends
+
 
 def abort_groups(timeout: float) -> None:
     """Ends the collectives of all process groups, of nccl's in the kernels that wait for another rank.
 
     As ``_abort_process_group`` of torch, but the groups stay known, so that code that cleans up may still ask for its
     rank. Communicators are aborted together because one could wait for the kernels of another. An abort can hang, hence
-    the ``timeout`` in seconds. Gloo's groups have none: their collectives end with the connections.
+    the ``timeout`` in seconds. Gloo has no abort, but closes all connections of a group if a message does not come in
+    time. A message that nobody sends is therefore received for a millisecond.
     """
     thread = threading.Thread(target=_abort, name="shardtrace-abort", daemon=True)
     thread.start()
@@ -32,8 +36,12 @@ def _abort() -> None:
     nccl = [pair for pair in pairs if isinstance(pair[1], getattr(c10d, "ProcessGroupNCCL", ()))]
     with aborted_together(*nccl[0]) if nccl else contextlib.nullcontext():
         for group in groups:
-            with contextlib.suppress(RuntimeError):  # it may be gone
+            gloo: Any = _backend(group, "cpu")
+            with contextlib.suppress(RuntimeError):  # it may be gone; or what gloo raises when it closes connections
                 group.abort()
+                if type(gloo) is getattr(c10d, "ProcessGroupGloo", None) and group.size() > 1:
+                    other = (group.rank() + 1) % group.size()
+                    gloo.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
 
 
 def asynchronous_error() -> str:
@@ -47,9 +55,9 @@ def asynchronous_error() -> str:
     return ""
 
 
-def _backend(group: dist.ProcessGroup) -> Any:
-    """What sends the tensors of a GPU for ``group``; None if nothing does."""
+def _backend(group: dist.ProcessGroup, device: str = "cuda") -> Any:
+    """What sends the tensors of a device for ``group``, by default of a GPU; None if nothing does."""
     try:
-        return group._get_backend(torch.device("cuda"))
+        return group._get_backend(torch.device(device))
     except RuntimeError:
         return None

@@ -8,9 +8,10 @@ next line that asks, which raises. A program that waits for something else is en
 Note [Last rank]: a rank that fails stays until the others have its word, because the store may go with it, or because
 torchrun ends the others when it is gone.
 
-Note [Long waits]: the same thread says what this rank waits for, if that takes long, and writes it into the store. A
-rank that compares something thus sees one that waits in a later communication, to which it will not come. All ranks of
-a group communicate in the same order, so it is enough to count.
+Note [Long waits]: the same thread says what this rank waits for, if that takes long, and shows it in the store while it
+lasts. Two ranks thus see that each waits where the other will not come. All ranks of a group communicate in the same
+order, so it is enough to count. A collective of the script itself is seen on the stack, if no rank leaves it before all
+have come to it. A rank that computes shows nothing, however long it takes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
@@ -35,6 +36,8 @@ from shardtrace.ranks.life import Life
 from shardtrace.ranks.mesh import is_alone
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed import get_process_group_ranks as ranks_of
 
 KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
 WATCHING, HEARD = "shardtrace/watching", "shardtrace/heard"  # how many ranks look for this key, and have found it
@@ -42,10 +45,15 @@ LOOK_UP = 1.0  # seconds between look-ups of this key
 PATIENCE = 5.0  # seconds for the others to hear a word, for an abort, for a store that does not answer, for a word
 GRACE = 8.0  # seconds in which a rank comes to a line that raises, after the abort
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
-NETWORK_ERRORS = ("gloo", "NCCL", "onnection")
+NETWORK_ERRORS = ("gloo", "NCCL", "onnection", "pair closure")
 DEADLOCK = "the ranks wait for each other: "
 LOST = "no sign of life from "
+WAITS = "shardtrace/waits"  # in the store: what each rank has waited for longer than ``SILENCE``
 SILENCE = 10.0  # seconds after which a rank says what it waits for
+COLLECTIVES = (  # of torch.distributed, which no rank leaves before all have come
+    "all_reduce", "barrier", "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor",
+)  # fmt: skip
 LIBRARIES = ("torch", "thunder", "shardtrace", "passes", "contextlib")  # a line of the script is not in these
 LIKELY = (
     "only some ranks run a part of the script, as in `if rank == 0: evaluate(model)`, but each call of a sharded model "
@@ -212,9 +220,10 @@ class _Waits:
         self._rank = rank
         self._now: dict[int, communicating | None] = {}
         self._finished: dict[dist.ProcessGroup, int] = {}
-        self._seen: dict[
-            communicating, float
-        ] = {}  # when the waits that were under way at the last look were first seen
+        self._seen: dict[communicating, float] = {}  # when waits that were under way at the last look were first seen
+        self._scripts: tuple[FrameType, communicating] | None = None  # a collective of the script at the last look
+        self._beats: dict[tuple[communicating, int], int] = {}  # of other ranks, when a wait was found to be long
+        self._beat = 0  # looks at which this rank has shown long waits
         self._said: set[str] = set()
 
     def begin(self, wait: communicating) -> None:
@@ -233,34 +242,79 @@ class _Waits:
     def look(self, store: dist.Store) -> str:
         """Says what this rank has waited for longer than ``SILENCE``. Returns the reason if a wait will never end."""
         now = time.monotonic()
-        found = [(thread, wait) for thread, wait in list(self._now.items()) if wait is not None]
-        self._seen = {wait: self._seen.get(wait, now) for _, wait in found}
-        for thread, wait in found:
-            if now - self._seen[wait] >= SILENCE and (reason := self._long(thread, wait, store)):
-                return reason
+        waits = {wait: thread for thread, wait in list(self._now.items()) if wait is not None}
+        if not waits and (scripts := self._script_waits()) is not None:
+            waits[scripts] = threading.main_thread().ident or 0
+        self._seen = {wait: self._seen.get(wait, now) for wait in waits}
+        long = {wait: self._text(wait, waits[wait]) for wait, since in self._seen.items() if now - since >= SILENCE}
+        self._beats = {(wait, rank): beat for (wait, rank), beat in self._beats.items() if wait in long}
+        if long or self._beat:
+            self._show(long, store)
+        for wait, mine in long.items():
+            if not wait.by_script and (reason := self._in_vain(wait, store) or self._too_long(wait, now)):
+                return f"{mine}, {reason}. Probably {LIKELY}"
         return ""
 
-    def _long(self, thread: int, wait: communicating, store: dist.Store) -> str:
+    def _script_waits(self) -> communicating | None:
+        """The collective of the script in which the main thread is."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+            if frame.f_code.co_name in COLLECTIVES and frame.f_globals["__name__"] == c10d.__name__:
+                if self._scripts is None or self._scripts[0] is not frame:
+                    what, group = f"{frame.f_code.co_name} of torch.distributed", frame.f_locals.get("group")
+                    self._scripts = frame, communicating(what, group or c10d._get_default_group(), by_script=True)
+                return self._scripts[1]
+            frame = frame.f_back
+        self._scripts = None
+        return None
+
+    def _text(self, wait: communicating, thread: int) -> str:
         mine = f"rank {self._rank}{_place(thread)} waits for {wait.what}"
-        key = f"shardtrace/waits/{wait.group.group_name}"
-        if mine not in self._said:
+        if mine not in self._said and not wait.by_script:
             self._said.add(mine)
             late = ", ".join(map(str, wait.absent() if wait.absent is not None else ()))
             whom = f": rank(s) {late} did not come yet" if late else ""
             sys.stderr.write(f"shardtrace: {mine}, for {SILENCE:g} s now{whom}. Perhaps {LIKELY}\n")
-            if not wait.compares:
-                store.set(key, json.dumps([wait.number, mine]))
-        if wait.compares and store.check([key]):
-            number, other = json.loads(store.get(key))
-            if number >= wait.number:
-                return f"{mine}, {other}. Probably {LIKELY}"
+        return mine
+
+    def _show(self, long: Mapping[communicating, str], store: dist.Store) -> None:
+        """Tells the other ranks, until nothing takes long any more."""
+        self._beat = self._beat + 1 if long else 0
+        finished = {group.group_name: number for group, number in list(self._finished.items())}
+        waits = [
+            (wait.group.group_name, ranks_of(wait.group), None if wait.by_script else wait.number, wait.what, text)
+            for wait, text in long.items()
+            if not wait.compares  # which times out by itself
+        ]
+        store.set(f"{WAITS}/{self._rank}", json.dumps([self._beat, finished, waits]))
+
+    def _in_vain(self, wait: communicating, store: dist.Store) -> str:
+        """What another rank says that waits where this one will not come, while this one waits for it."""
+        mine = {group.group_name: number for group, number in list(self._finished.items())}
+        for rank in ranks_of(wait.group):
+            if rank == self._rank or not store.check([f"{WAITS}/{rank}"]):
+                continue
+            beat, theirs, others = json.loads(store.get(f"{WAITS}/{rank}"))
+            if self._beats.setdefault((wait, rank), beat) == beat:  # it may have been there before this wait
+                continue
+            here = theirs.get(wait.group.group_name, 0) <= wait.number  # it has not been where this rank waits
+            for group, ranks, number, what, text in others:
+                there = number is None or mine.get(group, 0) <= number
+                apart = (group, what) != (wait.group.group_name, wait.what)
+                if self._rank in ranks and there and (wait.compares or (here and apart)):
+                    return str(text)
         return ""
+
+    def _too_long(self, wait: communicating, now: float) -> str:
+        late = wait.limit is not None and now - self._seen[wait] >= wait.limit
+        return f"and the others did not come within {wait.limit:g} s" if late else ""
 
 
 class communicating:
     """A context manager around a call that waits for the other ranks of ``group``, in which all of them make the same
     calls. An error says so if another rank is its cause. ``what`` names the call, for messages, and ``compares`` says
-    that no rank gets further before all have come. ``absent`` may be set to what finds out which have not.
+    that no rank gets further before all have come. ``absent`` may be set to what finds out which have not. ``limit`` is
+    the longest time to wait in seconds, and ``by_script`` tells a collective that the script itself has called.
 
     ``number`` counts the calls of the group before it, and ``outer`` is the one that it is a part of.
 
@@ -268,10 +322,18 @@ class communicating:
         RankFailedError: if another rank has failed, or can never come to this call.
     """
 
-    __slots__ = ("_watch", "absent", "compares", "group", "number", "outer", "what")
+    __slots__ = ("_watch", "absent", "by_script", "compares", "group", "limit", "number", "outer", "what")
 
-    def __init__(self, what: str, group: dist.ProcessGroup, *, compares: bool = False) -> None:
-        self.what, self.group, self.compares = what, group, compares
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup,
+        *,
+        compares: bool = False,
+        limit: float | None = None,
+        by_script: bool = False,
+    ) -> None:
+        self.what, self.group, self.compares, self.limit, self.by_script = what, group, compares, limit, by_script
         self.absent: Callable[[], list[int]] | None = None
         self.number = 0
         self.outer: communicating | None = None

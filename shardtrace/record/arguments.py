@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
+from types import FunctionType
 from typing import Any
 
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
@@ -14,15 +15,21 @@ from passes.insert_guards import check_value
 from shardtrace.record.absent import is_absent
 from shardtrace.record.calls import storage
 from shardtrace.record.memory import overlap
+from shardtrace.record.reads import Guard, Source
 from shardtrace.record.recorder import FakeMode
-from shardtrace.record.results import LEAVES, PLAIN, Path, map_tensors, parts
+from shardtrace.record.results import CODE, PLAIN, Path, map_tensors, parts
+from shardtrace.record.state import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
 
 import torch
-from thunder.core import dtypes
+from thunder import clang
+from thunder.core import dtypes, prims
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import to_torch_device
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, unwrap, wrap
+from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import has_tags
+from thunder.core.trace import get_tracectx
 
 WholeOf = Callable[[TensorProxy], TensorProxy]
 
@@ -48,22 +55,48 @@ class Arguments:
         self._inputs: list[TensorProxy] = []  # of the tensors that the prologue fetches
         self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
+        self._strides: list[tuple[TensorProxy, tuple[int, ...]]] = []
+        self.objects: list[Any] = []  # what is no tensor and compared by identity: its state is to be guarded
+        self._wrapped: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
-            _guard(value)
+            self.objects += _objects(_guard(value))
         _name_after(function, args, kwargs)
         self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
         self.args = tuple(self._converted(unwrap(v), v.provenance) for v in args)
         self.kwargs = {k: self._converted(unwrap(v), v.provenance) for k, v in kwargs.items()}
         self._held = {i: [v for *_, v in parts(made)] for i, (_, made) in self._copies.items()}
+        if self._strides:
+            proxies, strides = zip(*self._strides, strict=True)
+            constraints().append((partial(_check_strides, strides), *proxies))
 
     def proxy(self, fake: torch.Tensor) -> Any:
         return self.by_fake.get(id(fake), (None, None))[1]
+
+    def source(self, fake: torch.Tensor) -> Source | None:
+        """What an argument holds; None for a fake that is none, for a part, and for one that is computed or written
+        into before the call."""
+        proxy = self.proxy(fake)
+        real = self._originals.get(proxy.name) if proxy is not None and id(fake) not in self._parts else None
+        if not isinstance(real, torch.Tensor) or proxy.history is None:
+            return None
+        writes = (b for b in get_tracectx().bound_symbols if b.sym is prims.copy_ or has_tags(b, {OpTags.IN_PLACE}))
+        if any(p.name == proxy.name for b in writes for p in b.flat_proxy_args):
+            return None
+        return Source(real, fake.stride(), proxy)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the model was given, by the names of their proxies, without those that are computed."""
         named = {name: self._originals.get(name) for name in self._made}
         return {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+
+    def take(self, key: Any, put: Callable[[Any], None]) -> None:
+        """Lets the prologue ``put`` an argument, a number, instead of comparing it. ``key``: its position or name."""
+        history = self._wrapped[key].provenance
+        is_value = lambda c: c[0] is clang.check_number_type_and_value and c[1].history is history  # noqa: E731
+        constraints()[:] = [c for c in constraints() if not is_value(c)]
+        check = partial(check_value, ContextObject(f"take_{key}", put))
+        constraints().append((check, Proxy(prefix="argument", history=copy.copy(history))))
 
     def check_alone(self, fake: torch.Tensor) -> None:
         """Raises RuntimeError if an argument that forward writes into is a part of a value, or shares memory with
@@ -111,22 +144,25 @@ class Arguments:
         def fake(tensor: Any, path: Path) -> torch.Tensor:
             if isinstance(tensor, TensorProxy):
                 return self._fake(tensor)
-            return self._fake(wrap(tensor, provenance=reduce(step, path, record)).value)
+            return self._fake(wrap(tensor, provenance=reduce(step, path, record)).value, tensor)
 
         return map_tensors(value, fake, self._copies)
 
-    def _fake(self, value: TensorProxy) -> torch.Tensor:
+    def _fake(self, value: TensorProxy, real: Any = None) -> torch.Tensor:
         if value.name not in self._made:
-            real = self._originals.get(value.name)
+            real = self._originals.get(value.name, real)
             if isinstance(real, torch.Tensor) and real.layout != torch.strided:
                 raise RuntimeError(
                     f"argument {value.name!r} is a sparse tensor: pass a dense one, or its indices and values"
                 )
             computed = value.history is None and dtypes.is_inexact_dtype(value.dtype)
             whole = self._whole_of(value)
+            empty = partial(torch.empty, tuple(whole.shape))
+            if whole is value and value.history is not None and isinstance(real, torch.Tensor):
+                self._strides.append((value, real.stride()))
+                empty = partial(torch.empty_strided, tuple(whole.shape), real.stride())
             with self._fakes:
-                fake = torch.empty(
-                    tuple(whole.shape),
+                fake = empty(
                     dtype=dtypes.to_torch_dtype(value.dtype),
                     device=stand_in(to_torch_device(value.device)),
                     requires_grad=value.requires_grad or computed,
@@ -134,8 +170,6 @@ class Arguments:
                 fake = fake.clone() if computed else fake
             if whole is not value:
                 self._parts.add(id(fake))
-            elif isinstance(real, torch.Tensor) and not dtypes.is_inexact_dtype(value.dtype):
-                fake._shardtrace_real = real  # type: ignore[attr-defined]  # for modules that PyTorch tries
             if value.history is not None:
                 self._inputs.append(value)
             self._made[value.name] = fake
@@ -164,13 +198,31 @@ def step(owner: ProvenanceRecord, part: tuple[PseudoInst, Any]) -> ProvenanceRec
 # ---- what is no tensor ----
 
 
-def _guard(wrapped: Any) -> None:
-    """Lets the prologue compare the structure and the plain values of an argument that is a container or an object."""
+class Same:
+    """An object that is equal to itself only. It is kept alive, so that no other one gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _guard(wrapped: Any) -> Hashable:
+    """Lets the prologue compare the structure and the plain values of an argument that is a container or an object, and
+    returns them. Raises RuntimeError for an iterator, which only the first call would advance."""
     value = wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
-    if isinstance(value, (*LEAVES, torch.Tensor)) or not is_input(wrapped):
-        return
+    if isinstance(value, Iterator):
+        raise RuntimeError(f"an argument is an iterator, a {type(value).__name__}: pass a list or a tuple")
+    if isinstance(value, (*PLAIN, Proxy, torch.Tensor)) or not is_input(wrapped):
+        return None
     proxy = Proxy(prefix="argument", history=copy.copy(wrapped.provenance))
-    constraints().append((partial(_check, signature(value)), proxy))
+    expected = signature(value)
+    constraints().append((partial(_check, expected), proxy))
+    return expected
 
 
 def _check(expected: Hashable, proxy: Proxy) -> None:
@@ -180,6 +232,24 @@ def _check(expected: Hashable, proxy: Proxy) -> None:
 def _compare(expected: Hashable, value: Any) -> None:
     if signature(value) != expected:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
+
+
+def check_reads(guard: Guard) -> None:
+    """Lets the prologue read again what a forward has read of its arguments."""
+    constraints().append((partial(_check_reads, guard, len(constraints())), *guard.proxies))
+
+
+def _check_reads(guard: Guard, number: int, *proxies: TensorProxy) -> None:
+    check_value(ContextObject(f"reads_{number}", lambda tensors: guard(*tensors)), proxies)
+
+
+def _check_strides(expected: tuple[tuple[int, ...], ...], *proxies: TensorProxy) -> None:
+    check_value(ContextObject(f"strides_of_{proxies[0].name}", partial(_compare_strides, expected)), proxies)
+
+
+def _compare_strides(expected: tuple[tuple[int, ...], ...], tensors: Sequence[torch.Tensor]) -> None:
+    if tuple(t.stride() for t in tensors) != expected:
+        raise RuntimeError("an argument has other strides")
 
 
 def _check_memory(compare: Callable[[Any], None], *proxies: TensorProxy) -> None:
@@ -192,13 +262,45 @@ def _compare_memory(held: Callable[[], Sequence[torch.Tensor]], written: bool, t
         raise RuntimeError("an argument shares memory with what forward writes into")
 
 
-def signature(value: Any, inside: Set[int] = frozenset()) -> Hashable:
-    """Equal for two arguments that differ only in their tensors. ``inside``: the ids of the objects around."""
-    if isinstance(value, (torch.Tensor, TensorProxy)):
+def signature(value: Any, inside: tuple[int, ...] = (), depth: int | None = None) -> Hashable:
+    """Equal for two arguments that differ only in their tensors.
+
+    Functions count by their code and what they are bound to, sets and arrays by their contents, modules and what has no
+    contents by identity. ``inside``: the ids of the objects around. ``depth``: how far an object is looked into that a
+    function is bound to, in which tensors are no inputs and count by identity.
+    """
+    if isinstance(value, (torch.Tensor, TensorProxy)) and depth is None:
         return "tensor"
     if isinstance(value, PLAIN):
         return type(value), repr(value)
-    if isinstance(value, LEAVES) or id(value) in inside:
-        return type(value), id(value)
-    contents = tuple((kind, k, signature(v, inside | {id(value)})) for kind, k, v in parts(value))
-    return type(value), contents if contents or isinstance(value, (dict, list, tuple)) else id(value)
+    if id(value) in inside:
+        return type(value), inside.index(id(value))
+    if is_array(value):
+        return type(value), contents_of(value, sampled=False)
+    of = partial(signature, inside=(*inside, id(value)), depth=depth and depth - 1)
+    if isinstance(value, FUNCTIONS) and depth != 0:
+        return _signature_of_function(value, of if depth is not None else partial(of, depth=DEPTH))
+    if isinstance(value, (torch.Tensor, *CODE)) or depth == 0:
+        return Same(value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(of, value))
+    contents = tuple((kind, k, of(v)) for kind, k, v in parts(value))
+    return type(value), contents if contents or isinstance(value, (dict, list, tuple)) else Same(value)
+
+
+def _signature_of_function(value: Any, of: Callable[[Any], Hashable]) -> Hashable:
+    if isinstance(value, partial):
+        return partial, of(value.func), of(value.args), of(value.keywords)
+    if not isinstance(value, FunctionType):
+        return type(value), value.__name__, of(getattr(value, "__func__", None)), of(value.__self__)
+    cells = tuple(of(tuple(cell_contents(cell).values())) for cell in value.__closure__ or ())
+    own = value.__defaults__, value.__kwdefaults__, value.__dict__
+    return FunctionType, value.__code__, id(value.__globals__), cells, tuple(map(of, own))
+
+
+def _objects(found: Hashable) -> Iterator[Any]:
+    if isinstance(found, Same):
+        yield found.value
+    elif isinstance(found, (tuple, frozenset)):
+        for part in found:
+            yield from _objects(part)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+
 
 class Place(NamedTuple):
     """Where a call stands: the file, the line, the function, and the qualified name of the module that runs."""

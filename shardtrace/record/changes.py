@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
-from shardtrace.record.effects import Change
+from shardtrace.record.effects import FIXED, Change
 from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import is_number
 from shardtrace.record.results import Numbered
 from shardtrace.record.state import is_plain
 
@@ -17,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-FIXED = ("submodule", "parameter", "hook")  # kinds that no step can change
 DEPTH = 4  # objects, one in another, that are searched for fake tensors
 
 
@@ -32,7 +30,7 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     def number(change: Change, value: Any) -> Any:
         if isinstance(value, FakeTensor):
             return found.setdefault(id(value), (Numbered(len(found)), value))[0]
-        if _holds_fake(value, DEPTH):
+        if holds_fake(value):
             raise RuntimeError(
                 f"forward sets {change.label} to a {type(value).__name__} that holds tensors, which cannot be made "
                 "anew after each step: set a tensor, or a list, tuple or dict of tensors, or return it"
@@ -69,13 +67,13 @@ def written_outside(memory: Memory, storages: Collection[int]) -> list[Change]:
     return [Change(t, None, "memory", "a tensor", None, fake) for t, fake in found]
 
 
-def _holds_fake(value: Any, depth: int) -> bool:
-    if isinstance(value, FakeTensor) or is_plain(value) or depth == 0:
+def holds_fake(value: Any, depth: int = DEPTH) -> bool:
+    if isinstance(value, FakeTensor) or is_plain(value) or is_number(value) or depth == 0:
         return isinstance(value, FakeTensor)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_fake(v, depth - 1) for v in value)
+        return any(holds_fake(v, depth - 1) for v in value)
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return any(_holds_fake(v, depth - 1) for v in inside.values())
+    return any(holds_fake(v, depth - 1) for v in inside.values())
 
 
 def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
@@ -87,12 +85,11 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
             return value
         return pytree.tree_unflatten([tensors[v.number] if isinstance(v, Numbered) else v for v in leaves], spec)
 
+    changes = [replace(c, new=c.new.now()) if is_number(c.new) else c for c in changes]  # before any is put
     for change in changes:
         value = filled(change.new)
         if change.kind == "append":
             list.extend(change.owner, value)
-        elif change.kind == "count":
-            change.put(reduce(operator.add, value, change.get()))  # sum() of Python 3.12 rounds otherwise
         elif (held := _memory(change)) is not None and _fits(held, value):
             with torch.no_grad():
                 held.copy_(value)

@@ -23,23 +23,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
-from passes.compat.failures import add_note
 from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
-from shardtrace.record.calls import Call
-from shardtrace.record.changes import FIXED
-from shardtrace.record.effects import Change, Effects
-from shardtrace.record.leaks import keep_random_numbers
-from shardtrace.record.marks import PART_ATTRIBUTE
-from shardtrace.record.replay import CannotWrite
+from shardtrace.record.effects import FIXED, Change, Effects
+from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
+from shardtrace.record.random_state import RandomStates
 from shardtrace.record.results import map_tensors, tensors_in
-from shardtrace.record.settled import replaces_tensors
-from shardtrace.record.state import Entry, is_plain, same
+from shardtrace.record.state import contents_of, is_array, is_plain, same
 from shardtrace.record.watcher import CodeWatcher
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -49,8 +46,10 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 PLAIN = (bool, int, float, str, type(None))
-COPIED = ("array", "itertools", "numpy", "random")  # modules of Python whose objects change unseen
+GIVEN = (*PLAIN, torch.Tensor, torch.dtype, torch.device, slice, type(...))  # to functions and modules
 Make = Callable[[torch.Tensor], torch.Tensor]  # a real tensor like a fake
+Known = Mapping[int, torch.Tensor]
+NOTHING: Known = MappingProxyType({})
 
 
 class CannotStandAlone(Exception):
@@ -66,8 +65,14 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, result: Any) -> Facts:
-        leaves, spec = pytree.tree_flatten(result)
-        return cls(tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves), spec)
+        leaves, spec = pytree.tree_flatten(result, is_leaf=lambda v: isinstance(v, Meta))
+        return cls(tuple(map(_fact, leaves)), spec)
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes()
+    return (tuple(value.shape), value.dtype) if isinstance(value, (torch.Tensor, Meta)) else value
 
 
 class Eager:
@@ -118,8 +123,8 @@ class EagerModule(Eager):
         self.left: dict[Any, ref[torch.Tensor]] = {}
         self.token = True
         self.shared: frozenset[tuple[int, int]] = frozenset()
-        owners = (m.__dict__[PART_ATTRIBUTE] for m in module.modules() if PART_ATTRIBUTE in m.__dict__)
-        self._running = next((state.running for state in owners), nullcontext)
+        marks = (m.__dict__.get(a) for m in module.modules() for a in (ATTRIBUTE, PART_ATTRIBUTE))
+        self._running = next((state.running for state in marks if state is not None), nullcontext)
 
     def __call__(self, *given: Any) -> Any:
         inputs = {id(t): t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
@@ -222,24 +227,33 @@ class Observer(NamedTuple):
 
 
 def try_module(
-    module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor], effects: Effects, watcher: CodeWatcher
+    module: EagerModule,
+    args: Any,
+    kwargs: Any,
+    own: Mapping[str, torch.Tensor],
+    effects: Effects,
+    watcher: CodeWatcher,
+    known: Known = NOTHING,
 ) -> Trial:
     """Calls a module on real tensors with random values like the given fakes. In the user's objects it then leaves
     what the module leaves, which ``effects`` takes for unchanged: ``changes``, of the kind "varies" if they depend on
     the values of tensors, and ``left``. ``watcher`` sees the code that runs.
+    ``known``: see :func:`try_function`.
 
     Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
     it raises.
     """
     with _pop_mode_temporarily(), unset_fake_temporarily(), untouched(module) as observed:
         observer = Observer(*observed, watcher)
-        first, second = _try(module, (args, kwargs, dict(own)), {}, [_random_like] * 2, observer)
+        first, second = _try(
+            module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2, observer
+        )
         written = [replace(c, kind="written", new=c.old) for c in observer.copies if _is_written(c)]
         seen = set(observer.effects.seen())
     _set_before(effects.changes(seen), module, watcher)
     fakes: dict[int, Any] = {id(c.new): c.old for c in observer.copies}
     tensors = _tensors(first.result)
-    fakes |= {id(t): _made_like(t) for t in {id(t): t for t in tensors}.values()}
+    fakes |= {id(t): made_like(Meta.of(t)) for t in {id(t): t for t in tensors}.values()}
     with_fakes = partial(map_tensors, change=lambda t, path: fakes.get(id(t), t))
 
     twins = {_key(c): c for c in second.changes}
@@ -271,32 +285,32 @@ def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWat
     CannotStandAlone if that is no plain value."""
     names = watcher.names()
     for change in pending:
-        if change.kind in (*FIXED, "buffer") or not _is_named(change, names):
+        if change.kind in (*FIXED, "buffer") or not is_named(change, names):
             continue
         if change.key is None or not is_plain(change.new):
             raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
         module.before.append(change)
 
 
-def _is_named(change: Change, names: Collection[str]) -> bool:
+def is_named(change: Change, names: Collection[str]) -> bool:
     """Whether code with these names may read an entry, or the container that has it."""
     found = re.search(r"(\w+)(?:\[[^.]*\])*$", change.label)
     return found is None or found[1] in names
 
 
-def try_function(function: Eager, args: Any, kwargs: Any) -> Trial:
-    """Calls a function on real tensors like the given fakes.
+def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING) -> Trial:
+    """Calls a function on real tensors like the given fakes. ``known`` are the values of some, by their ids.
 
     Raises CannotStandAlone if it returns anything else than tensors of its own, or other ones for other values; or what
     it raises.
     """
-    makes = [partial(_like, fill=fill) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
+    makes = [partial(_like, fill=fill, known=known) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
     trial, *_ = _try(function, args, kwargs, makes)
     given = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves((args, kwargs)))
     shares = any(i < given for i, _ in trial.shared)
     if shares or not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)):
         raise CannotStandAlone("it returns something else than tensors of its own")
-    return trial._replace(result=pytree.tree_map_only(torch.Tensor, _made_like, trial.result))
+    return trial._replace(result=pytree.tree_map_only(torch.Tensor, lambda t: made_like(Meta.of(t)), trial.result))
 
 
 def _try(
@@ -304,10 +318,10 @@ def _try(
 ) -> list[Trial]:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
-        if not isinstance(value, (torch.Tensor, *PLAIN, torch.dtype, torch.device)):
+        if not isinstance(value, GIVEN):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices), NoMessages():
+    with unset_fake_temporarily(), torch.random.fork_rng(devices), RandomStates(), NoMessages():
         trials = [_call(function, given, spec, make, devices, observer) for make in makes]
     first = trials[0]
     for value in pytree.tree_leaves(first.result):
@@ -399,7 +413,7 @@ def _random_state(devices: Iterable[int]) -> list[torch.Tensor]:
 @contextmanager
 def untouched(run: EagerModule) -> Iterator[tuple[Effects, list[Change]]]:
     """Context of a run that leaves nothing: no warnings, no random numbers drawn, all objects of the user as they were,
-    and these hold copies of tensors, arrays and generators meanwhile. Gives what sees changes, and the copies."""
+    and these hold copies of tensors and iterators meanwhile. Gives what sees changes, and the copies."""
     own = set(map(id, own_tensors(run.module).values()))
     made: dict[int, Any] = {}
 
@@ -407,19 +421,17 @@ def untouched(run: EagerModule) -> Iterator[tuple[Effects, list[Change]]]:
         if isinstance(value, torch.Tensor):
             if id(value) in own:
                 return value
-            real = _random_like(value) if isinstance(value, FakeTensor) else value
+            real = _like(value, _random) if isinstance(value, FakeTensor) else value
             return made.setdefault(id(value), real.detach().clone().requires_grad_(value.requires_grad))
-        if type(value) is type(torch.default_generator):
-            return made.setdefault(id(value), value.clone_state())
-        if type(value).__module__.partition(".")[0] not in COPIED:
+        if type(value).__module__ != "itertools":
             return value
         return made[id(value)] if id(value) in made else made.setdefault(id(value), copy.deepcopy(value))
 
     with (
         warnings.catch_warnings(),
-        keep_random_numbers(),
         torch.set_grad_enabled(torch.is_grad_enabled()),
         Effects(run.module, run.label) as effects,
+        RandomStates(effects.state.seen.values()),
     ):
         warnings.simplefilter("ignore")
         yield effects, effects.replace(copied)
@@ -456,6 +468,8 @@ def _numbered(places: Iterable[tuple[int, Any, Any]]) -> dict[tuple[int, int], t
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two values differ in their tensors only."""
+    if is_array(a) and is_array(b):
+        return contents_of(a, sampled=False) == contents_of(b, sampled=False)
     (a, spec), (b, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
     pairs = zip(a, b, strict=False)
     return spec == other and all(same(x, y) or (type(x) is type(y) and isinstance(x, torch.Tensor)) for x, y in pairs)
@@ -471,114 +485,28 @@ def _is_written(copied: Change) -> bool:
     return not isinstance(old, FakeTensor) and not bool(((old == new) | (new != new)).all())
 
 
-def unguarded(changes: Iterable[Change], used: Collection[int], names: Collection[str]) -> list[Entry]:
-    """The entries that PyTorch's runs of modules change and that the forward around these does not read: a
-    :class:`Snapshot` excludes them.
-
-    Args:
-        used: the ids of the tensors from outside that calls used.
-        names: those that occur in the code around the modules.
-
-    Raises:
-        RuntimeError: if the forward may read a value that depends on the values of tensors.
-    """
-    found = []
-    for change in (c for c in changes if c.kind != "written"):
-        is_read = _is_named(change, names)
-        if is_read and change.kind == "varies":
-            raise RuntimeError(
-                f"forward may read {change.label}, which a module that PyTorch runs sets by the values of tensors: let "
-                "it be a tensor, or have a name that nothing else reads"
-            )
-        if not is_read or replaces_tensors(change, used):
-            found.append(change.entry)
-    return found
-
-
-def _check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
-    """Raises CannotWrite if the forward writes into what a module that PyTorch runs returns, and then reads what may
-    share memory with that, or the other way round. ``read``: the tensors that are read after the calls."""
-    partners: dict[int, set[int]] = {}  # of a memory; -1 is that of the user's objects
-    stale: dict[int, Call] = {}  # a memory, and the call that wrote into another one that may be the same
-
-    def check(memories: Iterable[int]) -> None:
-        for call in (stale[m] for m in memories if m in stale):
-            error = CannotWrite(
-                "it writes into a tensor that may share memory with what a module that PyTorch runs returns, is given "
-                "or keeps: write into a clone"
-            )
-            error.module = call.place.module
-            add_note(error, f"at {call.place}")
-            raise error
-
-    for call in calls:
-        tensors = [*call.tensors(), *call.results]
-        check(map(storage, tensors))
-        stale |= {other: call for t in call.written for other in partners.get(storage(t), ())}
-        check([-1])
-        for pair in call.function.shared if isinstance(call.function, EagerModule) else ():
-            a, b = (storage(tensors[i]) if i >= 0 else -1 for i in pair)
-            partners.setdefault(a, set()).add(b)
-            partners.setdefault(b, set()).add(a)
-    check(map(storage, read))
-
-
 def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
     """A real tensor like a fake. Those that no module holds by name have their values."""
     held: torch.Tensor | None = getattr(fake, "_shardtrace_outside", None)
     return make(fake) if held is None else held.clone()
 
 
-def _made_like(t: torch.Tensor) -> torch.Tensor:
-    """A fake like ``t``, which has a gradient like ``t`` and is no leaf."""
-    fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    return fake.requires_grad_().clone() if t.requires_grad else fake
+def made_like(meta: Meta) -> torch.Tensor:
+    """A fake that has a gradient if the metadata say so, and is no leaf."""
+    fake = meta.empty()
+    return fake.requires_grad_().clone() if meta.grad else fake
 
 
-def _random_like(fake: torch.Tensor) -> torch.Tensor:
-    if (given := getattr(fake, "_shardtrace_real", None)) is not None:  # such as sizes, which cannot be any numbers
-        return given.clone()
-    return _like(fake, lambda t: t.normal_() if t.is_floating_point() or t.is_complex() else t.random_(0, 2))
+def _random(t: torch.Tensor) -> torch.Tensor:
+    return t.normal_() if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
 
 
 def _uniform(t: torch.Tensor) -> torch.Tensor:
     return t.copy_(torch.rand(t.shape)) if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
 
 
-def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any], known: Known = NOTHING) -> torch.Tensor:
     real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    fill(real)
+    real.copy_(known[id(fake)]) if id(fake) in known else fill(real)
     leaf = real.requires_grad_(fake.requires_grad)
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf
-
-
-def settle_runs(calls: list[Call], read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Drops the results of modules' runs that they leave in places which nothing reads, so that a later run need not
-    leave them. Returns tokens: the step has to return them, because Thunder drops a call of which nothing is read.
-
-    Args:
-        calls: those of a forward in which there are such runs.
-        read: the tensors that are read after the calls.
-
-    Raises:
-        CannotWrite: if the forward reads memory that it may have written into unseen.
-    """
-    live, tokens = set(map(storage, read)), []
-    _check_memory(calls, read)
-    for i, call in reversed(list(enumerate(calls))):
-        run = call.function if isinstance(call.function, EagerModule) else None
-        is_live = not live.isdisjoint(map(storage, (*call.results, *call.written)))
-        if run is not None:
-            of_result, left = run.expected
-            count = len(call.results) - len(left) - 1
-            *pairs, (_, token) = zip((*left, None), call.results[count:], strict=True)
-            places = {number[0] for number, t in pairs if storage(t) in live}
-            run.places = {number: run.places[number] for number in places}
-            run.expected = of_result, {number: facts for number, facts in left.items() if number[0] in places}
-            run.token = not is_live
-            kept = [t for number, t in pairs if number[0] in places] + [token] * run.token
-            tokens += [token] * run.token
-            calls[i] = replace(call, results=(*call.results[:count], *kept))
-        if is_live or run is not None:
-            live |= set(map(storage, call.tensors()))
-    return tokens

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, ModuleType, TracebackType
+from types import CellType, ModuleType, TracebackType
 from typing import Any
 
-from shardtrace.record.state import MISSING, MODULE_STATE, Entry, Holder, State, is_user_class, same, slot_names
+from shardtrace.record.state import (
+    MISSING,
+    MODULE_STATE,
+    Entry,
+    Holder,
+    State,
+    cell_contents,
+    contents_of,
+    is_array,
+    is_code,
+    is_user_class,
+    same,
+    slot_names,
+)
+from shardtrace.record.watcher import INSTALLED, STDLIB
 
+import torch
 from torch import nn
 
-OUTSIDE_DEPTH = 2  # containers and objects, one in another, below a global variable
 OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
+FIXED = ("submodule", "parameter")  # kinds that no step can change
 LARGEST_COPY = 10_000  # entries of a container that is copied
 
 
@@ -22,9 +38,9 @@ LARGEST_COPY = 10_000  # entries of a container that is copied
 class Change:
     """One entry that the forward has set, of ``owner[key]`` or, if the owner is a class or has slots, ``owner.key``.
 
-    ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set or a deque: ``old`` and ``new`` are copies of
-    all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new`` is what it
-    holds), "count" (``new``: the numbers that were added to a number, in order).
+    ``kind``: that of a :class:`Holder`, or "contents" (of a list, a set, a deque or an array: ``old`` and ``new`` are
+    copies of all of it), "append" (``new``: what a list gained at its end), "memory" (of a tensor, the owner: ``new``
+    is what it holds), "count" (``new``: the number computed from ``old``).
     """
 
     owner: Any
@@ -47,9 +63,11 @@ class Change:
         return dict.get(self.owner, self.key, MISSING) if own else getattr(self.owner, self.key, MISSING)
 
     def put(self, value: Any) -> None:
-        """Sets the entry, or all of a list, set or deque. ``MISSING`` deletes it."""
+        """Sets the entry, or all of a list, set, deque or array. ``MISSING`` deletes it."""
         owner = self.owner
-        if self.key is not None and isinstance(owner, (list, deque)):
+        if self.key is None and is_array(owner):
+            owner[... if getattr(owner, "ndim", 1) == 0 else slice(None)] = value
+        elif self.key is not None and isinstance(owner, (list, deque)):
             owner[self.key] = value
         elif self.key is None and isinstance(owner, list):
             list.__setitem__(owner, slice(None), value)
@@ -57,7 +75,8 @@ class Change:
             owner.clear()
             owner.update(value) if isinstance(owner, set) else owner.extend(value)
         elif isinstance(owner, dict):
-            dict.pop(owner, self.key, None) if value is MISSING else dict.__setitem__(owner, self.key, value)
+            base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # which keeps its order beside
+            base.pop(owner, self.key, None) if value is MISSING else base.__setitem__(owner, self.key, value)
         elif value is not MISSING:
             type.__setattr__(owner, self.key, value) if isinstance(owner, type) else setattr(owner, self.key, value)
         elif hasattr(owner, self.key):
@@ -68,36 +87,28 @@ class Change:
 class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
-    Seen are the modules of ``root``, their classes, the objects and containers that they hold, the variables of
-    functions among these, and the globals of the files that define their classes. At the end everything is put back,
-    also what was :meth:`accepted <accept>`.
+    Seen are the modules of ``root``, their classes, the objects and containers that they hold (``state``), and the
+    globals of the files that define their classes. At the end everything is put back, also what was :meth:`accepted
+    <accept>`.
     """
 
     root: nn.Module
     label: str = "model"
     found: list[Change] = field(default_factory=list)
+    state: State = field(default_factory=State)
     _before: dict[int, tuple[Holder, Any]] = field(default_factory=dict)
     _accepted: dict[int, Any] = field(default_factory=dict)  # by owner: what counts as unchanged, if not ``_before``
 
     def __enter__(self) -> Effects:
-        state = State()
-        state.add_value(self.root, self.label)
-        for holder in state.holders:  # more are added meanwhile
-            for function in holder.entries.values() if isinstance(holder.owner, dict) else ():
-                if isinstance(function, FunctionType):
-                    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                        state.add_value(_content(cell), f"variable {name}")
-        for module in _files(self.root):
-            entries = {k: v for k, v in vars(module).items() if not k.startswith("__") and not _is_code(v)}
-            state.add(Holder(vars(module), f"global {module.__name__}", entries, counted=False), OUTSIDE_DEPTH)
-        self._before = {id(h.owner): (h, _copy(h.owner)) for h in state.holders if _is_seen(h.owner)}
+        self.state = reachable(self.root, self.label)
+        self._before = {id(h.owner): (h, _copy(h.owner)) for h in self.state.holders if _is_seen(h.owner)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.found, self._accepted = self.changes(), {}
         for change in self.changes():
             change.put(change.old)
-        self._before = {}
+        self.state, self._before = State(), {}
 
     def seen(self) -> Set[int]:
         """The ids of the objects in which changes are seen."""
@@ -121,7 +132,7 @@ class Effects:
             (holder.owner, key, holder.kind, holder.name(key), value)
             for holder, _ in self._before.values()
             for key, value in holder.entries.items()
-            if not isinstance(holder.owner, set) and not _is_internal(holder, key)
+            if not (isinstance(holder.owner, set) or holder.kind == "array" or _is_internal(holder, key))
         ]
         replaced = [Change(*place, new) for place in places if (new := copy(place[-1])) is not place[-1]]
         for change in replaced:
@@ -130,28 +141,56 @@ class Effects:
         return replaced
 
 
+def reachable(root: nn.Module, label: str) -> State:
+    """The state of the modules of ``root`` and of the files that define their classes."""
+    state = State()
+    state.add_value(root, label)
+    for module in _files(root):
+        state.add_value(module, f"global {module.__name__}")
+    return state
+
+
+def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules hold by other ways than as parameters and buffers, and where. Those that a hook sets
+    before each call, such as ``spectral_norm``'s, are left out."""
+    excluded: list[Entry] = []
+    for module in root.modules():
+        remade = (getattr(hook, "name", None) for hook in module._forward_pre_hooks.values())
+        excluded += ((vars(module), name) for name in (*OF_RNNS, *remade))
+    state = State(excluded=excluded)
+    state.add_value(root, type(root).__name__)
+    for holder in state.holders:
+        yield from ((holder.name(key), v) for key, v in holder.entries.items() if isinstance(v, torch.Tensor))
+
+
 def _files(root: nn.Module) -> list[ModuleType]:
-    """The modules of Python that define the classes of the modules."""
+    """The modules of Python that define the classes of the modules, and those of the script's own that they use."""
     classes = {base for module in root.modules() for base in type(module).__mro__ if is_user_class(base)}
-    names = sorted({cls.__module__ for cls in classes})
-    return [sys.modules[name] for name in names if name in sys.modules]
+    names, found = sorted({cls.__module__ for cls in classes}), {}
+    while names:
+        name = names.pop()
+        if name in found or name not in sys.modules:
+            continue
+        found[name] = sys.modules[name]
+        used = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in _code(found[name]))
+        names += sorted({n for n in used if isinstance(n, str) and _is_own(n)})
+    return list(found.values())
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+def _code(module: ModuleType) -> Iterator[Any]:
+    return (v for v in vars(module).values() if is_code(v))
 
 
-def _is_code(value: object) -> bool:
-    return isinstance(value, (FunctionType, type, ModuleType))
+def _is_own(name: str) -> bool:
+    """Whether a module of Python is a file of the script's, not of an installed package."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not file.startswith(STDLIB) and not any(folder in file for folder in INSTALLED)
 
 
 def _is_seen(owner: Any) -> bool:
     if isinstance(owner, (list, set, deque, dict)):
         return len(owner) <= LARGEST_COPY
-    return not isinstance(owner, (tuple, CellType))
+    return not isinstance(owner, tuple)
 
 
 def _copy(owner: Any) -> Any:
@@ -161,6 +200,10 @@ def _copy(owner: Any) -> Any:
         return dict(vars(owner))
     if isinstance(owner, (list, deque)):
         return list(owner)
+    if isinstance(owner, CellType):
+        return cell_contents(owner)
+    if is_array(owner):
+        return copy.copy(owner)
     return set(owner) if isinstance(owner, set) else {name: getattr(owner, name, MISSING) for name in slot_names(owner)}
 
 
@@ -171,6 +214,9 @@ def _changes(holder: Holder, before: Any) -> Iterator[Change]:
             grown = isinstance(owner, list) and len(before) < len(now) and all(map(same, before, now))
             new = now[len(before) :] if grown else now
             yield Change(owner, None, "append" if grown else "contents", holder.label, before, new)
+    elif is_array(owner):
+        if contents_of(before, sampled=False) != contents_of(now, sampled=False):
+            yield Change(owner, None, "contents", holder.label, before, now)
     elif isinstance(owner, set):
         if set(map(id, before)) != set(map(id, now)) and before != now:
             yield Change(owner, None, "contents", holder.label, before, now)

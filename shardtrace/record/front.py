@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,22 +14,33 @@ from passes.compat.failures import add_note
 from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
 from passes.compat.lines import make_name_legal
 from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, WholeOf, stand_in, step
+from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record, storage
-from shardtrace.record.changes import apply, numbered, written_outside
-from shardtrace.record.eager import settle_runs, unguarded, updated_parameter
+from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
+from shardtrace.record.checks import after_checks, tokens_of
+from shardtrace.record.eager import updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
-from shardtrace.record.recorder import CannotRecord, FakeMode, Refused, SendsMessages
-from shardtrace.record.recording import Recording, check_no_fakes
+from shardtrace.record.numbers import (
+    RecordingOfNumbers,
+    Varying,
+    check_recurrent,
+    is_number,
+    only_written,
+    places_of,
+    record_numbers,
+)
+from shardtrace.record.reads import Reads, Source
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
+from shardtrace.record.recording import Described, Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
-from shardtrace.record.results import Rebuild, map_tensors, tensors_in
+from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
-from shardtrace.record.settled import check_recurrent, counted, only_written
+from shardtrace.record.runs import settle_runs, unguarded
 from shardtrace.record.snapshot import Snapshot
-from shardtrace.record.state import is_plain
+from shardtrace.record.state import MISSING, Entry
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -42,11 +53,11 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.utils import parametrize
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
+Refuse = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
 @dataclass
@@ -108,6 +119,17 @@ class Inputs:
         _write(known.wrapped.value, new)
         known.now = new
 
+    def source(self, fake: torch.Tensor) -> Source | None:
+        """What a buffer holds, or a tensor that no module holds by name. None for a parameter, and for a buffer that an
+        earlier call has written into."""
+        if (held := self.memory.outside.get(id(fake))) is not None:
+            return Source(held, fake.stride(), buffer=lambda: held)
+        kind, name, t = self._names[id(fake)]
+        known = self._known.get(id(t))
+        if kind != "_buffers" or (known is not None and known.now is not known.wrapped.value):
+            return None
+        return Source(t, fake.stride(), buffer=partial(unwrap(self.module).get_buffer, name))
+
     def has(self, fake: torch.Tensor) -> bool:
         return id(fake) in self._names
 
@@ -146,15 +168,15 @@ def _check_tensors(tensors: Iterable[TensorProxy]) -> None:
 class Traced(NamedTuple):
     """What :func:`trace` returns.
 
-    ``guard`` raises if the record is not valid any more, and so does ``last_guard``, which is None if nothing is to be
-    recorded again. ``setter`` sets after a step what forward sets, from the tensors that were packed under the given
-    name; None if it sets nothing. ``remark`` is about blocks and modules. ``rebuild`` makes what the jitted model
-    returns of the tensors that are the result; None if they are that. ``given`` are the tensors among the arguments.
+    ``guard`` raises if the record is not valid any more, and so do the ``last_guards``. ``setter`` sets after a step
+    what forward sets, from the tensors that were packed under the given name; None if it sets nothing. ``remark`` is
+    about blocks and modules. ``rebuild`` makes what the jitted model returns of the tensors that are the result; None
+    if they are that. ``given`` are the tensors among the arguments.
     """
 
     result: Any
     guard: Callable[[], None]
-    last_guard: Callable[[], None] | None
+    last_guards: Sequence[Callable[[], None]]
     setter: Callable[[tuple[torch.Tensor, ...]], None] | None
     remark: str
     rebuild: Rebuild | None
@@ -172,9 +194,14 @@ class Setting:
         stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
         state: the name under which the tensors are packed that forward leaves on modules.
         compare: makes the last guard of a recording and its record, or None.
+        refuse: raises for a tensor that is no parameter, buffer or argument, if it may not be used; each with a name.
         whole_of: gives the proxy of a whole argument for that of a part of it, and for another one itself.
         fall_back: whether PyTorch runs modules that cannot be recorded, besides those that are marked for it.
+        varying: tells which plain numbers have changed.
         obstacle: why the lines of blocks must stand in the trace; empty if they need not.
+        computing: whether lines may take plain numbers as inputs.
+        whole: whether PyTorch may run the model itself, as one line.
+        variants: what was read of inputs, see :class:`Reads`.
     """
 
     known: dict[int, Any]
@@ -183,9 +210,14 @@ class Setting:
     stand_in_of: Callable[[torch.Tensor], torch.Tensor]
     state: str
     compare: Compare
+    refuse: Refuse
     whole_of: WholeOf
+    varying: Varying
     fall_back: bool = True
     obstacle: str = ""
+    computing: bool = True
+    whole: bool = True
+    variants: dict[Hashable, set[Hashable]] = field(default_factory=dict)
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -194,7 +226,7 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
     while True:
         try:
             done = front.record(function, module, args, kwargs)
-            if front.has_rebuilt(done.changes):
+            if front.has_rebuilt(done):
                 continue
             traced = front.write(done)
             break
@@ -211,14 +243,16 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
 
 
 class Recorded(NamedTuple):
-    """A record, the inputs of its trace, what forward has set, the code that ran, and how to record it again."""
+    """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, and what
+    remembers its plain values."""
 
     record: Record
     inputs: Inputs
     arguments: Arguments
     changes: list[Change]
     watcher: CodeWatcher
-    recording: Recording
+    recording: RecordingOfNumbers
+    keep: Callable[[], None]
 
 
 class Front:
@@ -230,11 +264,14 @@ class Front:
         self._names = {id(part): name for name, part in self._modules.items()}
         self._eager = {m for m in self._modules.values() if EAGER in m.__dict__}
         self._impossible: set[nn.Module] = set()
-        self._first: BaseException | None = None
+        self._last: BaseException | None = None
+        self._alone = ""  # why PyTorch cannot run the model itself
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
         self._apart = ""  # why PyTorch cannot run the first module that it was to run
-        self._rebuilt, self._caches = False, False
+        self._caches = False
+        self._kept: list[Change] = []  # what the recording before has set once
+        self._may_keep, self._calls = True, Described((), (), ())
 
     def record(self, function: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Recorded:
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._modules.values())):
@@ -252,15 +289,29 @@ class Front:
             self._names,
             watched=[m for m in self._modules.values() if REPEATED in m.__dict__ or recomputed(m)],
             eager=frozenset(self._eager), compiling=self._compiling[0],
+            reads=Reads(
+                lambda t: (inputs if inputs.has(t) or id(t) in inputs.memory.outside else arguments).source(t),
+                self._setting.variants,
+            ),
         )  # fmt: skip
         record, changes = recording(watcher)
         arguments.check_unchanged()
-        changes = counted(changes, lambda: recording(watcher)[1])
-        return Recorded(record, inputs, arguments, changes, watcher, recording)
+        shared, varying = get_compile_data().fn is not self._module, self._setting.varying
+        given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
+        state = Snapshot(self._module, watcher, label=type(self._module).__name__)
+        places = places_of(state.take(), self._module.forward, given)
+        tried = [] if record.ran else varying.changed(places)  # what PyTorch runs may compute with them
+        recording, record, changes = record_numbers(
+            recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
+        )
+        keep = partial(varying.keep, places, tried, recording)
+        return Recorded(record, inputs, arguments, changes, watcher, recording, keep)
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         memory = inputs.memory
+        met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
+        setting.refuse((place, t) for place, t in met if t is not None)
         used = {id(t) for t in memory.outside.values()}
         check_recurrent([*done.changes, *record.ran], used)
         excluded = unguarded(record.ran, used, done.watcher.names())
@@ -276,16 +327,20 @@ class Front:
             marked={name: what for name, m in self._modules.items() if (what := recomputed(m)) is not None},
             parameter_of=lambda t: setting.parameter_of(inputs.tensor(t)), obstacle=setting.obstacle,
         )  # fmt: skip
+        check_result(record.result)
         lines = get_tracectx().scopes[-1]
-        count, returned = len(lines), tensors_in(record.result)
+        count, returned, tokens = len(lines), tensors_in(record.result), tokens_of(record)
         try:
             fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
-            left += settle_runs(record.calls, [*returned, *left, *fakes]) if record.watchers else []
+            left += settle_runs(record.calls, [*returned, *left, *tokens, *fakes]) if record.watchers else []
             with exempt_from_autocast(get_compile_data()):
-                blocks.write([*returned, *left])
+                takes = done.recording.write(replay)
+                blocks.write([*returned, *left, *tokens])
                 _write_back(replay, inputs, arguments)
                 rebuild = None if self._thunder_returns(record.result) else Rebuild(record.result, returned)
                 outputs = record.result if rebuild is None else tuple(returned)
+                if returned and tokens:
+                    replay.renew(returned[0], after_checks, tokens)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
                 if changes or left:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
@@ -295,19 +350,34 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        excluded += [change.entry for change in only_written(done.changes, used)]
-        for watcher in record.watchers:
-            done.watcher.add(watcher)
-        snapshot = Snapshot(self._module, done.watcher, excluded=excluded, label=type(self._module).__name__)
+        guards = self._guards(done, [*excluded, *(change.entry for change in only_written(done.changes, used))])
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
-            snapshot.check,
-            setting.compare(done.recording, record),
+            partial(_call_all, guards),
+            [*takes, *filter(None, [setting.compare(done.recording, record)])],
             partial(_set, changes, [t.requires_grad for t in left]) if changes or left else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
             arguments.tensors(),
         )
+
+    def _guards(self, done: Recorded, excluded: Sequence[Entry]) -> list[Callable[[], None]]:
+        """What is checked before each later step. ``excluded``: entries that do not count."""
+        arguments = done.arguments
+        for place in (p for p in done.recording.places if p.argument):
+            arguments.take(place.key, place.put)
+        done.keep()
+        for watcher in done.record.watchers:
+            done.watcher.add(watcher)
+        snapshot = Snapshot(
+            self._module, done.watcher, excluded=excluded,
+            replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
+            label=type(self._module).__name__,
+        )  # fmt: skip
+        guards: list[Callable[[], None]] = [snapshot.check]
+        if (reads := done.recording.reads.guard(done.record.calls)) is not None:
+            check_reads(reads) if reads.proxies else guards.append(reads)
+        return guards
 
     def _thunder_returns(self, result: Any) -> bool:
         """Whether Thunder can return a result as it is: to the function that calls the model, or a plain structure of
@@ -317,19 +387,42 @@ class Front:
         inexact = (t for t in tensors_in(result) if t.is_floating_point() or t.is_complex())
         return is_returnable(result) and (not torch.is_grad_enabled() or all(t.requires_grad for t in inexact))
 
-    def has_rebuilt(self, changes: Iterable[Change]) -> bool:
-        """Whether the forward has put another submodule in the place of one, which stays: such as BigBird's attention
-        after a look at the length of its input. The forward is then recorded again."""
-        found = [c for c in changes if c.kind == "submodule" and isinstance(c.new, nn.Module) and c.new is not c.old]
-        own = {*self._module.parameters(), *self._module.buffers()}
-        new = {t for c in found for t in chain(c.new.parameters(), c.new.buffers())}
-        if not found or self._rebuilt or not new <= own:
+    def has_rebuilt(self, done: Recorded) -> bool:
+        """Whether the forward is to be recorded again, because it has done what it does once: put another submodule in
+        the place of one, such as BigBird's attention after a look at the length of its input, or registered hooks, such
+        as those of transformers for hidden states.
+
+        All that it has set without tensors stays, unless it then sets that again or makes other calls.
+        """
+        once = [c for c in done.changes if (c.kind == "hook" and c.old is MISSING) or self._is_rebuilt(c)]
+        if not once and not self._kept:
             return False
-        for change in (c for c in changes if c in found or is_plain(c.new)):  # the choice, and that it was made
-            change.put(change.new)
+        calls = Described.of(done.record)
+        if self._kept:
+            set_again = {(id(c.owner), c.key) for c in self._kept} & {(id(c.owner), c.key) for c in done.changes}
+            if not once and not set_again and not self._calls.difference(calls):
+                self._kept = []
+                return False
+            for change in self._kept:
+                change.put(change.old)
+            kept = []
+        elif self._may_keep:
+            plain = (c for c in done.changes if c.kind in ("attribute", "item") and not is_number(c.new))
+            kept = [*once, *(c for c in plain if not holds_fake(c.new))]
+            for change in kept:
+                change.put(change.new)
+        else:
+            return False
+        check_no_fakes(done.record)
         self.__init__(self._module, self._setting)  # type: ignore[misc]
-        self._rebuilt = True
+        self._kept, self._calls, self._may_keep = kept, calls, False
         return True
+
+    def _is_rebuilt(self, change: Change) -> bool:
+        old, new = change.old, change.new
+        if change.kind != "submodule" or not isinstance(new, nn.Module) or new is old:
+            return False
+        return {*new.parameters(), *new.buffers()} <= {*self._module.parameters(), *self._module.buffers()}
 
     def modules_around(self, name: str) -> list[nn.Module]:
         """The modules from the root to the one of this qualified name."""
@@ -337,36 +430,54 @@ class Front:
         return [self._modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
 
     def fall_back(self, modules: Sequence[nn.Module], error: BaseException) -> None:
-        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class. Raises
-        the first error if there is none."""
-        self._first = error if isinstance(error, CannotWrite | SendsMessages) else self._first or error
+        """Chooses the innermost of the modules that ran and that PyTorch may run, and all others of its class; the
+        model itself at last. Raises the error of the last recording that PyTorch's part let happen if there is none."""
+        if not modules or modules[-1] not in self._eager:
+            self._last = error
+        elif modules[-1] is self._module:
+            self._alone = f"{type(error).__name__}: {error}".splitlines()[0]
         if len(self._compiling) > 1:
             self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
             return
         self._compiling = [True]
-        for module in reversed(modules[1:]):
+        for module in reversed(modules):
             if module in self._eager:
-                self._apart = self._apart or f"; PyTorch cannot run {self._names[id(module)]} by itself: {error}"
+                if module is not self._module:
+                    self._apart = self._apart or f"; PyTorch cannot run {self._names[id(module)]} by itself: {error}"
                 self._eager.remove(module)
                 self._impossible.add(module)
-            elif module not in self._impossible and self._setting.fall_back:
+            elif module not in self._impossible and self._setting.fall_back and self._may_run(module, error):
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.remarks[f"{self._names[id(module)]} ({type(module).__name__}) is run by PyTorch: {why}"] = None
+                name = self._names[id(module)] or "the model itself, with all parameters whole,"
+                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch: {why}"] = None
                 return
-        raise self.with_place(self._explained(self._first))
+        raise self.with_place(self._explained(self._last or error))
+
+    def _may_run(self, module: nn.Module, error: BaseException) -> bool:
+        """Whether PyTorch may run a module. What we refuse is refused in the model itself."""
+        ours = isinstance(error, CannotWrite | NotImplementedError) and not isinstance(error, VALUES)
+        return module is not self._module or (self._setting.whole and not ours)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        of_values = isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
-        if not of_values and not isinstance(error, CannotWrite | SendsMessages):
+        if isinstance(error, VALUES):
+            what = f"it depends on the values of tensors ({error})"
+        elif "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
+            what = "it reads the memory of a tensor (DLPack, data_ptr)"
+        elif isinstance(error, CannotWrite | SendsMessages):
+            what = str(error)
+        else:
             return error
         name = type(self._module).__name__
-        what = str(error) if not of_values else f"it depends on the values of tensors ({error})"
-        remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
-        if not self._setting.fall_back:
+        remedy = "compute what is read outside of forward and pass it as an argument, or use torch.where"
+        if not isinstance(error, VALUES):
+            remedy = "move that part into a submodule that takes and returns tensors, which PyTorch can then run"
+        elif not self._setting.fall_back:
             remedy = 'call fsdp(compile_policy=CompilePolicy(eager="auto")), or name the module that PyTorch is to run'
+        elif self._alone:
+            what += f", and PyTorch cannot run {name} as one line ({self._alone})"
         if self._caches:  # of keys and values, by Hugging Face's configs
             remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
         explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}{self._apart}: {remedy}")
@@ -387,6 +498,11 @@ class Front:
                 "If it runs without shardtrace, see docs/guide/troubleshooting.md#models-that-cannot-be-recorded",
             )
         return error
+
+
+def _call_all(guards: Iterable[Callable[[], None]]) -> None:
+    for guard in guards:
+        guard()
 
 
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:

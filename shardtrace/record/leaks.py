@@ -1,13 +1,10 @@
-"""Find fake tensors that a recording left in the user's objects, and random numbers that it drew outside of torch."""
+"""Find fake tensors that a recording left in the user's objects."""
 
 from __future__ import annotations
 
 import gc
-import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -127,44 +124,3 @@ def _is_library(owner: Any) -> bool:
         return False
     module = owner.__module__ if isinstance(owner, (type, FunctionType)) else type(owner).__module__
     return is_library(str(module))
-
-
-@contextmanager
-def keep_random_numbers() -> Iterator[list[str]]:
-    """Context after which the state of Python's and numpy's random numbers is put back. At its end the list names those
-    of which numbers were drawn."""
-    sources = {"random": (random.getstate, random.setstate)}
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        sources["numpy.random"] = numpy.get_state, numpy.set_state
-    before = {name: get() for name, (get, _) in sources.items()}
-    drawn: list[str] = []
-    try:
-        yield drawn
-    finally:
-        for name, (get, put) in sources.items():
-            if not _same_state(before[name], get()):
-                drawn.append(name)
-                put(before[name])
-
-
-@contextmanager
-def no_other_random_numbers() -> Iterator[None]:
-    """Context in which a forward is recorded: Python's and numpy's random numbers are drawn anew by each step of eager,
-    but would be constants of a record. Their state is put back.
-
-    Raises:
-        RuntimeError: if numbers were drawn.
-    """
-    with keep_random_numbers() as drawn:
-        yield
-    if drawn:
-        raise RuntimeError(
-            f"forward draws numbers from {' and '.join(drawn)}, which each step would have to draw anew: use torch's "
-            "random functions (torch.rand, torch.randint), draw outside of forward and pass the numbers as arguments, "
-            "or leave the module to PyTorch with "
-            "fsdp(compile_policy=CompilePolicy(eager=[...]))"
-        )
-
-
-def _same_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return all(bool((x == y).all()) if hasattr(x, "all") else x == y for x, y in zip(a, b, strict=True))

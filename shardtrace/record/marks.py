@@ -6,6 +6,7 @@ import functools
 
 from torch import nn
 
+ATTRIBUTE = "_shardtrace"  # of a sharded module: its ShardedState
 PART_ATTRIBUTE = "_shardtrace_part_of"  # of a submodule of a sharded model: the ShardedState around it
 REPEATED = "_shardtrace_block"  # of a block that is compiled once with others of its kind: its name
 EAGER = "_shardtrace_eager"  # of a module that PyTorch runs

@@ -140,6 +140,10 @@ class Memory:
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # fakes of tensors that overlap, neither in the other
 
+    def begin(self) -> None:
+        """A recording begins: no data is assigned."""
+        self._stale, self._twins = {}, {}
+
     def hold(self, t: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The fake of a tensor: a part of another one, or one that ``make`` makes."""
         if id(t) in self._known:

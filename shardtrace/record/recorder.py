@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,11 +21,14 @@ from passes.analysis.recognise import draws
 from passes.compat.messages import NAMESPACES
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import Call, Place, Record, Span, Whole, storage
+from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage
+from shardtrace.record.checks import check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
 from shardtrace.record.marks import is_library
 from shardtrace.record.memory import Memory, arguments_written, written_by
+from shardtrace.record.random_state import RandomStates
+from shardtrace.record.reads import CannotRead, Reads
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import is_query, name_of
 from shardtrace.record.variables import assigned
@@ -40,28 +44,34 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
+INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_HOOK = ", and no step would run the hook: write an autograd.Function, or register it on what the model returns"
+_HOOK = (
+    "of a tensor, and no step would run the hook: pass the tensor through a torch.autograd.Function that returns it, "
+    "and do in its backward what the hook does"
+)
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
-    torch.Tensor.retain_grad: ", and no step would keep the gradient: return the tensor, or call the model inside "
-    "shardtrace.full_params",
+    torch.Tensor.retain_grad: "of a tensor, and no step would keep the gradient: return the tensor, or call the model "
+    "inside shardtrace.full_params",
 }
 MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
-SEED = (
-    "sets the seed of torch's random numbers, which no step would do again: seed outside of forward, or pass the "
-    "random function a torch.Generator of its own"
-)
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
 class Refused(NotImplementedError):
     """What no step could do, nor PyTorch in its place."""
+
+
+class ReadsValues(NotImplementedError):
+    """A function of torch gives values of tensors to forward."""
+
+
+VALUES = (DataDependentOutputException, DynamicOutputShapeException, ReadsValues)
 
 
 class CannotRecord(Exception):
@@ -81,6 +91,7 @@ class FakeMode(Fakes):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._allow_unsafe_data_ptr_access = False  # whoever asks for the memory of fakes gets an error
         self.recorder: Recorder | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,6 +99,8 @@ class FakeMode(Fakes):
             raise SendsMessages(
                 f"it calls a collective of torch.distributed ({func.__name__.partition('.')[0].strip('_')})"
             )
+        if self.recorder is not None and self.recorder.lifts(func, args):
+            return args[0]
         recorder, self.recorder = self.recorder, None  # kernels of fakes call further operators and functions
         try:
             with torch._C.DisableTorchFunction():
@@ -109,6 +122,8 @@ class Recorder(TorchFunctionMode):
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
         effects: sees what the forward changes in the user's objects; needed if there are such modules.
+        random: sees what becomes of generators of random numbers; None: they are of no interest.
+        reads: what the forward reads of its inputs.
     """
 
     def __init__(
@@ -120,11 +135,15 @@ class Recorder(TorchFunctionMode):
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
         effects: Effects | None = None,
+        random: RandomStates | None = None,
+        reads: Reads | None = None,
     ) -> None:
         super().__init__()
+        self.random = RandomStates() if random is None else random
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
         self._eager, self._effects = eager, effects
+        self._reads = reads or Reads(lambda fake: None, {})
         self._modules, self._watched = modules, set(map(id, watched))
         self._stack: list[nn.Module] = []  # the modules that run
         self._inside = 0  # calls of torch that run
@@ -133,8 +152,18 @@ class Recorder(TorchFunctionMode):
         self._count = 0
         self._watcher = watcher
         self._memory = memory
+        memory.begin()
         self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
         self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around what torch calls."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     # ---- calls ----
 
@@ -147,7 +176,7 @@ class Recorder(TorchFunctionMode):
     def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls ``func`` and keeps the call."""
         if (why := REFUSED.get(func)) is not None:
-            raise NotImplementedError(f"forward calls {func.__name__} of a tensor{why}")
+            raise NotImplementedError(f"forward calls {func.__name__} {why}")
         if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
             raise Refused(
                 f"forward calls {name_of(func)}, but gradients belong to steps: return the loss, and read or change "
@@ -155,6 +184,8 @@ class Recorder(TorchFunctionMode):
             )
         if func == SET_DATA:
             return self._set_data(*args)
+        if func in INDEXING:
+            args = pytree.tree_map_only(slice, self._with_numbers, tuple(args))
         flat, spec = pytree.tree_flatten((args, kwargs))
         own = [self._met(x) if isinstance(x, torch.Tensor) else x for x in flat]
         kept_args, kept_kwargs = pytree.tree_unflatten(own, spec)  # copies: a list may change later
@@ -170,8 +201,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             changed = arguments_written(self._written, given.values())
         except Exception as error:  # whatever torch raises for fake tensors
-            function = Eager(func, str(getattr(func, "__name__", "call")))
-            result, tried = self._try(function, args, kwargs, error)
+            function, result, tried = self._read(func, args, kwargs, error)
             changed = tuple(tried)
         finally:
             self._inside -= 1
@@ -236,22 +266,33 @@ class Recorder(TorchFunctionMode):
             )
         return False
 
-    def _try(self, function: Eager, args: Any, kwargs: Any, error: Exception) -> tuple[Any, list[torch.Tensor]]:
-        """The result of a function that fake tensors cannot run, and what it writes into. Raises ``error`` or another
-        one if it cannot stand alone."""
-        if isinstance(error, SendsMessages) and not isinstance(function.function, Whole):
+    def _with_numbers(self, part: slice) -> slice:
+        """A slice with the values of tensors in their place."""
+        bounds = (part.start, part.stop, part.step)
+        index = torch.Tensor.__index__
+        return slice(*(self._make(index, (v,), {}) if isinstance(v, torch.Tensor) else v for v in bounds))
+
+    def _read(self, func: Any, args: Any, kwargs: Any, error: Exception) -> tuple[Any, Any, list[torch.Tensor]]:
+        """What stands for a function that fake tensors cannot run, its result, and what it writes into. Raises
+        ``error`` or another one if it reads what each step computes, and cannot stand alone."""
+        if isinstance(error, SendsMessages) and not isinstance(func, Whole):
             raise error
+        with suppress(CannotRead):
+            sizes = isinstance(error, DynamicOutputShapeException)
+            return *self._reads.read(self.record.calls, func, args, kwargs, self._place(), sizes), []
+        function = Eager(func, str(getattr(func, "__name__", "call")))
         try:
             trial = try_function(function, args, kwargs)
-        except CannotStandAlone as why:
-            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException | SendsMessages):
-                raise error from None
-            raise NotImplementedError(f"{function.__name__} cannot be recorded: {why} ({error})") from error
-        except Exception:
+        except Exception as why:
+            if (check := check_of(_frame("shardtrace"), func, args)) is not None:
+                self._add(check, args, kwargs, (token(args[0]),))
+                return func, check.holds, []
+            if isinstance(why, CannotStandAlone) and not isinstance(error, (*VALUES, SendsMessages)):
+                raise ReadsValues(f"{function.__name__} cannot be recorded: {why} ({error})") from error
             raise error from None
         self._drawn = trial.random
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        return trial.result, [tensors[i] for i in trial.written]
+        return function, trial.result, [tensors[i] for i in trial.written]
 
     def _keep(
         self,
@@ -276,22 +317,32 @@ class Recorder(TorchFunctionMode):
                     "call it again"
                 )
             return
-        frame = sys._getframe(2)
-        while frame.f_back is not None and is_library(frame.f_globals.get("__name__", "")):
-            frame = frame.f_back  # to the innermost one that is not a library's
-        code, module = frame.f_code, self._modules[id(self._stack[-1])] if self._stack else ""
-        place = Place(code.co_filename, frame.f_lineno, code.co_name, module)
-        checkpoint = self._checkpoints[-1] if self._checkpoints else None
         self._watcher.pause()  # what reads the code of the frame is none of the model's
-        names = assigned(frame)
+        names = assigned(_frame())
         self._watcher.resume()
         grad = torch.is_grad_enabled() if grad is None else grad
+        self._add(function, args, kwargs, results, tuple(written), random, names, grad)
+
+    def _add(
+        self, function: Any, args: Any, kwargs: Any, results: Any = (), written: Any = (), random: bool = False,
+        names: tuple[str, ...] = (), grad: bool = False,
+    ) -> None:  # fmt: skip
+        """Adds a call to the record."""
+        checkpoint = self._checkpoints[-1] if self._checkpoints else None
         self.record.calls.append(
             Call(
-                function, args, kwargs, results, tuple(written), grad, autocast_states(), random, place, checkpoint,
+                function, args, kwargs, results, written, grad, autocast_states(), random, self._place(), checkpoint,
                 names,
             )
         )  # fmt: skip
+
+    def _place(self) -> Place:
+        frame, module = _frame(), self._modules[id(self._stack[-1])] if self._stack else ""
+        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, module)
+
+    def lifts(self, func: Any, args: Any) -> bool:
+        """Whether forward makes a tensor of memory from outside of torch (from_numpy), which then is its own memory."""
+        return func is torch.ops.aten.lift_fresh.default and not self._inside and not isinstance(args[0], FakeTensor)
 
     def see_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keeps the call of an operator that no call of torch contains.
@@ -306,10 +357,14 @@ class Recorder(TorchFunctionMode):
                 "lost: use torch.func.grad or jacrev"
             )
         drawn, written = draws(func, args, kwargs), written_by(func, args, kwargs)
+        if drawn:
+            self.random.see_draw(kwargs.get("generator"), pytree.tree_leaves(result)[0].device)
         if self._inside:
             self._drawn = self._drawn or drawn
             self._written += written
             return
+        if func.overloadpacket is torch.ops.aten.set_:
+            raise NotImplementedError("set_ gives its argument the memory of another tensor: use a new tensor")
         if not written and func.namespace == "prim":  # such as the device of a tensor
             return
         if func.overloadpacket in MOVING:
@@ -332,6 +387,8 @@ class Recorder(TorchFunctionMode):
                 result = self._call_eager(original, module, args, kwargs)
             else:
                 result = original(module, *args, **kwargs)
+            if not is_library(type(module).__module__):
+                self.random.check()
         except Exception:
             self.failed = self.failed or tuple(self._stack)
             raise
@@ -344,15 +401,19 @@ class Recorder(TorchFunctionMode):
     def _call_eager(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a module as one call."""
         assert self._effects is not None
-        label = f"{self._effects.label}.{self._modules[id(module)]}"
+        label = ".".join(filter(None, (self._effects.label, self._modules[id(module)])))
         call, own, watcher = EagerModule(module, original, label), own_tensors(module), CodeWatcher()
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._met, (args, kwargs))
-        self._inside += 1
+        fakes = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, FakeTensor)]
+        if len(self._stack) > 1:  # the model itself has the arguments of this step
+            fakes = [t for t in fakes if not t.is_floating_point() and not t.is_complex()]
         self._watcher.pause()
         try:
-            trial = try_module(call, args, kwargs, own, self._effects, watcher)
+            with self.inside():
+                found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
+                known = {i: value for i, value in found.items() if value is not None}
+                trial = try_module(call, args, kwargs, own, self._effects, watcher, known)
         finally:
-            self._inside -= 1
             self._watcher.resume()
         self.record.ran += trial.changes
         self.record.left += trial.left
@@ -368,7 +429,8 @@ class Recorder(TorchFunctionMode):
         if self._inside or functional_transform() is not None:
             return original(owner, *args, **kwargs)
         function = Whole(owner, functools.partial(original, owner))
-        with _pop_mode_temporarily():
+        below = not torch._C._len_torch_function_stack()  # what torch.vmap calls
+        with nullcontext() if below else _pop_mode_temporarily():
             return self._make(function, args, kwargs)
 
     def refusing(self, original: Callable[..., Any], why: str) -> Callable[..., Any]:
@@ -427,6 +489,7 @@ def record(
         mode.recorder = recorder
         try:
             recorder.record.result = function(*args, **kwargs)
+            recorder.random.check()
             recorder.check_leaves()
         except Exception as error:
             raise CannotRecord(recorder.failed) from error
@@ -493,13 +556,10 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
             recorder.check_apply(function)
         return type.__getattribute__(function, name)
 
-    seed = recorder.refusing(torch.manual_seed, SEED)
     generators = _generators(here(recorder.refusing(torch.Generator, GENERATOR), torch.Generator))
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.Module, "__call__", call_module),
         (checkpoints, CHECKPOINT_GENERATOR, checkpoint),
-        (torch, "manual_seed", seed),
-        (torch.random, "manual_seed", seed),
         (torch.compiler, "is_compiling", is_compiling),
         (torch.compiler, "is_dynamo_compiling", is_compiling),
         (torch._dynamo, "is_compiling", is_compiling),
@@ -518,6 +578,17 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         for owner, name, new in patches:
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
+
+
+def _frame(without: str = "") -> FrameType:
+    """The innermost frame that is no library's, or outside of one library."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not (name.partition(".")[0] == without if without else is_library(name)):
+            break
+        frame = frame.f_back
+    return frame
 
 
 class TensorState(NamedTuple):

@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import ref
 
 from passes.kernels.torch_call import Meta
-from shardtrace.record.calls import Call, Place, Record
+from shardtrace.record.calls import DEVICES, Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects
 from shardtrace.record.kinds import Numbers
-from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.leaks import check_leaks
 from shardtrace.record.memory import Memory
-from shardtrace.record.recorder import DEVICES, CannotRecord, FakeMode, Recorder, record
+from shardtrace.record.random_state import RandomStates
+from shardtrace.record.reads import Reads
+from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
 from shardtrace.record.results import tensors_in
+from shardtrace.record.state import State
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher
 
@@ -46,17 +50,23 @@ class Recording:
     watched: Collection[nn.Module]
     eager: Set[nn.Module]
     compiling: bool
+    reads: Reads
 
     def __call__(self, watcher: CodeWatcher) -> tuple[Record, list[Change]]:
         """Records the forward. Returns also what it has set, which is put back."""
+        self.reads.begin()
         with ExitStack() as stack:
             stack.enter_context(_reparametrize_module(self.module, dict(self.tensors), stack_weights=True))
-            stack.enter_context(no_other_random_numbers())
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
+            reached = State()
+            reached.add_value((self.args, dict(self.kwargs)), "arguments")
+            known = chain(effects.state.seen.values(), reached.seen.values())
+            random = stack.enter_context(RandomStates(known))
             stack.enter_context(watcher)
             recorder = Recorder(
-                self.names, watcher, self.memory, watched=self.watched, eager=self.eager, effects=effects
-            )
+                self.names, watcher, self.memory, watched=self.watched, eager=self.eager, effects=effects,
+                random=random, reads=self.reads,
+            )  # fmt: skip
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
@@ -99,8 +109,6 @@ class Comparison:
         report: Callable[[str], None],
     ) -> None:
         self._recording, self._first, self._modes = recording, Described.of(done), Modes.now()
-        for t in tensors_in((recording.args, recording.kwargs)):
-            t.__dict__.pop("_shardtrace_real", None)
         self._every, self._around, self._report = every, around, report
         self._steps, self._difference = 0, ""
 

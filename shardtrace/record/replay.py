@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from passes.analysis.origins import InModule
 from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
-from passes.kernels.torch_call import Meta, TorchCall, add_executor
+from passes.kernels.torch_call import Meta, TorchCall, add_executor, laid_out
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
 from shardtrace.record.memory import Memory
@@ -128,6 +129,12 @@ class Replay:
             raise CannotWrite(f"a tensor of shape {tuple(t.shape)} comes from no call of torch that can be seen")
         self.values.know(t, found if found is not None else self._constant(t))
         return self.values.read(t)
+
+    def renew(self, t: torch.Tensor, function: Callable[..., Any], others: Sequence[torch.Tensor]) -> None:
+        """Adds a line whose result is the value of ``t`` from here on."""
+        given = [t, *others]
+        made = self.line(function, tuple(map(self.proxy, given)), {}, [t], inputs=given, grad=True)[0]
+        self.values.know(t, made)
 
     def _constant(self, t: torch.Tensor) -> Any:
         if t.requires_grad and id(t) not in self._memory.outside:
@@ -264,7 +271,7 @@ class Replay:
     def _unique(self, function: Callable[..., Any]) -> str:
         """A name for the lines of a function: Thunder finds a line's function by its name, the last one of each."""
         trace = get_tracectx()
-        name = "torch_" + (name_of(function).strip("_") or "call")
+        name = "torch_" + (re.sub(r"\W", "_", name_of(function)).strip("_") or "call")
         number = 0
         while trace.has_name(found := f"{name}_{number}"):
             number += 1
@@ -292,14 +299,14 @@ def _part(base: torch.Tensor, t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def take_view(base: Any, base_stride: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    return _view(_laid_out(base, base_stride), size, stride, offset, dtype)
+    return _view(laid_out(base, base_stride), size, stride, offset, dtype)
 
 
 def put_view(
     base: Any, base_stride: Any, new: Any, size: Any, stride: Any, offset: int, dtype: torch.dtype
 ) -> torch.Tensor:
     # torch.as_strided_scatter has a wrong gradient in torch 2.13: it clears what was not written
-    out = _laid_out(base, base_stride).clone()
+    out = laid_out(base, base_stride).clone()
     _view(out, size, stride, offset, dtype).copy_(new)
     return out
 
@@ -328,12 +335,6 @@ def keep_gradient(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The values ``new`` with the gradient of ``old``: a write that autograd does not see."""
     found: torch.Tensor = KeepGradient.apply(old, new)
     return found
-
-
-def _laid_out(base: torch.Tensor, stride: Any) -> torch.Tensor:
-    if base.stride() == tuple(stride):
-        return base
-    return torch.empty_strided(base.shape, stride, dtype=base.dtype, device=base.device).copy_(base)
 
 
 def _is_lowered(call: Call) -> bool:
@@ -386,6 +387,8 @@ def _check_tensors(call: Call) -> None:
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):
         raise NotTrusted("a tensor without dimensions")
+    if call.grad and name_of(call.function) in ("zero_", "fill_") and call.args[0].requires_grad:
+        raise NotTrusted("no gradient would reach what was there before, in the place of zeros")
     if (
         call.grad
         and name_of(call.function) == "scaled_dot_product_attention"

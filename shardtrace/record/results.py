@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, MappingView, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from shardtrace.record.state import slot_names
+from shardtrace.record.state import entries_of, slot_names
 
 import torch
 from thunder.core.interpreter import PseudoInst
@@ -35,10 +35,8 @@ TENSORS = (torch.Tensor, TensorProxy, Numbered)
 def parts(value: Any) -> Iterator[tuple[PseudoInst, Any, Any]]:
     """The items of a builtin container and the attributes that an object itself has, also in slots: the kind, the key
     and the part."""
-    if isinstance(value, dict):
-        yield from ((PseudoInst.BINARY_SUBSCR, k, v) for k, v in dict.items(value))
-    elif isinstance(value, (list, tuple)):
-        yield from ((PseudoInst.BINARY_SUBSCR, i, v) for i, v in enumerate(value))
+    if isinstance(value, (dict, list, tuple, deque)):
+        yield from ((PseudoInst.BINARY_SUBSCR, k, v) for k, v in entries_of(value))
     yield from ((PseudoInst.LOAD_ATTR, name, v) for name, v in getattr(value, "__dict__", {}).items())
     for name in slot_names(value):
         if hasattr(value, name):
@@ -67,8 +65,8 @@ def map_tensors(
     for kind, key, v in changed:
         if kind is PseudoInst.LOAD_ATTR:
             object.__setattr__(made, key, v)
-        elif isinstance(value, list):
-            list.append(made, v)
+        elif isinstance(value, (list, deque)):
+            (list if isinstance(value, list) else deque).append(made, v)
         else:
             set_item(made, key, v)  # a subclass may do more
     return made
@@ -81,6 +79,8 @@ def _entered(value: Any, copies: dict[int, tuple[Any, Any]]) -> Iterator[tuple[P
         made = cls.__new__(cls) if isinstance(value, (list, dict)) else copy.copy(value)
         if isinstance(value, defaultdict):
             made.default_factory = value.default_factory
+        if isinstance(value, deque):
+            made.clear()
         copies[id(value)] = value, made
     return parts(value)
 
@@ -100,12 +100,20 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
             yield from _walk(v, seen)
 
 
+def check_result(value: Any) -> None:
+    """Raises RuntimeError for a result that computes what it holds when it is read, or holds tensors in no order."""
+    unordered = isinstance(value, (set, frozenset)) and any(isinstance(v, torch.Tensor) for v in value)
+    if unordered or isinstance(value, (Iterator, MappingView)):
+        raise RuntimeError(f"forward returns a {type(value).__name__}: return a list, a tuple or a dict")
+    if isinstance(value, (dict, list, tuple, deque)):
+        for _, part in entries_of(value):
+            check_result(part)
+
+
 def is_plain(value: Any) -> bool:
-    """True for a structure that Thunder can return: tensors in tuples, lists and dicts."""
-    if type(value) in (tuple, list):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+    """True for a structure that Thunder can return: tensors in tuples, lists and dicts, but not in subclasses."""
+    if type(value) in (tuple, list, dict):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (torch.Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device))
 
 

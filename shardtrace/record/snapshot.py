@@ -11,7 +11,18 @@ from itertools import chain
 from types import CellType
 from typing import Any
 
-from shardtrace.record.state import BUILTIN, HOOKS, MISSING, Entry, Holder, State, is_plain, same
+from shardtrace.record.state import (
+    BUILTIN,
+    HOOKS,
+    MISSING,
+    Entry,
+    Holder,
+    State,
+    cell_contents,
+    contents_of,
+    is_plain,
+    same,
+)
 from shardtrace.record.watcher import CodeWatcher, Outside
 
 import torch
@@ -31,6 +42,8 @@ class Snapshot:
         watcher: what ran in the forward. None: no globals, and all attributes of configs and classes.
         excluded: entries that the forward sets without reading them: a container and a key each. The key None excludes
             all of the container.
+        objects: other objects that the forward may read, such as functions among its arguments.
+        replaced: entries with values that may change.
         label: the name of the root in messages.
     """
 
@@ -40,12 +53,15 @@ class Snapshot:
         watcher: CodeWatcher | None,
         *,
         excluded: Collection[Entry] = (),
+        objects: Collection[Any] = (),
+        replaced: Collection[Entry] = (),
         label: str = "model",
     ) -> None:
         names = watcher.names() if watcher is not None else None
         outside = watcher.outside() if watcher is not None else []
-        self._take = partial(_take, root, label, outside, names, list(excluded))
-        self._prepare(self._take())
+        new_state = partial(State, names, list(excluded), list(replaced))
+        self.take = partial(_take, root, label, outside, list(objects), new_state)
+        self._prepare(self.take())
 
     def _prepare(self, holders: list[Holder]) -> None:
         self._values = _values(holders)
@@ -56,10 +72,11 @@ class Snapshot:
         self._others = [
             (read, h.owner, key, value)
             for h in holders
-            if type(h.owner) is not dict and (read := _reader(h.owner)) is not None
+            if type(h.owner) is not dict and h.kind != "array" and (read := _reader(h.owner)) is not None
             for key, value in h.entries.items()
         ]
-        counted = [h.owner for h in holders if h.counted and not isinstance(h.owner, tuple)]
+        self._arrays = [(h.owner, h.entries["contents"]) for h in holders if h.kind == "array"]
+        counted = [h.owner for h in holders if h.counted]
         self._empty = [owner for owner in counted if not owner]
         self._filled = [owner for owner in counted if owner]
         self._lengths = list(map(len, self._filled))
@@ -77,7 +94,7 @@ class Snapshot:
         """
         if self._is_identical():
             return ""
-        holders = self._take()
+        holders = self.take()
         if found := _first_difference(self._values, _values(holders)):
             return found
         self._prepare(holders)
@@ -96,7 +113,9 @@ class Snapshot:
                     return False
         except (LookupError, AttributeError, ValueError):  # ValueError: an empty cell
             return False
-        return not any(self._empty) and list(map(len, self._filled)) == self._lengths
+        if any(self._empty) or list(map(len, self._filled)) != self._lengths:
+            return False
+        return all(contents_of(array) == contents for array, contents in self._arrays)
 
 
 def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:
@@ -133,11 +152,13 @@ def _member(members: set[Any], member: Any) -> Any:
 
 def _values(holders: list[Holder]) -> dict[Name, Any]:
     """The values by name and by how often the name occurred before. Builtin containers that were looked into count by
-    their type, their length and their entries, all other objects by identity."""
-    builtin = (
-        h for h in holders if type(h.owner) in BUILTIN
-    )  # some entries of those that are not counted are excluded
-    inside = {id(h.owner) for h in builtin if len(h.owner) == len(h.entries) or not h.counted}
+    their type, their length and their entries, arrays by their contents, all other objects by identity."""
+    inside = {
+        id(h.owner)
+        for h in holders
+        if h.kind == "array"
+        or (type(h.owner) in BUILTIN and (len(h.owner) == len(h.entries) or (h.entries and not h.counted)))
+    }  # some entries of those that are not counted are excluded
     values: dict[Name, Any] = {}
     occurred: Counter[str] = Counter()
 
@@ -168,10 +189,12 @@ def _short(value: object) -> str:
 
 
 def _take(
-    root: nn.Module, label: str, outside: list[Outside], names: frozenset[str] | None, excluded: list[Entry]
+    root: nn.Module, label: str, outside: list[Outside], objects: list[Any], new_state: Callable[[], State]
 ) -> list[Holder]:
-    state = State(names, excluded)
+    state = new_state()
     state.add_value(root, label)
+    for value in objects:
+        state.add_value(value, f"a {type(value).__name__} among the arguments")
     for name in HOOKS:
         hooks = getattr(torch.nn.modules.module, f"_global{name}")
         state.add(Holder(hooks, f"torch's _global{name}", dict(hooks), "hook"))
@@ -179,7 +202,7 @@ def _take(
     state.add(Holder(vars(parametrize), "torch.nn.utils.parametrize", cached, counted=False))
     for owner, name, keys in outside:
         if isinstance(owner, CellType):
-            state.add(Holder(owner, name, _contents(owner), "cell", counted=False))
+            state.add(Holder(owner, name, cell_contents(owner), "cell", counted=False))
         else:
             found = {k: owner[k] for k in keys if k in owner}
             state.add(Holder(owner, name, found, counted=False))
@@ -187,10 +210,3 @@ def _take(
                 entries = {"value": _context(variable)}
                 state.add(Holder(variable, f"the context variable {variable.name}", entries, counted=False))
     return state.holders
-
-
-def _contents(cell: CellType) -> dict[str, Any]:
-    try:
-        return {"cell_contents": cell.cell_contents}
-    except ValueError:  # empty
-        return {}

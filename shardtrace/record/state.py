@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 import weakref
+from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Collection, Container, Iterator
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from shardtrace.record.marks import is_library
@@ -22,8 +25,13 @@ PLAIN = frozenset(
     )
 )
 BUILTIN = (list, tuple, dict, set)
+CONTAINERS = (*BUILTIN, deque)
+FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType, partial)
 LARGEST = 64  # entries of a container that is looked into
 DEPTH = 4  # containers and objects, one in another, below a module or a global variable
+OUTSIDE_DEPTH = 2  # the same, below a module of Python of which all is looked at
+SAMPLED = 1 << 16  # bytes of an array from which on only some of its elements are compared
+SAMPLES = 1024  # such elements
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module keeps for itself
 Entry = tuple[Any, Any]  # a container and a key, or None for its whole contents
@@ -40,9 +48,9 @@ MISSING = Missing()  # in place of the value of an entry that is not there
 class Holder(NamedTuple):
     """One container, or one object's attributes, and the entries that count.
 
-    ``owner``: the ``__dict__`` of a module or an object, a list, a set, a class, a cell. ``kind`` of its entries:
-    "attribute", "submodule", "parameter", "buffer", "hook", "item", "cell". ``counted``: whether its number of entries
-    counts too.
+    ``owner``: the ``__dict__`` of a module, a function or an object, a list, a set, a class, a cell, an array. ``kind``
+    of its entries: "attribute", "submodule", "parameter", "buffer", "hook", "item", "cell", "array". ``counted``:
+    whether its number of entries counts too.
     """
 
     owner: Any
@@ -53,7 +61,7 @@ class Holder(NamedTuple):
 
     def name(self, key: Any) -> str:
         if self.kind not in ("item", "hook"):
-            return self.label if self.kind == "cell" else f"{self.label}.{key}"
+            return self.label if self.kind in ("cell", "array") else f"{self.label}.{key}"
         return f"{self.label}[{key!r}]" if is_plain(key) else f"{self.label}[a {type(key).__name__}]"
 
 
@@ -78,37 +86,67 @@ def is_user_class(cls: type) -> bool:
     return cls.__module__ != "builtins" and not is_library(cls.__module__)
 
 
+def is_array(value: object) -> bool:
+    """Whether a value is an array of numbers, of numpy or of Python, which a script may change in place."""
+    return isinstance(value, (bytearray, array)) or _is_of_numpy(value, "ndarray")
+
+
+def _is_of_numpy(value: object, name: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, name))
+
+
+def contents_of(value: Any, *, sampled: bool = True) -> tuple[Any, ...]:
+    """What an array holds: its bytes, with their type and shape. ``sampled``: only evenly spaced elements of a large
+    one of numpy, and its identity."""
+    if not _is_of_numpy(value, "ndarray"):
+        return type(value), bytes(value)
+    found = sys.modules["numpy"].asarray(value)  # a subclass may hold more
+    if found.nbytes > SAMPLED and sampled:
+        flat = found.reshape(-1) if found.flags.c_contiguous else found.flat
+        return found.dtype.str, found.shape, flat[:: -(-found.size // SAMPLES)].tobytes(), id(value)
+    return found.dtype.str, found.shape, found.tobytes()
+
+
 class State:
     """The holders that were reached.
 
     Args:
-        names: the attributes of objects and classes that count, None for all. Those of modules, dataclasses and
-            namespaces always count.
+        names: the attributes of objects, classes, functions and modules of Python that count, None for all. Those of
+            modules, dataclasses and namespaces always count.
         excluded: entries that do not count.
+        replaced: likewise, but no other entries may be added or removed.
     """
 
-    def __init__(self, names: Container[str] | None = None, excluded: Collection[Entry] = ()) -> None:
+    def __init__(
+        self, names: Container[str] | None = None, excluded: Collection[Entry] = (), replaced: Collection[Entry] = ()
+    ) -> None:
         self.holders: list[Holder] = []
         self._names = names
         self._excluded = {(id(owner), key) for owner, key in excluded}
         self._incomplete = {owner for owner, _ in self._excluded}
-        self._seen: dict[int, object] = {}  # keeps what it names alive
+        self._excluded |= {(id(owner), key) for owner, key in replaced}
+        self.seen: dict[int, tuple[str, object]] = {}  # what was reached, by id, and where; keeps it alive
 
     def add_value(self, value: Any, label: str, depth: int = DEPTH) -> None:
         """Adds what a module, a container, an object or a class holds."""
         value = value() if type(value) is weakref.ref else value
         if type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum)) or depth < 0:
             return
-        if id(value) in self._seen or type(value) in weakref.ProxyTypes:
+        if id(value) in self.seen or type(value) in weakref.ProxyTypes:
             return
-        self._seen[id(value)] = value
+        self.seen[id(value)] = label, value
         if isinstance(value, nn.Module):
             self._add_module(value, label)
         elif isinstance(value, type):
             self._add_class(value, label)
-        elif isinstance(value, MethodType):
-            self.add_value(value.__self__, label, depth - 1)
-        elif not isinstance(value, FunctionType):
+        elif isinstance(value, ModuleType):
+            self._add_python_module(value, label, depth)
+        elif isinstance(value, FUNCTIONS):
+            self._add_function(value, label, depth)
+        elif is_array(value):
+            self.add(Holder(value, label, {"contents": contents_of(value)}, "array", counted=False), depth)
+        else:
             self._add_container(value, label, depth)
             self._add_object(value, label, depth)
 
@@ -120,7 +158,7 @@ class State:
         counted = holder.counted and id(holder.owner) not in self._incomplete
         self.holders.append(holder._replace(entries=entries, counted=counted))
         for key, value in entries.items():
-            if type(value) not in PLAIN:
+            if type(value) not in PLAIN and holder.kind != "array":
                 self.add_value(value, holder.name(key), depth - 1)
 
     def _add_module(self, module: nn.Module, label: str) -> None:
@@ -147,19 +185,53 @@ class State:
         for base in bases:
             self.add_value(base, base.__qualname__)
 
+    def _add_python_module(self, module: ModuleType, label: str, depth: int) -> None:
+        """Adds the variables of a module of the user's, but no code without ``names``."""
+        name = module.__name__.partition(".")[0]
+        if not is_library(name) and name not in sys.stdlib_module_names:
+            depth = depth if self._names is not None else min(depth, OUTSIDE_DEPTH)
+            every = ((k, v) for k, v in vars(module).items() if self._counts(k))
+            entries = {k: v for k, v in every if self._names is not None or not is_code(v)}
+            self.add(Holder(vars(module), label, entries, counted=False), depth)
+            for key, value in vars(module).items() if self._names is None else ():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    self.add_value(value, f"{label}.{key}", depth)
+
+    def _add_function(self, value: Any, label: str, depth: int) -> None:
+        """Adds the attributes and defaults of a function, and what a method and a partial are bound to. Without
+        ``names`` also its free variables: a watcher knows those that count."""
+        if isinstance(value, partial):
+            for part in (value.func, value.args, value.keywords):
+                self.add_value(part, label, depth)
+        elif not isinstance(value, FunctionType):
+            self.add_value(getattr(value, "__func__", None), label, depth)
+            self.add_value(value.__self__, label, depth - 1)
+        else:
+            own = {k: v for k, v in value.__dict__.items() if self._counts(k)}
+            defaults = {k: v for k in ("__defaults__", "__kwdefaults__") if (v := getattr(value, k))}
+            for owner, entries in ((value.__dict__, own), (value, defaults)):
+                if entries:
+                    self.add(Holder(owner, label, entries, counted=False), depth)
+            variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for name, cell in variables if self._names is None else ():
+                label = f"variable {name} of {value.__qualname__}"
+                self.add(Holder(cell, label, cell_contents(cell), "cell", counted=False), depth - 1)
+
     def _add_container(self, value: Any, label: str, depth: int) -> None:
-        if isinstance(value, (dict, list, tuple, set, deque)):
-            small = len(value) <= LARGEST
-            self.add(Holder(value, label, dict(entries_of(value)) if small else {}, "item"), depth)
+        base = next((b for b in CONTAINERS if isinstance(value, b)), None)
+        if base is not None:  # a subclass may refuse len()
+            entries = dict(entries_of(value)) if base.__len__(value) <= LARGEST else {}
+            counted = base is not tuple and type(value).__len__ is base.__len__
+            self.add(Holder(value, label, entries, "item", counted), depth)
 
     def _add_object(self, value: Any, label: str, depth: int) -> None:
-        if not is_user_class(type(value)) or (isinstance(value, ModuleType) and is_library(value.__name__)):
+        if not is_user_class(type(value)):
             return
         everything = dataclasses.is_dataclass(value) or isinstance(value, (SimpleNamespace, UserDict, UserList))
         own = getattr(value, "__dict__", None)
         if type(own) is dict:
             entries = {k: v for k, v in own.items() if everything or self._counts(k)}
-            self.add(Holder(own, label, entries, counted=not isinstance(value, ModuleType)), depth)
+            self.add(Holder(own, label, entries), depth)
         names = [name for name in slot_names(value) if self._counts(name)]
         if names:
             present = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -172,9 +244,22 @@ class State:
 
 def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """The entries of a container by key. The members of a set are their own keys."""
-    if isinstance(container, dict):
+    base: Any = next(b for b in CONTAINERS if isinstance(container, b))
+    if base is dict:
         return iter(dict.items(container))
-    return zip(container, container) if isinstance(container, set) else enumerate(container)  # noqa: B905
+    members = base.__iter__(container)  # that of a subclass may be another
+    return ((m, m) for m in members) if base is set else enumerate(members)
+
+
+def cell_contents(cell: CellType) -> dict[str, Any]:
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # empty
+        return {}
+
+
+def is_code(value: object) -> bool:
+    return isinstance(value, (FunctionType, type, ModuleType))
 
 
 def _is_class_state(value: object) -> bool:

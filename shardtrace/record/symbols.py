@@ -76,7 +76,7 @@ QUERIES = frozenset(
     __len__ __hash__ __repr__ __format__ __bool__ __dir__ __contains__ __dlpack_device__ __array__ __int__ __float__
     __index__ __complex__
     _set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled autocast_increment_nesting
-    autocast_decrement_nesting clear_autocast_cache""".split()  # noqa: SIM905
+    autocast_decrement_nesting clear_autocast_cache _assert""".split()  # noqa: SIM905
 )
 
 
@@ -203,6 +203,7 @@ def _is_special_loss(input: Any, target: Any, *args: Any, label_smoothing: float
 
 # conditions under which a function is not trusted, of its arguments
 UNLESS: dict[str, Callable[..., bool]] = {
+    "dropout": lambda input, p=0.5, training=True, inplace=False: p == 1,  # zeros that no gradient reaches
     "__getitem__": _indexed_by_tensors,
     "__pow__": _is_no_plain_number,
     "cross_entropy": _is_special_loss,

@@ -6,7 +6,7 @@ import dis
 import gc
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -42,11 +42,17 @@ class CodeWatcher:
     _seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
     _closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     _previous: Any = None
+    _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
     _collects: bool = False
 
     def __enter__(self) -> CodeWatcher:
         self._previous, self._active, self._collects = sys.getprofile(), True, gc.isenabled()
+        if not (self._previous is None or callable(self._previous) or hasattr(self._previous, "enable")):
+            self._install, self._previous = (
+                sys.settrace,
+                sys.gettrace(),
+            )  # torch's profiler with_stack cannot be put back
         gc.disable()
         self.resume()
         return self
@@ -56,18 +62,18 @@ class CodeWatcher:
             gc.enable()
         previous, self._previous, self._active = self._previous, None, False
         if previous is None or callable(previous):
-            sys.setprofile(previous)
+            self._install(previous)
         else:  # cProfile before Python 3.12
             sys.setprofile(None)
             previous.enable()
 
     def pause(self) -> None:
         if self._active:
-            sys.setprofile(None)
+            self._install(None)
 
     def resume(self) -> None:
         if self._active:
-            sys.setprofile(self._called)
+            self._install(self._called)
 
     def _called(self, frame: FrameType, event: str, arg: object) -> None:
         if event != "call":

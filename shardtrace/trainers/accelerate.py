@@ -10,6 +10,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from shardtrace.checkpoint.weights import load_safetensors
 from shardtrace.model.state import state_of
+from shardtrace.trainers.files import after_first, check_files
 from shardtrace.trainers.huggingface import join_trainer
 from shardtrace.trainers.optimizers import loaded_whole, saved_whole
 from shardtrace.training.full import full_state_dict, load_full_state_dict
@@ -22,6 +23,8 @@ def join_trainers() -> None:
     """Lets the Accelerator and the Trainer of Hugging Face, if they are imported, take sharded models."""
     if (accelerate := sys.modules.get("accelerate.accelerator")) is not None:
         _join_accelerator(accelerate.Accelerator)
+    if (local := sys.modules.get("accelerate.local_sgd")) is not None:
+        _refuse_local_sgd(local.LocalSGD)
     join_trainer()
 
 
@@ -29,6 +32,7 @@ def join_trainers() -> None:
 def _join_accelerator(cls: Any) -> None:
     """Replaces methods of the Accelerator, which has no hook for a model that reduces its own gradients."""
     prepare, get, save, load = cls.prepare_model, cls.get_state_dict, cls.save_state, cls.load_state
+    join = cls.join_uneven_inputs
 
     @functools.wraps(prepare)
     def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
@@ -46,7 +50,9 @@ def _join_accelerator(cls: Any) -> None:
     @functools.wraps(save)
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         with saved_whole(self._optimizers):
-            return save(self, *args, **kwargs)
+            folder = save(self, *args, **kwargs)
+        after_first(nn.ModuleList(self._models))
+        return folder
 
     @functools.wraps(load)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +66,34 @@ def _join_accelerator(cls: Any) -> None:
         finally:
             hook.remove()
 
+    @functools.wraps(join)
+    def join_uneven_inputs(self: Any, joinables: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.num_processes > 1 and any(map(_is_sharded, joinables)):
+            raise RuntimeError(
+                "accelerator.join_uneven_inputs cannot join sharded models, whose steps need all ranks: iterate over "
+                "shardtrace.join(model, batches), which repeats the last batch with weight 0, or leave even_batches on"
+            )
+        return join(self, joinables, *args, **kwargs)
+
     cls.prepare_model, cls.get_state_dict = prepare_model, get_state_dict
+    cls.join_uneven_inputs = join_uneven_inputs
     cls.save_state, cls.load_state = save_state, load_state
+
+
+@functools.cache
+def _refuse_local_sgd(cls: Any) -> None:
+    enter = cls.__enter__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        if self.enabled and _is_sharded(self.model):
+            raise RuntimeError(
+                "LocalSGD averages the models of ranks, and each rank of a sharded one has other rows: leave it out, "
+                "and add up gradients by accelerator.accumulate(model)"
+            )
+        return enter(self)
+
+    cls.__enter__ = __enter__
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:
@@ -71,6 +103,7 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
             "accelerate loads sharded models and others together: load the state of the sharded ones with "
             "shardtrace.load_checkpoint, and prepare only the others"
         )
+    check_files(nn.ModuleList(models), folder, "the state that accelerate loads")
     for number, model in enumerate(models):
         ending = f"_{number}" if number else ""
         if (file := Path(folder, f"model{ending}.safetensors")).is_file():

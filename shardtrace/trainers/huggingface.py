@@ -9,6 +9,7 @@ from typing import Any
 
 from shardtrace.checkpoint.full_optimizer import load_full_optimizer_state_dict
 from shardtrace.model.state import state_of
+from shardtrace.trainers.files import after_first, check_files
 from shardtrace.trainers.optimizers import model_of, saved_whole
 from shardtrace.training.full import full_state_dict
 
@@ -18,12 +19,13 @@ import torch
 def join_trainer() -> None:
     """Lets the Trainer, if it is imported, save and resume with sharded models."""
     if (transformers := sys.modules.get("transformers.trainer")) is not None:
-        _join(transformers.Trainer)
+        _join(transformers.Trainer, transformers.get_last_checkpoint)
 
 
 @functools.cache  # once for each class
-def _join(cls: Any) -> None:
+def _join(cls: Any, get_last_checkpoint: Any) -> None:
     """Replaces methods of the Trainer which all ranks call, and in which only the first one saves."""
+    _agree_on_checkpoints(cls, get_last_checkpoint)
     save, save_optimizer = cls.save_model, cls._save_optimizer_and_scheduler
     load_optimizer = cls._load_optimizer_and_scheduler
 
@@ -37,6 +39,7 @@ def _join(cls: Any) -> None:
             save(self, *args, **kwargs)
         finally:
             del self._save
+        after_first(self.model)
 
     @functools.wraps(save_optimizer)
     def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
@@ -57,3 +60,28 @@ def _join(cls: Any) -> None:
     cls.save_model = save_model
     cls._save_optimizer_and_scheduler = save_optimizer_and_scheduler
     cls._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+
+
+def _agree_on_checkpoints(cls: Any, get_last_checkpoint: Any) -> None:
+    """Replaces methods in which each rank looks for checkpoints by itself."""
+    train_, save_all, load_best = cls.train, cls._save_checkpoint, cls._load_best_model
+
+    @functools.wraps(train_)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir).is_dir() else None
+        check_files(self.model, path or None, "the checkpoint to resume from")
+        return train_(self, resume_from_checkpoint, *args, **kwargs)
+
+    @functools.wraps(save_all)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        save_all(self, *args, **kwargs)
+        self.state.best_model_checkpoint = after_first(self.model, self.state.best_model_checkpoint)
+
+    @functools.wraps(load_best)
+    def load_best_model(self: Any) -> None:
+        check_files(self.model, self.state.best_model_checkpoint, "the best checkpoint to load")
+        load_best(self)
+
+    cls.train, cls._save_checkpoint, cls._load_best_model = train, save_checkpoint, load_best_model

@@ -15,10 +15,10 @@ from torch import nn
 
 @contextmanager
 def no_sync(model: nn.Module, *, reduce_each: bool | Literal["shard"] = False) -> Iterator[None]:
-    """Add up gradients on each rank without reducing them. The first step outside the context reduces the sums.
+    """Add up gradients on each rank without reducing them. The first backward outside the context reduces the sums.
 
-    Run forward inside, too: it decides whether gradients are reduced, as with PyTorch's DDP. All forwards may come
-    before the first backward; the backward of the step outside comes last. ``model.no_sync()`` is the same. ::
+    A backward inside keeps its gradients, wherever its forward ran, as with FSDP2. All forwards may come before the
+    first backward. ``model.no_sync()`` is the same. ::
 
         for i, (x, y) in enumerate(batches):
             with shardtrace.no_sync(model) if (i + 1) % 4 else nullcontext():
@@ -27,10 +27,12 @@ def no_sync(model: nn.Module, *, reduce_each: bool | Literal["shard"] = False) -
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Thunder compiles one step for inside and one for the step that reduces. Every rank keeps the unsharded sums of all
-    parameters from the first step inside until they are reduced: 4 bytes per element (fp32, even if gradients have a
-    lower precision, unless ``CommPolicy.accumulation_dtype`` is None). No gradients are sent inside. ``zero_grad``
-    leaves the sums alone; an exception that leaves the context drops them.
+    Thunder compiles one step for inside and one for the step that reduces. A backward on the other side than its
+    forward is compiled by itself. Every rank keeps the unsharded sums of all parameters from the first step inside
+    until they are reduced: 4 bytes per element (fp32, even if gradients have a lower precision, unless
+    ``CommPolicy.accumulation_dtype`` is None). No gradients are sent inside. ``zero_grad`` of an optimizer or a module
+    drops the sums of its parameters, and so does an exception that leaves the context. Setting ``.grad`` to None by
+    hand does not. ``optimizer.step()`` raises if its parameters have sums that are not reduced.
 
     Args:
         model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``; or a
@@ -42,8 +44,7 @@ def no_sync(model: nn.Module, *, reduce_each: bool | Literal["shard"] = False) -
 
     Raises:
         ValueError: if the model is not sharded.
-        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside; in a
-            backward of a step inside that comes after the one that reduces.
+        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside.
     """
     if reduce_each is True:
         yield
@@ -80,7 +81,7 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
 
 
 def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:
-    """Until it is called again, steps of a sharded model reduce gradients, or are as inside :func:`no_sync`."""
+    """Until it is called again, backwards of a sharded model reduce gradients, or are as inside :func:`no_sync`."""
     own_state(module).runtime.keep = None if sync else Keep(level)
 
 

@@ -105,7 +105,7 @@ def reshard(self: nn.Module) -> None:
 
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
     def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool) -> None:
-        """FSDP2's switch. False: steps are as in ``shardtrace.no_sync`` until it is set to True again."""
+        """FSDP2's switch. False: backwards are as in ``shardtrace.no_sync`` until it is set to True again."""
         set_sync(self, requires_gradient_sync)
 
     return set_requires_gradient_sync
@@ -113,7 +113,7 @@ def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
 
 def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
     def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool) -> None:
-        """FSDP2's switch. False: steps are as in ``no_sync(model, reduce_each="shard")`` until it is set to True."""
+        """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is True."""
         set_sync(self, requires_all_reduce, Level.REPLICAS)
 
     return set_requires_all_reduce

@@ -22,6 +22,10 @@ ONCE = (
     "is sharded, and its gradients are reduced already: call the model itself, without a wrapper, or leave out "
     "shardtrace.fsdp. (accelerate and its Trainer take it as it is if accelerate is imported before fsdp is called.)"
 )
+AROUND = (
+    "is sharded, and the {} around it has parameters that are not, such as adapters: call shardtrace.fsdp on the "
+    "whole, after get_peft_model, or on trainer.model once SFTTrainer(peft_config=...) has made it"
+)
 STATE = (
     "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "
     "shardtrace.full_state_dict and full_optimizer_state_dict, their load_ relatives, or save_checkpoint"
@@ -58,7 +62,10 @@ def _refusing(function: Callable[..., Any], name: str, why: str) -> Callable[...
     def refuse(*args: Any, **kwargs: Any) -> Any:
         for value in (*args[:2], *kwargs.values()):  # the first argument of a method is the object itself
             if (state := _sharded(value)) is not None:
-                raise RuntimeError(f"{name}: {state.model_name} {why}")
+                module = unjitted(value) if isinstance(value, nn.Module) else state.model
+                others = module is not state.model and any(link_of(p) is None for p in module.parameters())
+                around = AROUND.format(type(module).__name__) if others and why is ONCE else why
+                raise RuntimeError(f"{name}: {state.model_name} {around}")
         return function(*args, **kwargs)
 
     return refuse

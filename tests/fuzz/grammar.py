@@ -294,7 +294,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model, self.sharded = Model(lines), sharded
         self.call: Any = thunder.jit(shardtrace.fsdp(self.model, **grouped(options))) if sharded else self.model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.002, momentum=0.9)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.002, weight_decay=0.1, eps=0.01)
         self.batch, self.seen, self.as_object = ROWS, [], False
 
     def act(self, name: str, seed: int) -> None:
@@ -318,7 +318,7 @@ class Trainer:
 
     def look(self) -> None:
         model = self.model
-        self.seen += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        self.seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         self.seen += [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
         self.seen += [torch.tensor(model.n), torch.as_tensor(getattr(model, "last", 0.0)).detach().clone()]
 

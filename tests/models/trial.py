@@ -6,7 +6,8 @@ can reproduce it. Then the mean of the shares is the reference, each computed by
 
 Note [What is equal]: the loss and every parameter after a step of SGD, within ``TOLERANCE`` of the largest value of the
 tensor, or of 1. Small gradients hide in that. Therefore gradients are compared as well, within ``GRADIENT_TOLERANCE``
-of the largest value of the tensor, plus ``NEGLIGIBLE`` of the largest gradient of the model.
+of the largest value of the tensor, plus ``NEGLIGIBLE`` of the largest gradient of the model. The same parameters have
+none, those that no rank's share uses: the step has weight decay, which moves a parameter whose gradient is zeros.
 
 Note [Rounding]: some networks with BatchNorm and random weights amplify rounding so much that float32 decides nothing:
 in eager PyTorch a relative change of ``ROUNDING`` of the parameters changes a gradient by a tenth. If it changes more
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from case import Case, in_float64, prepared, seed
 from torch import nn
 
-LEARNING_RATE = 0.1
+LEARNING_RATE, DECAY = 0.1, 0.1
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-3
 NEGLIGIBLE = 1e-5
@@ -191,7 +192,7 @@ class Eager:
     def step(
         self, rank: int = 0, world_size: int = 1, *, step_seed: int = STEP_SEED, nudge: float = 0.0
     ) -> tuple[float, Tensors, nn.Module]:
-        """The loss and the gradients of one share of the batch, and the model afterwards.
+        """The loss and the gradients of one share of the batch (zeros for None), and the model afterwards.
 
         ``nudge`` is a relative change of the parameters.
         """
@@ -241,13 +242,19 @@ def make_reference(family: str, name: str, world_size: int, file: Path, dtype: s
         loss, grads = mean_loss, mean
     buffers = [_buffers(share[2]) for share in shares]
     initial = {key: value.detach() for key, value in build(family, name, dtype).model.named_parameters()}
+    unused = [set(_without_gradient(share[2])) for share in shares]
     kept = {"loss": loss, "grads": grads, "initial": initial, "start": start, "buffers": buffers, "dtype": dtype}
+    kept["unused"] = sorted(set.intersection(*unused))
     torch.save(kept, file)
     return facts
 
 
 def _is_exact(rounding: Mapping[str, Any]) -> bool:
     return rounding["difference"] <= TOLERANCE / 10 and rounding["gradient_difference"] <= GRADIENT_TOLERANCE / 10
+
+
+def _without_gradient(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.grad is None and p.numel()]
 
 
 def _buffers(model: nn.Module) -> Tensors:
@@ -259,7 +266,7 @@ def compare(
 ) -> dict[str, Any]:
     """How far our loss, parameters after a step and gradients are from the expected ones: Note [What is equal]."""
     with torch.no_grad():
-        expected = {name: value - LEARNING_RATE * grads[name] for name, value in start.items()}
+        expected = {name: value - LEARNING_RATE * grads[name] for name, value in start.items()}  # decay cancels
         ours = {name: value - LEARNING_RATE * our_grads[name] for name, value in start.items()}
     return judge(loss, expected, grads, our_loss, ours, our_grads)
 
@@ -328,7 +335,7 @@ def shard_and_compare(
 def _sharded_step(case: Case, rank: int, settings: Settings, reference: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     cmodel = thunder.jit(shardtrace.fsdp(case.model, sharding_strategy=settings.strategy))
-    optimizer = torch.optim.SGD(cmodel.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(cmodel.parameters(), lr=LEARNING_RATE, weight_decay=DECAY)
     seed(STEP_SEED)
     loss = case.call(cmodel, rank, settings.ranks)
     loss.backward()
@@ -337,18 +344,24 @@ def _sharded_step(case: Case, rank: int, settings: Settings, reference: dict[str
     total = loss.detach().double()
     dist.all_reduce(total)
     names = list(reference["start"])
-    ours = _whole(cmodel, names)
+    ours, unused = _whole(cmodel, names), set(reference["unused"])
+    more = [name for name in _without_gradient(cmodel) if name in reference["start"] and name not in unused]
     with torch.no_grad():
         for parameter in cmodel.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     our_grads = _whole(cmodel, names)
-    expected = {key: value - LEARNING_RATE * reference["grads"][key] for key, value in reference["start"].items()}
+    expected = {
+        key: value if key in unused else value - LEARNING_RATE * (reference["grads"][key] + DECAY * value)
+        for key, value in reference["start"].items()
+    }
     mean = total.item() / settings.ranks
     row = judge(reference["loss"], expected, reference["grads"], mean, ours, our_grads)
     buffers, found = reference["buffers"][rank], _buffers(case.model)
     wrong = [key for key, value in buffers.items() if _differs(found.get(key), value)]
     if wrong and row["outcome"] == "equal":
         row |= {"outcome": "wrong", "where": f"buffer {wrong[0]}"}
+    if more and row["outcome"] == "equal":
+        row |= {"outcome": "wrong", "where": f"no gradient of {more[0]}"}
     return {**row, "step": round(seconds, 2)}
 
 

@@ -23,7 +23,7 @@ from passes.analysis.recognise import is_random, is_return, is_unpack, issues_fu
 from passes.comm.kept_gradients import KeptGradients, accumulate, accumulated
 from passes.comm.symbols import GATHERS, OFFLOADS, all_reduce, keep_shards, replicated, wait_copies
 from passes.comm.symbols import note as note_step
-from passes.drop_unused import unless_unused
+from passes.drop_unused import mark_unused, unless_unused
 from passes.outline import release
 from passes.plan import Axis, Bucket, Member, Placement
 
@@ -216,7 +216,7 @@ LOCAL: dict[Any, Callable[[Any, Any, Rank, World], Any]] = {
     accumulate.id: _add,
     accumulated.id: _take,
     replicated.id: lambda params, bucket, rank, world: tuple(p.to(bucket.layout.dtype) for p in params),
-    unless_unused.id: lambda gradient, uses, rank, world: gradient,
+    **dict.fromkeys((mark_unused.id, unless_unused.id), lambda gradient, uses, rank, world: gradient),
 }
 
 

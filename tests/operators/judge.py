@@ -138,10 +138,9 @@ def _loss(t: torch.Tensor, number: int) -> torch.Tensor:
     return (wide * torch.linspace(0.5, 1.5 + number, wide.numel(), dtype=wide.dtype).view(wide.shape)).sum()
 
 
-def _gradient(t: torch.Tensor) -> torch.Tensor:
-    """The gradient; zeros if there is none: a compiled step always has one."""
-    found = torch.zeros_like(t) if t.grad is None else t.grad
-    return found.detach().to_dense() if found.layout != torch.strided else found.detach()
+def _gradient(t: torch.Tensor) -> torch.Tensor | None:
+    found = t.grad
+    return found.detach().to_dense() if found is not None and found.layout != torch.strided else found
 
 
 # ---- what differs ----
@@ -170,7 +169,11 @@ def _pairs(a: Any, b: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
     return [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
 
 
-def _tensors_differ(a: torch.Tensor, b: torch.Tensor) -> str:
+def _tensors_differ(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    if a is None or b is None:  # which is not zero
+        return (
+            "" if a is b else f"{'None' if a is None else 'a tensor'} in the place of {'None' if b is None else 'one'}"
+        )
     if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
         return f"{a.dtype} {list(a.shape)} in the place of {b.dtype} {list(b.shape)}"
     if not b.numel():
@@ -197,6 +200,8 @@ def _is_rounding(case: Case, number: int, mine: Seen, torchs: Seen) -> bool:
         ):
             if not _tensors_differ(x, y):
                 continue
+            if x is None or y is None or z is None:
+                return False
             inexact = x.is_floating_point() or x.is_complex()
             if not inexact or (x.dtype, x.shape) != (y.dtype, y.shape) or z.shape != y.shape:
                 return False

@@ -126,3 +126,45 @@ def test_tags(fake_ranks):
     trace = stage(compile_fake(lambda: Uses(USES["cast"]), torch.randn(4, 4, requires_grad=True)), "regather")
     tagged = [b.sym.name for b in trace.bound_symbols if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in b.tags]
     assert tagged == ["synchronize", "to"]
+
+
+class Tower(nn.Module):
+    """A tower over images, or over what takes their place on a rank that has none."""
+
+    def __init__(self, first, dummy=None):
+        super().__init__()
+        self.first, self.dummy = first, dummy
+        self.tower = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 6))
+        self.out = nn.Linear(6, 3)
+        self.register_buffer("constant", torch.zeros(3, 5, 4))
+
+    def forward(self, x, image=None):
+        image = image if image is not None else self.dummy(self, x)
+        return self.out(x + 0 * self.tower(self.first(image)).mean(1))
+
+
+FIRST = {  # by what it takes: rows of 4, channels, or ids
+    "linear": lambda: nn.Linear(4, 8),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)),
+    "conv": lambda: nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.Linear(4, 8)),
+    "ids": lambda: nn.Embedding(7, 8),
+}
+DUMMIES = {
+    "zeros": ("linear", lambda m, x: torch.zeros(len(x), 5, 4)),
+    "ones": ("norm", lambda m, x: torch.ones(3, 5, 4)),
+    "new_zeros": ("conv", lambda m, x: x.new_zeros(3, 5, 4)),
+    "buffer": ("norm", lambda m, x: m.constant),
+    "ids": ("ids", lambda m, x: torch.zeros(3, 5, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("how", DUMMIES)
+def test_a_rank_without_an_image_gathers_what_others_gather(fake_ranks, how):
+    fake_ranks(2)
+    first, dummy = DUMMIES[how]
+    sent = []
+    for image in (None, torch.zeros(3, 5, dtype=torch.long) if first == "ids" else torch.randn(3, 5, 4)):
+        model = shardtrace.fsdp(Tower(FIRST[first](), dummy), bucketing_strategy="layer")
+        model(torch.randn(3, 6), image).sum().backward()
+        sent.append([(c.kind, c.phase, c.bucket) for c in shardtrace.collectives(model)])
+    assert sent[0] == sent[1]

@@ -32,7 +32,7 @@ def test_golden(fake_ranks):
         text(thunder.compile_stats(cmodel).last_epilogue_traces[-1]),
         """\
 set_state(shardtrace_state_0, (t0, t1))
-watch_backward((t2,), backward)
+watch_backward((t0, t1, t2), backward)
 return t2""",
     )
 

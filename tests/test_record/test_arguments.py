@@ -3,9 +3,12 @@
 import collections
 import copy
 import dataclasses
+import functools
+import gc
 
 import shardtrace
 
+import numpy
 import pytest
 import thunder
 import torch
@@ -154,3 +157,124 @@ def test_a_written_argument_shares_memory_with_no_other(single_rank):
     expected = y + 1
     thunder.jit(shardtrace.fsdp(Counting()))(x, y, write=True)
     assert torch.equal(y, expected)
+
+
+class Scaled:
+    factor = 1.0
+
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, y):
+        return y * self.k
+
+    def scale(self, y):
+        return y * self.k
+
+
+def with_default(k):
+    return lambda y, k=k: y * k
+
+
+def with_attribute(k):
+    def scale(y):
+        return y * scale.k
+
+    scale.k = k
+    return scale
+
+
+def nested(k):
+    inner = Scaled(k).scale
+    return {"apply": lambda y: inner(y)}
+
+
+CALLED = {
+    "lambda": lambda k: lambda y: y * k,
+    "default": with_default,
+    "attribute": with_attribute,
+    "partial": lambda k: functools.partial(torch.mul, other=k),
+    "method": lambda k: Scaled(k).scale,
+    "object": Scaled,
+    "builtin": lambda k: (torch.sin, torch.cos)[int(k) - 1],
+    "module": lambda k: (nn.ReLU, nn.Sigmoid)[int(k) - 1](),
+    "in a dict": nested,
+    "set": lambda k: {"k", k},
+    "deque": lambda k: collections.deque([k]),
+    "array": lambda k: numpy.array([k]),
+    "bytes": lambda k: bytearray([int(k)]),
+}
+
+
+class Calls(Net):
+    def forward(self, x, what):
+        y = self.linear(x)
+        what = what["apply"] if isinstance(what, dict) else what
+        if callable(what):
+            return what(y)
+        return y * float(sum(v for v in what if v != "k"))
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_functions_and_collections_count_by_what_they_hold(single_rank, kind):
+    model = Calls()
+    eager, ours = copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
+    for k in (1.0, 2.0, 2.0, 1.0):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(ours(x, CALLED[kind](k)), eager(x, CALLED[kind](k)))
+        gc.collect()  # another object may get the id
+    assert thunder.cache_misses(ours) == (4 if kind == "module" else 2)
+
+
+class Multiply(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k, self.t = 1.0, torch.ones(4)
+
+    def forward(self, y):
+        return y * self.k * self.t
+
+
+def test_what_a_script_changes_in_place(single_rank):
+    model = Calls()
+    eager, ours = copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
+    array, module, scaled = numpy.ones(2), Multiply(), Scaled(1.0)
+    tensors = [torch.full((4,), 2.0), torch.full((4,), 3.0)]
+    for step in range(4):
+        array[1], module.k, scaled.k, Scaled.factor = step, step, step, step
+        over_tensor, over_class = (lambda y, t=tensors[step % 2]: y * t), lambda y: y * Scaled.factor
+        for what in (array, module, scaled, scaled.scale, over_tensor, over_class):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(ours(x, what), eager(x, what))
+
+
+def test_an_iterator_is_refused(single_rank):
+    with pytest.raises(RuntimeError, match="an argument is an iterator, a generator: pass a list or a tuple"):
+        thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
+
+
+class Strides(Net):
+    def forward(self, batch):
+        x = batch if isinstance(batch, torch.Tensor) else batch.x
+        y = x * float(x.stride(0)) if x.is_contiguous() else torch.as_strided(x, (4, 4), x.stride()) * 3
+        return self.linear(y)
+
+
+def test_strides_of_arguments_are_eagers(single_rank):
+    model = Strides()
+    eager, ours = copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
+    columns = torch.randn(4, 8)[:, ::2]
+    given = [
+        torch.randn(4, 4),
+        columns,
+        torch.randn(4, 4).t(),
+        torch.randn(1, 4).expand(4, 4),
+        columns + 1,
+        columns.clone(),
+    ]
+    for x in given:
+        torch.testing.assert_close(ours(x), eager(x))
+    assert thunder.cache_misses(ours) == 4
+    for x in given:
+        torch.testing.assert_close(ours(Batch(x, 1.0)), eager(Batch(x, 1.0)))
+    assert thunder.cache_misses(ours) == 8

@@ -121,6 +121,20 @@ def appends_while_short(part, y):
         part.seen.append(y.detach())
 
 
+def accumulates(part, y):
+    part.last = loss(part, y) if part.last is None else part.last + loss(part, y)
+
+
+def resets(net, y):
+    net.part.seen = []
+    return net.part(y)
+
+
+def resets_last(net, y):
+    net.part.last = None
+    return net.part(net.part(y))
+
+
 def nothing(part, x, y):
     part.n += 1
     part.last = y.detach().mean()
@@ -148,6 +162,8 @@ CASES = {
         lambda net, y: net.part(y) * net.part.last,
     ),
     "a count that is read": (does(counts), lambda net, y: y * net.part.config.n),
+    "a list from around": (does(lambda part, y: part.seen.append(1)), resets),
+    "a gradient across calls": (does(accumulates), resets_last),
 }
 
 
@@ -199,30 +215,11 @@ def switches(part, x, y):
     return y
 
 
-def accumulates(part, y):
-    part.last = loss(part, y) if part.last is None else part.last + loss(part, y)
-
-
-def resets(net, y):
-    net.part.seen = []
-    return net.part(y)
-
-
 REFUSED = {
     "a number of tensors": (
         sets(maximum=lambda p, y: y.max().item()),
         lambda net, y: y * net.part.maximum,
         r"may read Net\.part\.maximum, which a module that PyTorch runs sets by the values",
-    ),
-    "a gradient across calls": (
-        does(accumulates),
-        lambda net, y: net.part(y),
-        "PyTorch cannot run part by itself: its gradient flows into what is neither its parameter nor its argument",
-    ),
-    "a list from around": (
-        does(lambda part, y: part.seen.append(1)),
-        resets,
-        r"PyTorch cannot run part by itself: the forward around it sets Net\.part\.seen",
     ),
     "the mode of gradients": (switches, None, "it switches gradients on or off for what follows"),
     "a parameter": (

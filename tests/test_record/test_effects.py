@@ -8,9 +8,14 @@ from types import SimpleNamespace
 import shardtrace
 from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
-from shardtrace.record.settled import check_recurrent, counted, only_written
+from shardtrace.record.memory import Memory
+from shardtrace.record.numbers import check_recurrent, only_written, record_numbers
+from shardtrace.record.recorder import FakeMode
+from shardtrace.record.recording import Recording
 from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.watcher import CodeWatcher
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -45,6 +50,7 @@ class Net(Base):
         self.n, self.last, self.seen = 0, None, None
         self.kept, self.table, self.names, self.window = [], {}, {"a"}, deque([1, 2], maxlen=2)
         self.config, self.slots = SimpleNamespace(last=None), Slots()
+        self.array, self.number = numpy.ones(1), numpy.ones(())
 
     def forward(self, x):
         return self._forward(self, x)
@@ -58,7 +64,8 @@ def recorded(net, x=None):
 
 def state_of(net):
     """All that the tests' forwards change, to compare before with after."""
-    own = {k: v for k, v in net.__dict__.items() if k not in ("kept", "table", "names", "window", "config", "slots")}
+    held = ("kept", "table", "names", "window", "config", "slots", "array", "number")
+    own = {k: v for k, v in net.__dict__.items() if k not in held} | {"n": (net.array.tolist(), net.number.item())}
     inside = list(net.kept), dict(net.table), set(net.names), list(net.window), dict(vars(net.config))
     return own, inside, dict(net._buffers), hasattr(net.slots, "kept"), Base.calls, STEPS, list(SEEN)
 
@@ -76,7 +83,30 @@ def count_class(net, x):
     Base.calls += 1
 
 
+def remember(x, seen=[]):  # noqa: B006
+    remember.calls += 1
+    return seen
+
+
+remember.calls = 0
+
+
+def closure():
+    calls = 0
+
+    def forward(net, x):
+        nonlocal calls
+        calls += 1
+
+    return forward
+
+
 CASES = {
+    "array": (lambda net, x: net.array.__setitem__(0, 2.0), "contents", "model.array"),
+    "scalar array": (lambda net, x: net.number.__iadd__(1), "contents", "model.number"),
+    "function": (lambda net, x: remember(x), "attribute", f"global {__name__}.remember.calls"),
+    "default": (lambda net, x, seen=[]: seen.append(1), "append", "model._forward.__defaults__[0]"),
+    "closure": (closure(), "cell", "variable calls of closure.<locals>.forward"),
     "attribute": (sets("last", lambda x: x * 2), "attribute", "model.last"),
     "new attribute": (sets("extra", lambda x: x * 2), "attribute", "model.extra"),
     "plain": (sets("seen", lambda x: len(x)), "attribute", "model.seen"),
@@ -170,7 +200,6 @@ def test_a_buffer_of_another_shape_is_replaced():
         (lambda net, x: setattr(net, "last", {x * 2}), r"forward sets model\.last to a set that holds tensors"),
         (lambda net, x: setattr(net, "more", nn.Linear(1, 1)), r"sets the submodule model\.more: make it in __init__"),
         (lambda net, x: setattr(net, "w", nn.Parameter(x * 1)), r"sets the parameter model\.w"),
-        (lambda net, x: net.register_forward_hook(print), r"sets the hook model\._forward_hooks"),
     ],
 )
 def test_what_no_step_can_do_is_an_error(forward, message):
@@ -186,9 +215,13 @@ def test_objects_without_tensors_are_set_as_they_are():
     assert net.last is result
 
 
-def counts(forward):
-    net = Net(forward)
-    changes = counted(recorded(net), lambda: recorded(net))
+def counts(forward, **how):
+    net, fakes, watcher = Net(forward), FakeMode(), CodeWatcher()
+    with fakes:
+        x = torch.ones(2)
+    memory, names = Memory(fakes, lambda t: None), {id(net): ""}
+    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, memory, names, [], frozenset(), compiling=True)
+    *_, changes = record_numbers(recording, *recording(watcher), watcher, [], **how)
     assert net.n == 0
     return net, changes
 
@@ -228,8 +261,7 @@ def test_floats_are_added_in_the_order_of_forward():
 
 
 def test_a_counter_of_a_base_class_is_left_out_of_the_snapshot():
-    net = Net(count_class)
-    changes = counted(recorded(net), lambda: recorded(net))
+    net, changes = counts(count_class)
     snapshot = Snapshot(net, None, excluded=[change.entry for change in only_written(changes, ())])
     apply(changes, [])
     try:
@@ -262,7 +294,7 @@ def test_a_counter_that_is_read_is_not_counted(read, first):
         read(net, x)
         net.n += 1
 
-    _, (change,) = counts(forward)
+    _, (change,) = counts(forward, computing=False)
     assert change.kind == "attribute"
     assert only_written([change], ()) == []
 

@@ -3,11 +3,11 @@
 import contextvars
 import functools
 import gc
-import random
 import types
 
 import shardtrace
 
+import numpy
 import pytest
 import thunder
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 D = 4
 FACTOR = 1.0
 COUNT = 0
+SETTINGS = types.ModuleType("settings")
 VARIABLE = contextvars.ContextVar("variable", default=1.0)
 ELSEWHERE = types.SimpleNamespace(scale=1.0)
 
@@ -120,6 +121,54 @@ class HookAdded(Base):
 
     def change(self, step):
         self.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class HookRegistered(Base):
+    """Once, by forward itself; ``n`` counts calls."""
+
+    after, n = False, 0
+
+    def forward(self, x):
+        self.n += 1
+        y = self.linear(x) if self.after else x
+        if not getattr(self, "hooked", False):
+            self.hooked = True
+            self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        return y if self.after else self.linear(y)
+
+
+class HookRegisteredAfterwards(HookRegistered):
+    after = True
+
+
+class HookRegisteredEachTime(Base):
+    def forward(self, x):
+        self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        return self.linear(x)
+
+
+class PythonModule(Base):
+    def forward(self, x):
+        SETTINGS.calls += 1
+        return self.linear(x) * SETTINGS.scale
+
+    def start(self):
+        SETTINGS.scale, SETTINGS.calls = 1.0, 0
+
+    def change(self, step):
+        SETTINGS.scale, self.n = float(step), SETTINGS.calls
+
+
+class Array(Base):
+    def build(self):
+        self.array = numpy.ones(2)
+
+    def forward(self, x):
+        self.array[0] += 1
+        return self.linear(x) * float(self.array.sum())
+
+    def change(self, step):
+        self.array[1] = step
 
 
 class CounterRead(Base):
@@ -268,7 +317,7 @@ class GrowingCache(Base):
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
     TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
-    RequiresGrad, GrowingCache,
+    RequiresGrad, GrowingCache, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
 ]  # fmt: skip
 
 
@@ -299,24 +348,6 @@ def test_right(single_rank, kind):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-
-
-class PythonsRandom(Base):
-    def forward(self, x):
-        return self.linear(x) * random.random()
-
-
-class NumpysRandom(Base):
-    def forward(self, x):
-        import numpy as np
-
-        return self.linear(x) * float(np.random.rand())
-
-
-@pytest.mark.parametrize("kind", [PythonsRandom, NumpysRandom], ids=lambda kind: kind.__name__)
-def test_random_numbers_of_others_are_an_error(single_rank, kind):
-    with pytest.raises(RuntimeError, match="random"):
-        thunder.jit(shardtrace.fsdp(kind()))(torch.randn(3, D))
 
 
 class Statistics(Base):

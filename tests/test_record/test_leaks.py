@@ -1,12 +1,10 @@
-"""A fake tensor that stays with an object of the user, and random numbers outside of torch, are errors with names."""
+"""A fake tensor that stays with an object of the user is an error with its name."""
 
 import contextvars
-import random
 import weakref
 
-from shardtrace.record.leaks import check_leaks, no_other_random_numbers
+from shardtrace.record.leaks import check_leaks
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -126,30 +124,3 @@ def test_local_variables_and_graphs_are_no_leak():
     del y, local
     check_leaks(made)
     assert z.grad_fn is not None
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (random.random, "random"),
-        (lambda: numpy.random.rand(2), "numpy.random"),
-        (lambda: numpy.random.seed(1), "numpy.random"),
-        (lambda: (random.random(), numpy.random.rand()), "random and numpy.random"),
-    ],
-)
-def test_random_numbers_outside_of_torch_are_an_error(draw, name):
-    before = random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]
-    with pytest.raises(RuntimeError, match=f"draws numbers from {name}, which.*use torch's"), no_other_random_numbers():
-        draw()
-    assert (random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2]) == before
-
-
-def test_random_numbers_of_torch_and_errors_pass():
-    with no_other_random_numbers():
-        torch.rand(2)
-        random.Random(0).random()
-        numpy.random.default_rng(0).random()
-    before = random.getstate()
-    with pytest.raises(ZeroDivisionError), no_other_random_numbers():
-        random.randint(1, 9) / 0
-    assert random.getstate() == before

@@ -2,8 +2,10 @@
 
 import cProfile
 import enum
+import functools
 import math
 import sys
+import types
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from shardtrace.record.snapshot import Snapshot
 from shardtrace.record.watcher import CodeWatcher
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -45,8 +48,14 @@ class Slots:
         self.scale = 1.0
 
 
-def helper(x):
-    return x * FACTOR * TABLE["scale"][0] * OTHER.scale
+def helper(x, more=[1.0], *, table={"k": 1.0}):  # noqa: B006
+    return x * FACTOR * TABLE["scale"][0] * OTHER.scale * helper.k * settings.level * settings.inner.k * more[0]
+
+
+helper.k = 1.0
+settings = types.ModuleType("settings")
+settings.level, settings.unread, settings.inner = 1.0, 1.0, types.ModuleType("settings.inner")
+settings.inner.k = 1.0
 
 
 def scaled_by(factor):
@@ -74,6 +83,8 @@ class Block(nn.Module):
         self.sizes, self.options, self.names, self.steps = [1, 2, (3, [4])], {"a": {"b": 1}}, {"x"}, deque([1, 2])
         self.config, self.plain, self.slots, self.space = Config(), Plain(), Slots(), SimpleNamespace(k=1)
         self.act = torch.tanh
+        self.array, self.large, self.bytes = numpy.ones(1), numpy.ones(20_000), bytearray(1)
+        self.partial = functools.partial(print, [1], k=1.0)
 
     def forward(self, x):
         x = SCALED(helper(self.linear(x))) * self.scale * self.level
@@ -129,6 +140,12 @@ CHANGES = {
     "object": (lambda b: setattr(b.plain, "width", 2), "model.blocks.1.plain.width (4 -> 2)"),
     "object replaced": (attribute("plain", Plain()), "model.blocks.1.plain"),
     "slots": (lambda b: setattr(b.slots, "scale", 2.0), "model.blocks.1.slots.scale (1.0 -> 2.0)"),
+    "array": (lambda b: b.array.__setitem__(0, 2.0), "model.blocks.1.array"),
+    "element of a large array": (lambda b: b.large.__setitem__(slice(None), 2.0), "model.blocks.1.large"),
+    "large array replaced": (lambda b: setattr(b, "large", b.large.copy()), "model.blocks.1.large"),
+    "bytes": (lambda b: b.bytes.append(1), "model.blocks.1.bytes"),
+    "partial": (lambda b: b.partial.keywords.update(k=2.0), "model.blocks.1.partial['k'] (1.0 -> 2.0)"),
+    "list in a partial": (lambda b: b.partial.args[0].append(2), "model.blocks.1.partial[0][1] (missing -> 2)"),
     "buffer removed": (lambda b: delattr(b, "mean"), "number of buffers of model.blocks.1 (1 -> 0)"),
     "bias set": (lambda b: setattr(b.linear, "bias", nn.Parameter(torch.ones(2))), "model.blocks.1.linear"),
     "submodule": (lambda b: b.add_module("more", nn.Linear(1, 1)), "model.blocks.1.more (missing -> a Linear)"),
@@ -158,6 +175,10 @@ def test_state_of_modules(net, kind):
         (OTHER, "scale", 2.0, f"global {__name__}.OTHER.scale (1.0 -> 2.0)"),
         (sys.modules[__name__], "FACTOR", 3.0, f"global {__name__}.FACTOR (2.0 -> 3.0)"),
         (sys.modules[__name__], "helper", torch.sin, f"global {__name__}.helper"),
+        (helper, "k", 2.0, f"global {__name__}.helper.k (1.0 -> 2.0)"),
+        (helper, "__defaults__", ([2.0],), f"global {__name__}.helper.__defaults__[0][0] (1.0 -> 2.0)"),
+        (settings, "level", 2.0, f"global {__name__}.settings.level (1.0 -> 2.0)"),
+        (settings.inner, "k", 2.0, f"global {__name__}.settings.inner.k (1.0 -> 2.0)"),
     ],
 )
 def test_classes_and_globals(net, monkeypatch, owner, name, value, found):
@@ -172,6 +193,12 @@ def test_container_in_a_global(net, monkeypatch):
     snapshot = taken(net)
     monkeypatch.setitem(TABLE, "scale", [3.0, 2.0])
     assert snapshot.difference() == f"global {__name__}.TABLE['scale'][0] (1.0 -> 3.0)"
+    monkeypatch.undo()
+    helper.__defaults__[0][0] = 3.0
+    assert snapshot.difference() == f"global {__name__}.helper.__defaults__[0][0] (1.0 -> 3.0)"
+    helper.__defaults__[0][0] = 1.0
+    monkeypatch.setitem(helper.__kwdefaults__["table"], "k", 3.0)
+    assert snapshot.difference() == f"global {__name__}.helper.__kwdefaults__['table']['k'] (1.0 -> 3.0)"
 
 
 def test_closure(net):
@@ -205,6 +232,7 @@ def test_what_the_code_does_not_read_may_change(net, monkeypatch):
     snapshot = taken(net)
     net.blocks[0].plain.unread = 1
     monkeypatch.setattr(sys.modules[__name__], "UNREAD", 2.0)
+    monkeypatch.setattr(settings, "unread", 2.0)
     net.blocks[0].mean.add_(1)
     assert snapshot.difference() == ""
 
@@ -250,6 +278,25 @@ def test_excluded_entries(net):
     assert snapshot.difference() == ""
     block.mode = Mode.TUNE
     assert snapshot.difference().startswith("model.blocks.0.mode")
+
+
+class WithoutLength(tuple):
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_container_that_refuses_len(net):
+    net.blocks[0].sizes = [WithoutLength((1, [2]))]
+    snapshot = taken(net)
+    assert snapshot.difference() == ""
+    net.blocks[0].sizes[0][1].append(3)
+    assert snapshot.difference() == "model.blocks.0.sizes[0][1][1] (missing -> 3)"
+
+
+def test_equal_arrays_are_no_difference(net):
+    snapshot = taken(net)
+    net.blocks[0].array = net.blocks[0].array.copy()
+    assert snapshot.difference() == ""
 
 
 def test_what_reaches_itself(net):

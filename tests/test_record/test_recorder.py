@@ -289,7 +289,7 @@ NOTHING = {
     "retain_grad": lambda x, y: (x * 2).retain_grad(),
     "calls backward": lambda x, y: (x * 2).sum().backward(),
     "gradients belong to steps": lambda x, y: torch.autograd.backward((x * 2).sum()),
-    "other memory": lambda x, y: y.set_(x.detach()),
+    "memory": lambda x, y: y.set_(x.detach()),
     "view": lambda x, y: (v := y[0], setattr(y, "data", x.detach()), v + 1),
     "uses a view": lambda x, y: (z := x.detach() * 1, setattr(y, "data", z), y.mul_(2), z + 1),
     "returns a tensor of which": lambda x, y: (x * 2).detach().requires_grad_(),

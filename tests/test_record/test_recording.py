@@ -1,9 +1,11 @@
 """Later steps record the forward again: state that no guard sees is an error, and nothing else is."""
 
+import copy
 import gc
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import shardtrace
 
@@ -11,7 +13,10 @@ import pytest
 import thunder
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 
 @pytest.fixture
@@ -134,3 +139,49 @@ class InAnotherThread(nn.Linear):
 def test_other_threads_see_nothing_of_a_recording(single_rank):
     """Such as one that writes a checkpoint while a later step records again."""
     take_steps(thunder.jit(shardtrace.fsdp(InAnotherThread(4, 4))), 3)
+
+
+FUNCTIONS = {
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]).square().sum(),
+    "hessian": lambda f, x: torch.func.jacrev(torch.func.grad(lambda v: f(v).sum()))(x[0]).square().sum(),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda v: f(v).sum()))(x).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functional_transforms_are_recorded_alike(single_rank, name):
+    """Torch caches what fake kernels give: the second recording meets other functions in them."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 5, bias=False)
+
+        def forward(self, x):
+            return FUNCTIONS[name](lambda v: torch.tanh(self.second.weight @ v), self.first(x))
+
+    FakeTensorMode.cache_clear()
+    eager, x = Net(), torch.ones(3, 6)
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), eager(x))
+
+
+def test_cached_parametrizations(single_rank):
+    class Net(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.fc, self.inside = weight_norm(nn.Linear(4, 4)), inside
+
+        def forward(self, x):
+            with parametrize.cached() if self.inside else nullcontext():
+                return self.fc(self.fc(x))
+
+    eager, x = Net(True), torch.ones(2, 4)
+    for model in (shardtrace.fsdp(copy.deepcopy(eager)), shardtrace.fsdp(Net(False))):
+        if model.inside:
+            torch.testing.assert_close(model(x), eager(x))
+        model(x)
+        with parametrize.cached(), pytest.raises(RuntimeError, match=r"Net is called within parametrize.cached\(\)"):
+            model(x)
+        model(x)

@@ -21,6 +21,10 @@ class Output:
     number: int = 3
 
 
+class Fields(dict):
+    __getattr__ = dict.__getitem__
+
+
 class Holder:
     def __init__(self, tensor):
         self.tensor, self.more, self.own = tensor, [tensor, 1], self
@@ -31,9 +35,13 @@ RESULTS = {
     "named tuple": lambda y: Pair(y, y.sum()),
     "nested": lambda y: {"p": [Pair(y, (y, 2))]},
     "of torch": lambda y: y.topk(2),
+    "OrderedDict": lambda y: collections.OrderedDict(b=y, a=y.sum()),
+    "defaultdict": lambda y: collections.defaultdict(list, b=y, a=[y.sum()]),
+    "class of dict": lambda y: Fields(b=y, a=collections.OrderedDict(c=y.sum())),
     "dataclass": lambda y: Output(y),
     "dataclass in a tuple": lambda y: (Output(y), y),
     "object": lambda y: Holder(y),
+    "deque": lambda y: collections.deque([y, (y * 2,)], maxlen=3),
 }
 
 
@@ -70,6 +78,14 @@ def test_what_has_no_gradient(single_rank):
     assert [t.requires_grad for t in cmodel(x)] == [True, False, False]
     with torch.no_grad():
         assert not any(t.requires_grad for t in cmodel(x))
+
+
+@pytest.mark.parametrize(
+    "result", [lambda y: (y * k for k in (1, 2)), lambda y: (y, map(torch.sin, [y])), lambda y: {"a": {y}}]
+)
+def test_what_computes_later_or_has_no_order_is_refused(single_rank, result):
+    with pytest.raises(RuntimeError, match=r"forward returns a (generator|map|set): return a list, a tuple or a dict"):
+        thunder.jit(shardtrace.fsdp(Net(result)))(torch.randn(3, 4))
 
 
 def test_what_holds_no_tensor_is_not_copied():

@@ -1,5 +1,7 @@
 """Models of transformers: masks made by vmap, losses made in forward, outputs that hooks collect."""
 
+import copy
+
 import shardtrace
 
 import pytest
@@ -80,12 +82,16 @@ def test_smoothed_labels(single_rank):
     check(lambda: Smoothed("llama"), lambda step: (batch(step),))
 
 
-def test_a_cache_that_cannot_be_recorded(single_rank):
+def test_a_cache_whose_length_is_read(single_rank):
     """Gemma 2 makes one in evaluation, if its config asks for it, and looks at values."""
     config = transformers.AutoConfig.for_model("gemma2", **SMALL, attn_implementation="eager")
-    model = shardtrace.fsdp(transformers.AutoModelForCausalLM.from_config(config)).eval()
-    tokens = torch.ones(2, 8, dtype=torch.int64)
+    eager = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = shardtrace.fsdp(copy.deepcopy(eager)).eval()
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"Gemma2ForCausalLM cannot be recorded: .*: pass use_cache=False"):
-            model(input_ids=tokens)
-        assert model(input_ids=tokens, use_cache=False).past_key_values is None
+        for _ in range(2):
+            tokens = torch.randint(0, 10, (2, 8))
+            found, expected = model(input_ids=tokens), eager(input_ids=tokens)
+            torch.testing.assert_close(found.logits, expected.logits)
+            for name in ("key_cache", "value_cache"):
+                pair = (getattr(out.past_key_values, name) for out in (found, expected))
+                torch.testing.assert_close(*pair)

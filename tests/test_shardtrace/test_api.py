@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from contextlib import nullcontext
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
@@ -87,9 +88,35 @@ def test_deepcopy_is_a_sharded_model_of_its_own(ranks):
     assert model.first.weight.grad is not other.first.weight.grad
 
 
-def test_pickling_is_refused_clearly(ranks):
-    with pytest.raises(TypeError, match=r"FSDPNet is sharded and cannot be pickled.*full_state_dict"):
-        pickle.dumps(shardtrace.fsdp(Net()))
+def test_a_copy_is_plain_while_the_parameters_are_whole(ranks):
+    model = shardtrace.fsdp(Net(), activation_checkpointing=lambda m: isinstance(m, nn.Linear), mp_policy="bf16")
+    shardtrace.register_forward_method(model, "extra_repr")
+    holder = nn.ModuleDict({"model": model})
+    with shardtrace.full_params(model):
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for kept in (copy.deepcopy(model), copy.deepcopy(holder)["model"]):
+            assert [type(m) for m in kept.modules()] == [Net, nn.Linear, nn.Linear]
+            assert not any(name.startswith("_shardtrace") for m in kept.modules() for name in vars(m))
+            assert kept.extra_repr() == ""
+        part = copy.deepcopy(model.first)
+    assert type(part) is nn.Linear
+    assert all(torch.equal(value, values[name]) for name, value in kept.state_dict().items())
+    kept(torch.ones(2, 4)).sum().backward()
+    assert state_of(model) is not None
+    assert model.first.weight.grad is None
+    del kept.extra_repr
+    torch.testing.assert_close(pickle.loads(pickle.dumps(kept)).state_dict(), kept.state_dict())
+    kept.zero_grad()
+    assert shardtrace.fsdp(kept).first.weight.shape == model.first.weight.shape
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_pickling_is_refused_clearly(ranks, whole):
+    model = shardtrace.fsdp(Net())
+    with shardtrace.full_params(model) if whole else nullcontext():
+        for make in (pickle.dumps, copy.copy):
+            with pytest.raises(TypeError, match=r"FSDPNet is sharded and cannot be pickled.*full_state_dict.*deepcopy"):
+                make(model)
 
 
 def test_state_dicts_keep_the_names(ranks):

@@ -152,3 +152,7 @@ def test_gradients_that_are_kept(single_rank):
     cmodel = thunder.jit(model, transforms=[CUDAGraphTransform()])
     with pytest.raises(RuntimeError, match="inside or after no_sync"), model.no_sync():
         cmodel(rows(0))
+    with graphs_on_cpu():
+        loss = cmodel(rows(0)).sum()
+        with pytest.raises(RuntimeError, match="inside or after no_sync"), model.no_sync():
+            loss.backward()

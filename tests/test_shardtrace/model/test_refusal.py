@@ -2,6 +2,7 @@
 trains unreduced."""
 
 import copy
+from types import SimpleNamespace
 
 import shardtrace
 from shardtrace.inspector import fake
@@ -261,7 +262,7 @@ def test_a_weight_that_is_tied_to_one_that_is_sharded(fake_ranks):
     fake_ranks(2)
     model = nn.Sequential(shardtrace.fsdp(nn.Linear(4, 4)), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"parameter '1.weight' is tied to 'weight' of a submodule that is sharded"):
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is tied to 'weight' of Linear, which is sharded"):
         shardtrace.fsdp(model)
 
 
@@ -287,3 +288,109 @@ def test_ranks_that_begin_with_other_values():
     shardtrace.fsdp(
         nn.Linear(4, 4), init_policy=shardtrace.InitPolicy(weights={"weight": torch.ones(4, 4), "bias": torch.zeros(4)})
     )
+
+
+class Held(nn.Module):
+    """Keeps what ``keep`` makes of a linear layer, and uses it as ``use`` says."""
+
+    def __init__(self, keep, use=lambda self, x: x):
+        super().__init__()
+        self.f, self.use = nn.Linear(8, 8), use
+        keep(self, self.f)
+
+    def forward(self, x):
+        return self.f(self.use(self, x))
+
+
+def in_object(m, f):
+    m.kept = SimpleNamespace(pair=(0, f.weight.detach()))
+
+
+ALIASES = {
+    "buffer": lambda m, f: m.register_buffer("kept", f.weight.data),
+    "a part of it": lambda m, f: m.register_buffer("kept", f.weight.detach()[2:4]),
+    "attribute": lambda m, f: setattr(m, "kept", f.weight.detach()),
+    "list in a dict": lambda m, f: setattr(m, "kept", {"of": [f.bias.data]}),
+    "object": in_object,
+    "another Parameter": lambda m, f: setattr(m, "kept", [nn.Parameter(f.weight.data)]),
+}
+
+
+@pytest.mark.parametrize("kept", ALIASES)
+def test_a_tensor_on_the_memory_of_a_parameter(fake_ranks, kept):
+    with fake.fake_ranks(1):
+        shardtrace.fsdp(Held(ALIASES[kept]))(X)
+    fake_ranks(2)
+    shardtrace.fsdp(Held(ALIASES[kept]), sharding_strategy="ddp")  # stays where it is
+    model = Held(ALIASES[kept])
+    with pytest.raises(ValueError, match=r"kept.* is no parameter and lies in the memory of 'f\.\w+' of Held.*clone"):
+        shardtrace.fsdp(model)
+    assert model.f.weight.shape == (8, 8)
+    shardtrace.fsdp(model.f)
+    with pytest.raises(ValueError, match=r"kept.* is no parameter and lies in the memory of '\w+' of Linear"):
+        shardtrace.fsdp(model)
+
+
+def test_what_is_not_on_the_memory_of_a_parameter(fake_ranks):
+    fake_ranks(2)
+    shardtrace.fsdp(nn.LSTM(8, 8))
+    shardtrace.fsdp(Held(lambda m, f: setattr(m, "kept", [*f.parameters(), f.weight.detach().clone()])))(X)
+    shardtrace.fsdp(nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8))))(X)  # its attribute is made in each call
+
+
+OUTSIDE = {}
+
+
+def remembered(m, f):
+    m.k = nn.Linear(8, 8).requires_grad_(False)
+    m.frozen = list(m.k.parameters())
+    OUTSIDE["data"] = f.weight.data
+
+
+def by_values(self, x):
+    return x if x.sum() > 0 else -x
+
+
+USES = {
+    "lies in the memory of '0.f.weight' of Sequential": lambda self, x: x @ OUTSIDE["data"],
+    "lies in the memory of '0.f.weight' of Sequential, ": lambda self, x: x * OUTSIDE["data"][1:3].sum(),
+    "a module that PyTorch runs: parameter '0.k.weight'": lambda self, x: (
+        by_values(self, x) * sum(p.sum() for p in self.frozen)
+    ),
+}
+
+
+@pytest.mark.parametrize("why", USES)
+def test_memory_and_shards_that_forward_has_from_outside(fake_ranks, why):
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Sequential(Held(remembered, USES[why]), nn.Linear(8, 8)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=why):
+            model(X)
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_list_that_forward_does_not_use(fake_ranks, values):
+    fake_ranks(2)
+    used = by_values if values else lambda self, x: x * sum(p.sum() for p in self.k.parameters())
+    shardtrace.fsdp(nn.Sequential(Held(remembered, used), nn.Linear(8, 8)))(X)
+
+
+class Tied(nn.Module):
+    def __init__(self, same):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.out.weight = self.emb.weight if same else nn.Parameter(self.emb.weight.data)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("order", ["emb out", "out emb", "emb model", "out model"])
+def test_tied_weights_in_separate_calls(fake_ranks, order, same):
+    fake_ranks(2)
+    model = Tied(same)
+    first, second = (getattr(model, name, model) for name in order.split())
+    shardtrace.fsdp(first)
+    with pytest.raises(ValueError, match=r"'(out|emb)?\.?weight' is .*'weight' of .*sharded.* call fsdp\(\) once"):
+        shardtrace.fsdp(second, init_policy=shardtrace.InitPolicy(broadcast_from=0))
+    whole = Tied(same=True)
+    assert shardtrace.fsdp(whole).out.weight is whole.emb.weight

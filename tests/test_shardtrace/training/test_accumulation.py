@@ -24,6 +24,15 @@ def test_micro_batches_equal_one_batch(strategy):
 @on_ranks(4)
 def test_hybrid():
     accumulate("hybrid_zero2", mesh=(2, 2))
+    model = sharded_zoo("hybrid_zero2", mesh=(2, 2))
+    for i, batch in enumerate(micro_batches(0, 3)):  # switched after forward: whole sums, sums of shards, all
+        loss = model(*my_rows(batch)) / 3
+        model.set_requires_gradient_sync(i > 0)
+        if i > 0:
+            model.set_requires_all_reduce(i == 2)
+        loss.backward()
+    expected = expected_gradients(0, 3)[1]
+    torch.testing.assert_close(shardtrace.full_gradients(model), expected, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(4)
@@ -185,7 +194,7 @@ def test_an_exception_drops_the_sums():
 
 @on_ranks(2)
 def test_all_forwards_before_the_backwards():
-    """The step that reduces adds what is kept after its forward, from the first cycle on. It comes last, or raises."""
+    """In any order: each backward reduces or keeps as the switch says when it begins, and adds what was kept before."""
     model = shardtrace.fsdp(nn.Linear(1, 1, bias=False), sharding_strategy="ddp")
     cmodel = thunder.jit(model)
 
@@ -195,15 +204,57 @@ def test_all_forwards_before_the_backwards():
             with model.no_sync() if i < 2 else nullcontext():
                 yield cmodel(torch.full((1, 1), x)).sum()
 
-    for _ in range(2):
-        for loss in list(losses()):
-            loss.backward()
+    def backwards(order, kept):
+        every = list(losses())
+        for i in order:
+            with model.no_sync() if i in kept else nullcontext():
+                every[i].backward()
+            assert (model.weight.grad is None) is (i in kept)
         assert model.weight.grad.item() == 111
-    with pytest.raises(RuntimeError, match="inside no_sync came after the backward that reduces the sums"):
-        sum(losses()).backward()
-    for loss in losses():
-        loss.backward()
+
+    for _ in range(2):
+        backwards((0, 1, 2), kept=())
+        backwards((0, 1, 2), kept=(0, 1))
+        backwards((2, 1, 0), kept=(2,))
+    sum(losses()).backward()
     assert model.weight.grad.item() == 111
+    assert thunder.cache_misses(cmodel) == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero3", PARTS])
+def test_the_switch_is_read_in_backward(strategy):
+    """As with FSDP2: scripts set it between forward and backward, and leave it so for the next forward."""
+    model = sharded_zoo(strategy, activation_checkpointing=True)
+
+    def between(loss, last):
+        model.set_requires_gradient_sync(last)
+        loss().backward()
+
+    def attribute(loss, last):
+        value = loss()
+        model.require_backward_grad_sync = last
+        value.backward()
+
+    def around_backward(loss, last):
+        value = loss()
+        with nullcontext() if last else model.no_sync():
+            value.backward()
+
+    def around_forward(loss, last):
+        with nullcontext() if last else model.no_sync():
+            value = loss()
+        value.backward()
+
+    for step, way in enumerate((between, attribute, around_backward, around_forward)):
+        model.zero_grad()
+        for i, batch in enumerate(micro_batches(step, 3)):
+            way(lambda batch=batch: model(*my_rows(batch)) / 3, i == 2)
+            sends = any("reduce" in c.kind for c in shardtrace.collectives(model))
+            assert sends == (model.blocks[1].down.grad is not None) == (way is around_forward or i == 2)
+        found, expected = shardtrace.full_gradients(model), expected_gradients(step, 3)[1]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda m, w=way: f"{w.__name__}: {m}")
+        assert shardtrace.prove(model).verdict != "unproven"
 
 
 @on_ranks(2)
@@ -223,3 +274,62 @@ def test_thunders_own_no_sync():
 def test_of_an_unsharded_model():
     with pytest.raises(ValueError, match=r"Zoo is not sharded: call shardtrace\.fsdp"), shardtrace.no_sync(Zoo()):
         pass
+
+
+# ---- sums that are dropped, or that no backward reduces ----
+
+
+def discards(model, way):
+    """Drops gradients as scripts do, of all parameters or (last two) of one linear layer."""
+    made = {
+        "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(),
+        "in place": lambda: torch.optim.AdamW(model.parameters(), lr=0.1).zero_grad(set_to_none=False),
+        "model": lambda: model.zero_grad(),
+        "jitted": lambda: thunder.jit(model).zero_grad(),
+        "wrapped": lambda: nn.ModuleDict({"inner": model}).zero_grad(),
+        "part": lambda: model[0].zero_grad(),
+        "other optimizer": lambda: torch.optim.Adam([{"params": [p]} for p in model[0].parameters()]).zero_grad(),
+    }
+    made[way]()
+    return way in ("part", "other optimizer")
+
+
+def test_zero_grad_drops_the_sums(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), bucketing_strategy="layer")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = model._shardtrace.runtime.kept.by_place
+    for way in ("optimizer", "in place", "model", "jitted", "wrapped", "part", "other optimizer"):
+        model.require_backward_grad_sync = False
+        model(torch.ones(2, 4)).sum().backward()
+        assert len(kept) == 4
+        with pytest.raises(RuntimeError, match=r"'0.weight' of .* was added up inside no_sync, .* and is not reduced"):
+            optimizer.step()
+        if discards(model, way):
+            assert {sum.parameter.name for sum in kept.values()} == {"1.weight", "1.bias"}
+            torch.optim.SGD(model[0].parameters(), lr=0.1).step()  # has none of them
+            with pytest.raises(RuntimeError, match=r"'1.weight'"):
+                optimizer.step()
+        optimizer.zero_grad()
+        assert not kept
+        optimizer.step()
+
+
+def test_a_closure_may_reduce_the_sums(fake_ranks):
+    """As Lightning's do, in the last step of a window."""
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    for how in ((lambda: optimizer.step(closure)), (lambda: optimizer.step(closure=closure))):
+        with model.no_sync():
+            closure()
+            with pytest.raises(RuntimeError, match="is not reduced"):
+                how()
+        assert how() is not None
+        assert not model._shardtrace.runtime.kept.by_place

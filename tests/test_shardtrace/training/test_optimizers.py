@@ -195,3 +195,37 @@ def test_muon_on_owned_matrices_and_adamw_on_the_rest(tmp_path):
 @pytest.mark.parametrize(("name", "strategy"), [("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp")])
 def test_right_with(two_ranks, name, strategy):
     two_ranks.run(on_each_rank, name=name, strategy=strategy)
+
+
+class Scaled(nn.Module):
+    """A scale comes first, as ``logit_scale`` of CLIP does, in an optimizer's group."""
+
+    def __init__(self, shape=()):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(shape)), nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "owner", "ddp"])
+def test_a_step_count_is_no_whole_state(fake_ranks, strategy, shape):
+    fake_ranks(2)
+    model = with_gradients(shardtrace.fsdp(Scaled(shape), sharding_strategy=strategy))
+    for name in ("Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "ASGD"):
+        for parameters in (model.parameters(), [model.scale]):
+            optimizer = getattr(torch.optim, name)(parameters)
+            for _ in range(3):
+                optimizer.step()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        optimizer.step()
+
+
+def test_whole_state_behind_a_scale(fake_ranks):
+    fake_ranks(2)
+    model = with_gradients(Scaled())
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    with_gradients(shardtrace.fsdp(model))
+    with pytest.raises(RuntimeError, match=r"AdamW has the state of the whole parameter 'layer\.weight' of Scaled"):
+        optimizer.step()

@@ -24,7 +24,7 @@ def test_each_is_refused(fake_ranks):
     for wrap in (
         lambda: DistributedDataParallel(model),
         lambda: DistributedDataParallel(module=cmodel),
-        lambda: DistributedDataParallel(nn.Sequential(model, nn.Linear(2, 2))),
+        lambda: DistributedDataParallel(nn.Sequential(model)),
         lambda: FullyShardedDataParallel(model, device_id=device),
         lambda: fully_shard(model),
         lambda: fully_shard(sharded()[0]),
@@ -33,6 +33,10 @@ def test_each_is_refused(fake_ranks):
     ):
         with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call the model itself, without a wrapper"):
             wrap()
+    with pytest.raises(
+        RuntimeError, match=r"the ModuleList around it has parameters that are not.*after get_peft_model"
+    ):
+        DistributedDataParallel(nn.ModuleList([model, nn.Linear(2, 2)]))
     assert all(map(torch.equal, before, model.parameters()))
     optimizer = torch.optim.SGD(model.parameters())
     owned = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4)), sharding_strategy="owner")
