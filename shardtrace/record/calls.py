@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from passes.kernels import torch_call
 from passes.kernels.torch_call import Autocast
+from shardtrace.record.effects import Change
+from shardtrace.record.watcher import CodeWatcher
 
 import torch
 from torch import nn
@@ -81,11 +83,16 @@ class Span:
 
 @dataclass(eq=False)
 class Record:
-    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends."""
+    """What a forward did. ``spans`` are the calls of the modules that were watched, in the order of their ends. ``ran``
+    is what modules that PyTorch runs have changed in the user's objects, and do in each step; ``left`` are tensors with
+    a gradient among that, and ``watchers`` saw the code of these modules."""
 
     calls: list[Call] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     result: Any = None
+    ran: list[Change] = field(default_factory=list)
+    left: list[Change] = field(default_factory=list)
+    watchers: list[CodeWatcher] = field(default_factory=list)
 
 
 def storage(t: torch.Tensor) -> int:

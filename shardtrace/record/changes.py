@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardtrace.record.effects import Change
+from shardtrace.record.effects import FIXED, Change
 from shardtrace.record.memory import Memory
 from shardtrace.record.numbers import is_number
 from shardtrace.record.results import Numbered
@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-FIXED = ("submodule", "parameter")  # kinds that no step can change
 DEPTH = 4  # objects, one in another, that are searched for fake tensors
 
 
@@ -42,8 +41,8 @@ def numbered(changes: Iterable[Change]) -> tuple[list[Change], list[torch.Tensor
     for change in changes:
         if change.kind in FIXED:
             raise RuntimeError(
-                f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, or "
-                "leave the module to PyTorch with fsdp(compile_policy=CompilePolicy(eager=[...]))"
+                f"forward sets the {change.kind} {change.label}: make it in __init__, before the model is sharded, and "
+                "let what forward updates be a buffer"
             )
         leaves, spec = pytree.tree_flatten(change.new)
         values = [number(change, leaf) for leaf in leaves]

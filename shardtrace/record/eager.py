@@ -5,27 +5,42 @@ tensors. It is tried on real tensors with random values instead, twice. If only 
 both times, its call is one function of its arguments, parameters and buffers, which PyTorch runs and differentiates.
 Each step checks that what comes out is still the like.
 
-So is a function of torch that reads values, such as ``F.ctc_loss``, on zeros, ones and random numbers.
+A trial leaves nothing. What the module does to the user's objects, it does in each step. Tensors that it leaves there
+are further results of the call, which the rest of the forward reads. Those with a gradient are then replaced by the
+step's own.
+
+A function of torch that reads values, such as ``F.ctc_loss``, is tried on zeros, ones and random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
-from shardtrace.record.effects import reachable
+from shardtrace.record.effects import FIXED, Change, Effects
 from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
 from shardtrace.record.random_state import RandomStates
+from shardtrace.record.results import map_tensors, tensors_in
+from shardtrace.record.state import contents_of, is_array, is_plain, same
+from shardtrace.record.watcher import CodeWatcher
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
@@ -66,23 +81,22 @@ class Eager:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function, self.__name__ = function, name
-        self.expected: Facts | None = None
+        self.expected: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._run(*args, **kwargs)
-        if self.expected is not None and Facts.of(result) != self.expected:
+        result = self.run(*args, **kwargs)
+        if self.expected is not None and self.facts(result) != self.expected:
             raise RuntimeError(
                 f"{self.__name__.removeprefix('eager_')}, which PyTorch runs, has returned other shapes or values than "
                 "when it was recorded: they depend on the values of tensors. Let it return tensors whose shapes do not"
             )
         return result
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    def random_states(self) -> RandomStates:
-        """A context around a trial."""
-        return RandomStates()
+    def facts(self, result: Any) -> Any:
+        return Facts.of(result)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Eager) and (other.function, other.expected) == (self.function, self.expected)
@@ -92,54 +106,196 @@ class Eager:
 
 
 class EagerModule(Eager):
-    """The call of a module as a function of its arguments, and of its own tensors by their names. Each result is a
-    tensor of its own."""
+    """The call of a module as a function of its arguments, and of its own tensors by their names.
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+    Returns what the module returns, and the tensors that it leaves in ``places``, which are entries of the user's
+    objects: by the number of the place and that in it. Each is a tensor of its own. A ``token`` without elements
+    follows if nothing reads the others. ``before`` is set before each run. ``left`` are the tensors that the last run
+    has left. ``shared`` has pairs of tensors that had memory in common, by their numbers among those that the call is
+    given and returns; -1 is any other.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], label: str) -> None:
         super().__init__(module, f"eager_{type(module).__name__}")
-        self.module, self._original = module, original
+        self.module, self.label, self._original = module, label, original
+        self.before: list[Change] = []
+        self.places: dict[int, Change] = {}
+        self.left: dict[Any, ref[torch.Tensor]] = {}
+        self.token = True
+        self.shared: frozenset[tuple[int, int]] = frozenset()
         marks = (m.__dict__.get(a) for m in module.modules() for a in (ATTRIBUTE, PART_ATTRIBUTE))
         self._running = next((state.running for state in marks if state is not None), nullcontext)
 
-    def _run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
-        trial = any(isinstance(t, FakeTensor) for t in pytree.tree_leaves((args, kwargs, dict(own))))
-        random = self.random_states() if trial else nullcontext()
-        with random, self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
-            result = self._original(self.module, *args, **kwargs)
-            for name, buffer in self.module.named_buffers(remove_duplicate=False):
-                if (given := own.get(name)) is not None and buffer is not given:  # it was replaced
-                    with torch.no_grad():
-                        given.copy_(buffer)
-        inputs = set(map(id, pytree.tree_leaves((args, kwargs, dict(own)))))
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, result)
+    def __call__(self, *given: Any) -> Any:
+        inputs = {id(t): t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+        on_fakes = any(isinstance(t, FakeTensor) for t in inputs.values())
+        with untouched(self) if on_fakes else nullcontext():
+            found = super().__call__(*given)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in inputs else t, found)
 
-    def random_states(self) -> RandomStates:
-        return RandomStates(reachable(self.module, self.__name__).seen.values())
+    def run(self, args: Any, kwargs: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Any:
+        for change in self.before:
+            change.put(change.new)
+        before = {i: place.get() for i, place in self.places.items()}
+        marks = {name: _mark(t) for name, t in own.items()}
+        with self._running(), _reparametrize_module(self.module, dict(own), stack_weights=True):
+            result = self._original(self.module, *args, **kwargs)
+            now = own_tensors(self.module)
+            for name, given in own.items():
+                if now.get(name) is not given or _mark(given) != marks[name]:
+                    self._write(name, given, now.get(name))
+        left = _numbered((i, before[i], place.get()) for i, place in self.places.items())
+        self.left = {number: ref(t) for number, t in left.items()}
+        return result, left, [torch.empty(0)] if self.token else []
+
+    def facts(self, result: Any) -> Any:
+        return Facts.of(result[0]), {number: (t.shape, t.dtype) for number, t in result[1].items()}
+
+    def _write(self, name: str, given: torch.Tensor, now: torch.Tensor | None) -> None:
+        """Gives a tensor of the module the value that is there after its forward."""
+        if self.expected is not None and name in dict(self.module.named_parameters(remove_duplicate=False)):
+            raise updated_parameter(name)
+        if now is None or (now.shape, now.dtype) != (given.shape, given.dtype):
+            raise RuntimeError(
+                f"{type(self.module).__name__}, which PyTorch runs, replaces its {name} by None or by a tensor of "
+                "another shape or dtype: let it be an attribute, not a parameter or buffer"
+            )
+        if now is not given:
+            with torch.no_grad():
+                given.copy_(now)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # each call leaves tensors of its own
+
+    __hash__ = Eager.__hash__
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by their names."""
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return dict(chain(*named))
+
+
+def updated_parameter(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} is updated in place in forward, which would change a copy of it: make it a buffer, or "
+        "change it outside of forward in shardtrace.full_params"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Left(Change):
+    """A tensor with a gradient that a call leaves. After a step the step's own takes its place if it is still there."""
+
+    call: EagerModule
+    number: tuple[int, int]
+
+    def put(self, value: Any) -> None:
+        left = self.call.left[self.number]()
+        if left is None:
+            return
+        new = lambda held: map_tensors(held, lambda t, path: value if t is left else t)  # noqa: E731
+        if self.key is not None:
+            super().put(new(self.get()))
+        for i, held in enumerate(self.owner) if self.key is None else ():
+            self.owner[i] = new(held)
 
 
 class Trial(NamedTuple):
     """What a call gave: the result (with fakes in the place of tensors, in the end), the numbers of the tensors that it
-    wrote into, whether it drew random numbers, and whether results share memory with what it was given."""
+    wrote into, whether it drew random numbers, the pairs of tensors that share memory (as :class:`EagerModule` has
+    them), what it changed in the user's objects, and the tensors with a gradient that it left there."""
 
     result: Any
-    written: tuple[int, ...]
+    written: frozenset[int]
     random: bool
-    shares_memory: bool
+    shared: frozenset[tuple[int, int]]
+    changes: Sequence[Change] = ()
+    left: Sequence[Left] = ()
 
     def facts(self) -> Any:
         metas = [Meta.of(t) for t in pytree.tree_leaves(self.result) if isinstance(t, torch.Tensor)]
-        return Facts.of(self.result), metas, self.written
+        return Facts.of(self.result), metas, [_key(change) for change in self.changes if _place(change)]
+
+
+class Observer(NamedTuple):
+    """What sees the changes of trials, the copies in the user's objects, and what sees the code that runs."""
+
+    effects: Effects
+    copies: list[Change]
+    watcher: CodeWatcher
 
 
 def try_module(
-    module: EagerModule, args: Any, kwargs: Any, own: Mapping[str, torch.Tensor], known: Known = NOTHING
+    module: EagerModule,
+    args: Any,
+    kwargs: Any,
+    own: Mapping[str, torch.Tensor],
+    effects: Effects,
+    watcher: CodeWatcher,
+    known: Known = NOTHING,
 ) -> Trial:
-    """Calls a module on real tensors with random values like the given fakes. ``known``: see :func:`try_function`.
+    """Calls a module on real tensors with random values like the given fakes. In the user's objects it then leaves
+    what the module leaves, which ``effects`` takes for unchanged: ``changes``, of the kind "varies" if they depend on
+    the values of tensors, and ``left``. ``watcher`` sees the code that runs.
+    ``known``: see :func:`try_function`.
 
-    Raises CannotStandAlone if it returns anything else than tensors, or other ones in a second call; or what it raises.
+    Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
+    it raises.
     """
-    with _pop_mode_temporarily():
-        return _try(module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2)
+    with _pop_mode_temporarily(), unset_fake_temporarily(), untouched(module) as observed:
+        observer = Observer(*observed, watcher)
+        first, second = _try(
+            module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2, observer
+        )
+        written = [replace(c, kind="written", new=c.old) for c in observer.copies if _is_written(c)]
+        seen = set(observer.effects.seen())
+    _set_before(effects.changes(seen), module, watcher)
+    fakes: dict[int, Any] = {id(c.new): c.old for c in observer.copies}
+    tensors = _tensors(first.result)
+    fakes |= {id(t): made_like(Meta.of(t)) for t in {id(t): t for t in tensors}.values()}
+    with_fakes = partial(map_tensors, change=lambda t, path: fakes.get(id(t), t))
+
+    twins = {_key(c): c for c in second.changes}
+    changes: list[Change] = []
+    places = [place for change in first.changes if (place := _place(change)) is not None]
+    for change in first.changes:
+        old, new, twin = with_fakes(change.old), with_fakes(change.new), twins.pop(_key(change), None)
+        change.put([*old, *new] if change.kind == "append" else new)
+        varies = twin is None or not _alike(change.new, twin.new)
+        if change.kind not in FIXED:
+            changes.append(replace(change, kind="varies" if varies else change.kind, old=old, new=new))
+    changes += [replace(c, kind="varies", old=with_fakes(c.old)) for c in twins.values()]
+    effects.accept(changes)
+    changes += written
+    left = [
+        Left(places[i].owner, places[i].key, "left", places[i].label, None, fakes[id(t)], module, (i, k))
+        for (i, k), t in first.result[1].items()
+        if t.requires_grad
+    ]
+    emptied = (replace(p, old=None, new=[None] * len(p.new) if p.key is None else None) for p in places)
+    module.places = dict(enumerate(emptied))
+    module.shared = first.shared
+    result = pytree.tree_map_only(torch.Tensor, lambda t: fakes[id(t)], first.result)
+    return first._replace(result=result, changes=changes, left=left)
+
+
+def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWatcher) -> None:
+    """Lets each run begin with what the forward has set before the call and the module may read. Raises
+    CannotStandAlone if that is no plain value."""
+    names = watcher.names()
+    for change in pending:
+        if change.kind in (*FIXED, "buffer") or not is_named(change, names):
+            continue
+        if change.key is None or not is_plain(change.new):
+            raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
+        module.before.append(change)
+
+
+def is_named(change: Change, names: Collection[str]) -> bool:
+    """Whether code with these names may read an entry, or the container that has it."""
+    found = re.search(r"(\w+)(?:\[[^.]*\])*$", change.label)
+    return found is None or found[1] in names
 
 
 def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING) -> Trial:
@@ -149,10 +305,12 @@ def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING
     it raises.
     """
     makes = [partial(_like, fill=fill, known=known) for fill in (torch.zero_, lambda t: t.fill_(1), _uniform)]
-    trial = _try(function, args, kwargs, makes)
-    if not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)) or trial.shares_memory:
+    trial, *_ = _try(function, args, kwargs, makes)
+    given = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves((args, kwargs)))
+    shares = any(i < given for i, _ in trial.shared)
+    if shares or not all(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(trial.result)):
         raise CannotStandAlone("it returns something else than tensors of its own")
-    return trial
+    return trial._replace(result=pytree.tree_map_only(torch.Tensor, lambda t: made_like(Meta.of(t)), trial.result))
 
 
 @contextmanager
@@ -163,35 +321,176 @@ def on_real_tensors() -> Iterator[None]:
         yield
 
 
-def _try(function: Eager, args: Any, kwargs: Any, makes: Sequence[Make]) -> Trial:
+def _try(
+    function: Eager, args: Any, kwargs: Any, makes: Sequence[Make], observer: Observer | None = None
+) -> list[Trial]:
     given, spec = pytree.tree_flatten((tuple(args), kwargs))
     for value in given:
         if not isinstance(value, GIVEN):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with on_real_tensors(), torch.random.fork_rng(devices), function.random_states(), NoMessages():
-        first, *others = (_call(function, given, spec, make) for make in makes)
+    with on_real_tensors(), torch.random.fork_rng(devices), RandomStates(), NoMessages():
+        trials = [_call(function, given, spec, make, devices, observer) for make in makes]
+    first = trials[0]
     for value in pytree.tree_leaves(first.result):
         if not isinstance(value, (torch.Tensor, *PLAIN)):
             raise CannotStandAlone(f"it returns a {type(value).__name__}")
-    if any(other.facts() != first.facts() for other in others):
+    if any(other.facts() != first.facts() for other in trials):
         raise CannotStandAlone("the shapes that it returns, or other results, depend on the values of tensors")
-    function.expected = Facts.of(first.result)
-    made = pytree.tree_map_only(torch.Tensor, lambda t: made_like(Meta.of(t)), first.result)
-    return first._replace(result=made, random=any(trial.random for trial in (first, *others)))
+    function.expected = function.facts(first.result)
+    written, shared = (frozenset().union(*sets) for sets in zip(*((t.written, t.shared) for t in trials), strict=True))
+    random = any(trial.random for trial in trials)
+    return [trial._replace(written=written, shared=shared, random=random) for trial in trials]
 
 
-def _call(function: Eager, given: list[Any], spec: Any, make: Make) -> Trial:
+def _call(
+    function: Eager,
+    given: list[Any],
+    spec: Any,
+    make: Make,
+    devices: Sequence[int],
+    observer: Observer | None,
+) -> Trial:
     given = [_from_outside(v, make) if isinstance(v, FakeTensor) else v for v in given]
     inputs = [v for v in given if isinstance(v, torch.Tensor)]
-    before, versions = torch.get_rng_state(), [t._version for t in inputs]
+    before, marks, values = _random_state(devices), list(map(_mark, inputs)), [t.detach().clone() for t in inputs]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    result = function(*args, **kwargs)
-    drawn = not torch.equal(before, torch.get_rng_state())
-    written = tuple(i for i, t in enumerate(inputs) if t._version != versions[i])
-    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    shares = not {storage(t) for t in inputs}.isdisjoint(map(storage, made))
-    return Trial(result, written, drawn, shares)
+    changes: list[Change] = []
+    others: list[Any] = []
+    if observer is not None:
+        grad = torch.is_grad_enabled()
+        with observer.watcher:
+            result, _, token = function.run(*args, **kwargs)
+        changes = observer.effects.changes()
+        for change in changes:
+            change.put(change.old)
+        if torch.is_grad_enabled() != grad:
+            raise CannotStandAlone("it switches gradients on or off for what follows")
+        places = [place for change in changes if (place := _place(change)) is not None]
+        left = _numbered((i, p.old, p.new) for i, p in enumerate(places))
+        made, others = _tensors(result), [*left.values(), *(c.new for c in observer.copies)]
+        result = result, left, token
+    else:
+        result = function.run(*args, **kwargs)
+        made = _tensors(result)
+    if _leaves(_tensors(result)) - _leaves(inputs):
+        raise CannotStandAlone("its gradient flows into what is neither its parameter nor its argument")
+    drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
+    written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
+    shared = _shared(inputs, made, others)
+    return Trial(result, frozenset(written), drawn, shared, changes)
+
+
+def _shared(inputs: list[torch.Tensor], made: list[torch.Tensor], others: list[Any]) -> frozenset[tuple[int, int]]:
+    """The pairs of tensors that share memory, other than two inputs or one tensor that is made twice."""
+    tensors, kept = [*inputs, *made], {storage(t) for t in others if isinstance(t, torch.Tensor)}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i, t in enumerate(tensors):
+        groups[storage(t)].append(i)
+    pairs = {p for group in groups.values() for p in combinations(group, 2) if p[1] >= len(inputs)}
+    pairs = {(i, j) for i, j in pairs if i < len(inputs) or tensors[i] is not tensors[j]}
+    return frozenset(pairs | {(-1, i) for key, group in groups.items() if key in kept for i in group})
+
+
+def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the tensors that get the gradients."""
+    nodes: list[Any] = [get_gradient_edge(t).node for t in tensors if t.requires_grad]
+    seen, found = set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            found |= {id(node.variable)} if node.name().endswith("AccumulateGrad") else set()
+    return found
+
+
+def _mark(t: torch.Tensor) -> tuple[int, int]:
+    """What changes if a tensor is written into, other than through ``data``, or gets other memory."""
+    return storage(t), 0 if t.is_inference() else t._version
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _random_state(devices: Iterable[int]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+@contextmanager
+def untouched(run: EagerModule) -> Iterator[tuple[Effects, list[Change]]]:
+    """Context of a run that leaves nothing: no warnings, no random numbers drawn, all objects of the user as they were,
+    and these hold copies of tensors and iterators meanwhile. Gives what sees changes, and the copies."""
+    own = set(map(id, own_tensors(run.module).values()))
+    made: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in own:
+                return value
+            real = _like(value, _random) if isinstance(value, FakeTensor) else value
+            return made.setdefault(id(value), real.detach().clone().requires_grad_(value.requires_grad))
+        if type(value).__module__ != "itertools":
+            return value
+        return made[id(value)] if id(value) in made else made.setdefault(id(value), copy.deepcopy(value))
+
+    with (
+        warnings.catch_warnings(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+        Effects(run.module, run.label) as effects,
+        RandomStates(effects.state.seen.values()),
+    ):
+        warnings.simplefilter("ignore")
+        yield effects, effects.replace(copied)
+
+
+def _key(change: Change) -> tuple[int, Any]:
+    return id(change.owner), change.key
+
+
+def _place(change: Change) -> Change | None:
+    """The part of a change that tensors are left in. None if it has none; the last values of a list or deque.
+
+    Raises CannotStandAlone if they are among others."""
+    if change.kind in FIXED or not _new_tensors(change.old, change.new):
+        return None
+    if change.key is not None:
+        return change
+    start = next(i for i, item in enumerate(change.new) if _new_tensors(change.old, item))
+    tail = list(change.new)[start:]
+    if isinstance(change.owner, set) or any(tensors_in(v) and not _new_tensors(change.old, v) for v in tail):
+        raise CannotStandAlone(f"it leaves tensors in the midst of {change.label}")
+    return replace(change, kind="append", new=tail)
+
+
+def _new_tensors(old: Any, new: Any) -> list[torch.Tensor]:
+    known = set(map(id, tensors_in(old)))
+    return [t for t in tensors_in(new) if id(t) not in known]
+
+
+def _numbered(places: Iterable[tuple[int, Any, Any]]) -> dict[tuple[int, int], torch.Tensor]:
+    """The new tensors by the numbers of places, of which the old and the new value are given, and theirs there."""
+    return {(i, k): t for i, old, new in places for k, t in enumerate(_new_tensors(old, new))}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values differ in their tensors only."""
+    if is_array(a) and is_array(b):
+        return contents_of(a, sampled=False) == contents_of(b, sampled=False)
+    (a, spec), (b, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    pairs = zip(a, b, strict=False)
+    return spec == other and all(same(x, y) or (type(x) is type(y) and isinstance(x, torch.Tensor)) for x, y in pairs)
+
+
+def _is_written(copied: Change) -> bool:
+    """Whether a trial has written into a copy of a tensor. Raises CannotStandAlone if the tensor is the forward's."""
+    old, new = copied.old, copied.new
+    if not isinstance(old, torch.Tensor):
+        return False
+    if isinstance(old, FakeTensor) and _mark(new)[1]:
+        raise CannotStandAlone(f"it writes into {copied.label}, which the forward around it may read")
+    return not isinstance(old, FakeTensor) and not bool(((old == new) | (new != new)).all())
 
 
 def _from_outside(fake: torch.Tensor, make: Make) -> torch.Tensor:
@@ -214,12 +513,8 @@ def _uniform(t: torch.Tensor) -> torch.Tensor:
     return t.copy_(torch.rand(t.shape)) if t.is_floating_point() or t.is_complex() else t.random_(0, 2)
 
 
-def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any], known: Known) -> torch.Tensor:
+def _like(fake: torch.Tensor, fill: Callable[[torch.Tensor], Any], known: Known = NOTHING) -> torch.Tensor:
     real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     real.copy_(known[id(fake)]) if id(fake) in known else fill(real)
     leaf = real.requires_grad_(fake.requires_grad)
     return leaf.clone() if fake.requires_grad and not isinstance(fake, nn.Parameter) else leaf
-
-
-def is_plain(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, np.ndarray))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from types import CellType, ModuleType, TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
+FIXED = ("submodule", "parameter")  # kinds that no step can change
 LARGEST_COPY = 10_000  # entries of a container that is copied
 
 
@@ -54,11 +55,20 @@ class Change:
         """What excludes the change from a :class:`Snapshot`."""
         return self.owner, self.key
 
+    def get(self) -> Any:
+        """The value of the entry now; of a list or deque as many of the last values as are ``new``."""
+        if self.key is None:
+            return list(self.owner)[len(self.owner) - len(self.new) :]
+        own = isinstance(self.owner, dict)
+        return dict.get(self.owner, self.key, MISSING) if own else getattr(self.owner, self.key, MISSING)
+
     def put(self, value: Any) -> None:
         """Sets the entry, or all of a list, set, deque or array. ``MISSING`` deletes it."""
         owner = self.owner
         if self.key is None and is_array(owner):
             owner[... if getattr(owner, "ndim", 1) == 0 else slice(None)] = value
+        elif self.key is not None and isinstance(owner, (list, deque)):
+            owner[self.key] = value
         elif self.key is None and isinstance(owner, list):
             list.__setitem__(owner, slice(None), value)
         elif self.key is None and isinstance(owner, (set, deque)):
@@ -78,7 +88,8 @@ class Effects:
     """Context around a recording. ``found``: what the forward changed.
 
     Seen are the modules of ``root``, their classes, the objects and containers that they hold (``state``), and the
-    globals of the files that define their classes. At the end everything is put back.
+    globals of the files that define their classes. At the end everything is put back, also what was :meth:`accepted
+    <accept>`.
     """
 
     root: nn.Module
@@ -86,6 +97,7 @@ class Effects:
     found: list[Change] = field(default_factory=list)
     state: State = field(default_factory=State)
     _before: dict[int, tuple[Holder, Any]] = field(default_factory=dict)
+    _accepted: dict[int, Any] = field(default_factory=dict)  # by owner: what counts as unchanged, if not ``_before``
 
     def __enter__(self) -> Effects:
         self.state = reachable(self.root, self.label)
@@ -93,10 +105,40 @@ class Effects:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.found = [change for holder, before in self._before.values() for change in _changes(holder, before)]
-        for change in self.found:
+        self.found, self._accepted = self.changes(), {}
+        for change in self.changes():
             change.put(change.old)
         self.state, self._before = State(), {}
+
+    def seen(self) -> Set[int]:
+        """The ids of the objects in which changes are seen."""
+        return self._before.keys()
+
+    def changes(self, owners: Iterable[int] | None = None) -> list[Change]:
+        """What has changed since the beginning, or since it was accepted. ``owners``: in these of the objects only."""
+        chosen = self._before.keys() if owners is None else self._before.keys() & set(owners)
+        pairs = ((self._before[i][0], self._accepted.get(i, self._before[i][1])) for i in self._before if i in chosen)
+        return [change for holder, before in pairs for change in _changes(holder, before)]
+
+    def accept(self, changes: Iterable[Change]) -> None:
+        """Takes the present values of entries for unchanged."""
+        for owner, key in (change.entry for change in changes if id(change.owner) in self._before):
+            now, known = _copy(owner), self._accepted.get(id(owner), self._before[id(owner)][1])
+            self._accepted[id(owner)] = now if key is None else {**known, key: now.get(key, MISSING)}
+
+    def replace(self, copy: Callable[[Any], Any]) -> list[Change]:
+        """Puts ``copy(value)`` in the place of each value. Returns what was replaced, which counts as unchanged."""
+        places = [
+            (holder.owner, key, holder.kind, holder.name(key), value)
+            for holder, _ in self._before.values()
+            for key, value in holder.entries.items()
+            if not (isinstance(holder.owner, set) or holder.kind == "array" or _is_internal(holder, key))
+        ]
+        replaced = [Change(*place, new) for place in places if (new := copy(place[-1])) is not place[-1]]
+        for change in replaced:
+            change.put(change.new)
+        self._accepted = {i: _copy(holder.owner) for i, (holder, _) in self._before.items()}
+        return replaced
 
 
 def reachable(root: nn.Module, label: str) -> State:

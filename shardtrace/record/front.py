@@ -19,7 +19,7 @@ from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record, storage
 from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
 from shardtrace.record.checks import after_checks, tokens_of
-from shardtrace.record.eager import CannotStandAlone
+from shardtrace.record.eager import updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
@@ -38,8 +38,9 @@ from shardtrace.record.recording import Described, Recording, check_no_fakes
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
+from shardtrace.record.runs import settle_runs, unguarded
 from shardtrace.record.snapshot import Snapshot
-from shardtrace.record.state import MISSING
+from shardtrace.record.state import MISSING, Entry
 from shardtrace.record.watcher import CodeWatcher
 
 import torch
@@ -267,6 +268,7 @@ class Front:
         self._alone = ""  # why PyTorch cannot run the model itself
         self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
         self.remarks: dict[str, None] = {}
+        self._apart = ""  # why PyTorch cannot run the first module that it was to run
         self._caches = False
         self._kept: list[Change] = []  # what the recording before has set once
         self._may_keep, self._calls = True, Described((), (), ())
@@ -293,14 +295,12 @@ class Front:
             ),
         )  # fmt: skip
         record, changes = recording(watcher)
-        if self._module in self._eager and changes:
-            raise CannotRecord([self._module]) from CannotStandAlone(f"forward sets {changes[0].label}")
         arguments.check_unchanged()
         shared, varying = get_compile_data().fn is not self._module, self._setting.varying
         given: dict[Any, Any] = {} if shared else {**dict(enumerate(arguments.args)), **arguments.kwargs}
         state = Snapshot(self._module, watcher, label=type(self._module).__name__)
         places = places_of(state.take(), self._module.forward, given)
-        tried = varying.changed(places)
+        tried = [] if record.ran else varying.changed(places)  # what PyTorch runs may compute with them
         recording, record, changes = record_numbers(
             recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
         )
@@ -313,7 +313,8 @@ class Front:
         met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
         setting.refuse((place, t) for place, t in met if t is not None)
         used = {id(t) for t in memory.outside.values()}
-        check_recurrent(done.changes, used)
+        check_recurrent([*done.changes, *record.ran], used)
+        excluded = unguarded(record.ran, used, done.watcher.names())
         written = {storage(t) for call in record.calls for t in call.written}
         memory.check_whole(written)
         _check_apart(inputs, arguments, written)
@@ -330,6 +331,8 @@ class Front:
         lines = get_tracectx().scopes[-1]
         count, returned, tokens = len(lines), tensors_in(record.result), tokens_of(record)
         try:
+            fakes = [*inputs.by_name.values(), *(fake for fake, _ in arguments.by_fake.values())]
+            left += settle_runs(record.calls, [*returned, *left, *tokens, *fakes]) if record.watchers else []
             with exempt_from_autocast(get_compile_data()):
                 takes = done.recording.write(replay)
                 blocks.write([*returned, *left, *tokens])
@@ -339,7 +342,7 @@ class Front:
                 if returned and tokens:
                     replay.renew(returned[0], after_checks, tokens)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
-                if changes:
+                if changes or left:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
         except CannotWrite:
             del lines[count:]
@@ -347,26 +350,34 @@ class Front:
         finally:
             replay.values.clear()
         inputs.guard()
-        for place in (p for p in done.recording.places if p.argument):
-            arguments.take(place.key, place.put)
-        done.keep()
-        snapshot = Snapshot(
-            self._module, done.watcher, excluded=[change.entry for change in only_written(done.changes, used)],
-            replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
-            label=type(self._module).__name__,
-        )  # fmt: skip
-        guards: list[Callable[[], None]] = [snapshot.check]
-        if (reads := done.recording.reads.guard(record.calls)) is not None:
-            check_reads(reads) if reads.proxies else guards.append(reads)
+        guards = self._guards(done, [*excluded, *(change.entry for change in only_written(done.changes, used))])
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
             partial(_call_all, guards),
             [*takes, *filter(None, [setting.compare(done.recording, record)])],
-            partial(_set, changes, [t.requires_grad for t in left]) if changes else None,
+            partial(_set, changes, [t.requires_grad for t in left]) if changes or left else None,
             "; ".join(filter(None, (str(blocks), *self.remarks))),
             rebuild,
             arguments.tensors(),
         )
+
+    def _guards(self, done: Recorded, excluded: Sequence[Entry]) -> list[Callable[[], None]]:
+        """What is checked before each later step. ``excluded``: entries that do not count."""
+        arguments = done.arguments
+        for place in (p for p in done.recording.places if p.argument):
+            arguments.take(place.key, place.put)
+        done.keep()
+        for watcher in done.record.watchers:
+            done.watcher.add(watcher)
+        snapshot = Snapshot(
+            self._module, done.watcher, excluded=excluded,
+            replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
+            label=type(self._module).__name__,
+        )  # fmt: skip
+        guards: list[Callable[[], None]] = [snapshot.check]
+        if (reads := done.recording.reads.guard(done.record.calls)) is not None:
+            check_reads(reads) if reads.proxies else guards.append(reads)
+        return guards
 
     def _thunder_returns(self, result: Any) -> bool:
         """Whether Thunder can return a result as it is: to the function that calls the model, or a plain structure of
@@ -431,6 +442,8 @@ class Front:
         self._compiling = [True]
         for module in reversed(modules):
             if module in self._eager:
+                if module is not self._module:
+                    self._apart = self._apart or f"; PyTorch cannot run {self._names[id(module)]} by itself: {error}"
                 self._eager.remove(module)
                 self._impossible.add(module)
             elif module not in self._impossible and self._setting.fall_back and self._may_run(module):
@@ -469,7 +482,7 @@ class Front:
             what += f", and PyTorch cannot run {name} as one line ({self._alone})"
         if self._caches:  # of keys and values, by Hugging Face's configs
             remedy = f"pass use_cache=False, if it is not to generate, or {remedy}"
-        explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}: {remedy}")
+        explained = RuntimeError(f"the forward of {name} cannot be recorded: {what}{self._apart}: {remedy}")
         explained.__cause__, explained.__traceback__ = error, error.__traceback__
         return explained
 
@@ -520,10 +533,7 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
         if isinstance(inputs.tensor(fake), nn.Parameter):
-            raise RuntimeError(
-                f"parameter {inputs.name(fake)!r} is updated in place in forward, which would change a copy of it: "
-                "make it a buffer, or change it outside of forward in shardtrace.full_params"
-            )
+            raise updated_parameter(inputs.name(fake))
         new = replay.values.read(fake)
         if inputs.has(fake):
             inputs.write(fake, new)

@@ -416,10 +416,11 @@ def only_written(changes: Iterable[Change], used: Collection[int]) -> list[Chang
     These are counts, and tensors in the place of tensors that no call used. ``used``: the ids of the tensors from
     outside that calls used. A first change from None to a tensor is left out: the forward may have asked for None.
     """
-    return [change for change in changes if change.kind == "count" or _replaces(change, used)]
+    return [change for change in changes if change.kind == "count" or replaces_tensors(change, used)]
 
 
-def _replaces(change: Change, used: Collection[int]) -> bool:
+def replaces_tensors(change: Change, used: Collection[int]) -> bool:
+    """Whether tensors take the place of tensors that no call used."""
     old, new = pytree.tree_leaves(change.old), pytree.tree_leaves(change.new)
     tensors = [t for t in old if isinstance(t, torch.Tensor)]
     if any(id(t) in used for t in tensors):

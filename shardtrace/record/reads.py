@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Autocast, Meta, laid_out
 from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage
-from shardtrace.record.eager import Eager, EagerModule, Facts, is_plain, made_like, on_real_tensors, try_function
+from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, on_real_tensors, try_function
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -169,7 +170,7 @@ class Reads:
             trial = try_function(eager, args, kwargs, known)
             writes = bool(trial.written or trial.random) or not (sizes or _needs_values(eager, args, kwargs))
             result = pytree.tree_map_only(torch.Tensor, Meta.of, trial.result)
-        elif (floats and any(map(_is_float, leaves))) or not all(map(is_plain, leaves)):
+        elif (floats and any(map(_is_float, leaves))) or not all(isinstance(v, (*PLAIN, np.ndarray)) for v in leaves):
             raise CannotRead("it is another value in each step")
         if writes or not known or function is torch.Tensor.data_ptr:
             raise CannotRead("it does more than to read, or reads no input")

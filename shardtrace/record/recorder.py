@@ -23,7 +23,8 @@ from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, 
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage
 from shardtrace.record.checks import check_of, token
-from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, try_function, try_module
+from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
+from shardtrace.record.effects import Effects
 from shardtrace.record.marks import is_library
 from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.random_state import RandomStates
@@ -120,6 +121,7 @@ class Recorder(TorchFunctionMode):
         memory: has the fakes of tensors that forward meets.
         watched: the modules whose calls become spans.
         eager: the modules whose calls are one call each, which PyTorch runs.
+        effects: sees what the forward changes in the user's objects; needed if there are such modules.
         random: sees what becomes of generators of random numbers; None: they are of no interest.
         reads: what the forward reads of its inputs.
     """
@@ -132,6 +134,7 @@ class Recorder(TorchFunctionMode):
         *,
         watched: Collection[nn.Module] = (),
         eager: Set[nn.Module] = frozenset(),
+        effects: Effects | None = None,
         random: RandomStates | None = None,
         reads: Reads | None = None,
     ) -> None:
@@ -139,7 +142,8 @@ class Recorder(TorchFunctionMode):
         self.random = RandomStates() if random is None else random
         self.record = Record()
         self.failed: tuple[nn.Module, ...] = ()  # the modules that ran when an exception was raised, outer ones first
-        self._eager, self._reads = eager, reads or Reads(lambda fake: None, {})
+        self._eager, self._effects = eager, effects
+        self._reads = reads or Reads(lambda fake: None, {})
         self._modules, self._watched = modules, set(map(id, watched))
         self._stack: list[nn.Module] = []  # the modules that run
         self._inside = 0  # calls of torch that run
@@ -396,19 +400,28 @@ class Recorder(TorchFunctionMode):
 
     def _call_eager(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call of a module as one call."""
-        call = EagerModule(module, original)
-        own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
-        kept = pytree.tree_map(lambda x: x, (args, kwargs))
+        assert self._effects is not None
+        label = ".".join(filter(None, (self._effects.label, self._modules[id(module)])))
+        call, own, watcher = EagerModule(module, original, label), own_tensors(module), CodeWatcher()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._met, (args, kwargs))
         fakes = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, FakeTensor)]
         if len(self._stack) > 1:  # the model itself has the arguments of this step
             fakes = [t for t in fakes if not t.is_floating_point() and not t.is_complex()]
-        with self.inside():
-            found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
-            known = {i: value for i, value in found.items() if value is not None}
-            trial = try_module(call, args, kwargs, own, known)
+        self._watcher.pause()
+        try:
+            with self.inside():
+                found = {id(t): self._reads.value(self.record.calls, t) for t in fakes}
+                known = {i: value for i, value in found.items() if value is not None}
+                trial = try_module(call, args, kwargs, own, self._effects, watcher, known)
+        finally:
+            self._watcher.resume()
+        self.record.ran += trial.changes
+        self.record.left += trial.left
+        self.record.watchers.append(watcher)
         tensors = [t for t in pytree.tree_leaves((args, kwargs, own)) if isinstance(t, torch.Tensor)]
-        self._keep(call, (*kept, own), {}, trial.result, [tensors[i] for i in trial.written], trial.random)
-        return trial.result
+        written = {storage(tensors[i]): tensors[i] for i in sorted(trial.written, reverse=True)}
+        self._keep(call, (args, kwargs, own), {}, trial.result, tuple(written.values()), trial.random)
+        return trial.result[0]
 
     def call_whole(self, original: Callable[..., Any], owner: Any, args: Any, kwargs: Any) -> Any:
         """The call of a function that computes its gradient itself: the ``apply`` of an autograd.Function, a scripted

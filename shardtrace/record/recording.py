@@ -64,14 +64,15 @@ class Recording:
             random = stack.enter_context(RandomStates(known))
             stack.enter_context(watcher)
             recorder = Recorder(
-                self.names, watcher, self.memory, watched=self.watched, eager=self.eager, random=random,
-                reads=self.reads,
+                self.names, watcher, self.memory, watched=self.watched, eager=self.eager, effects=effects,
+                random=random, reads=self.reads,
             )  # fmt: skip
             given = (self.module, *self.args)
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
             )
-        return done, effects.found
+        changes, effects.found = [*effects.found, *done.left], []  # the recorder may live on, but no fake with it
+        return done, changes
 
 
 def check_no_fakes(done: Record) -> None:
@@ -82,7 +83,7 @@ def check_no_fakes(done: Record) -> None:
         for t in call.results
         if isinstance(t, FakeTensor) and all(t is not given for given in call.written)  # another call made it
     ]
-    done.calls, done.spans, done.result = [], [], None
+    done.calls, done.spans, done.result, done.ran, done.left = [], [], None, [], []
     check_leaks(made)
 
 

@@ -156,8 +156,9 @@ def _values(holders: list[Holder]) -> dict[Name, Any]:
     inside = {
         id(h.owner)
         for h in holders
-        if h.kind == "array" or (type(h.owner) in BUILTIN and len(h.owner) == len(h.entries))
-    }
+        if h.kind == "array"
+        or (type(h.owner) in BUILTIN and (len(h.owner) == len(h.entries) or (h.entries and not h.counted)))
+    }  # some entries of those that are not counted are excluded
     values: dict[Name, Any] = {}
     occurred: Counter[str] = Counter()
 

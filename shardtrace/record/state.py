@@ -130,6 +130,7 @@ class State:
 
     def add_value(self, value: Any, label: str, depth: int = DEPTH) -> None:
         """Adds what a module, a container, an object or a class holds."""
+        value = value() if type(value) is weakref.ref else value
         if type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum)) or depth < 0:
             return
         if id(value) in self.seen or type(value) in weakref.ProxyTypes:

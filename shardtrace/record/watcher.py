@@ -90,6 +90,12 @@ class CodeWatcher:
                 key = (id(code), *map(id, values))
                 self._closures[key] = code
 
+    def add(self, other: CodeWatcher) -> None:
+        """Adds the code that another one has seen."""
+        self.globals_of |= other.globals_of
+        self._seen |= other._seen
+        self._closures |= other._closures
+
     def names(self) -> frozenset[str]:
         """The names of attributes that the code may read, also by ``getattr``."""
         return frozenset(chain.from_iterable(map(_strings, self.globals_of)))

@@ -251,10 +251,11 @@ def test_what_remains_refused_names_the_line_that_ended_the_recording(single_ran
         with pytest.raises(RuntimeError, match="it depends on the values of tensors") as info:
             cmodel(torch.randn(3, 4))
         assert "    m.seen = m.fc(x).sum().item()" in text_of(info.value)
+    returns = Net(lambda m, x: (m.fc(x), m.fc(x).sum().item()))
     with pytest.raises(
-        RuntimeError, match=r"PyTorch cannot run Net as one line .CannotStandAlone: forward sets .*seen"
+        RuntimeError, match=r"PyTorch cannot run Net as one line .CannotStandAlone: the shapes .*values"
     ):
-        thunder.jit(shardtrace.fsdp(Net(sets)))(torch.randn(3, 4))
+        thunder.jit(shardtrace.fsdp(returns))(torch.randn(3, 4))
 
 
 def test_in_inference_mode(single_rank):
@@ -263,3 +264,17 @@ def test_in_inference_mode(single_rank):
     with torch.inference_mode():
         for step in range(3):
             torch.testing.assert_close(cmodel(*(given := masked(step))), eager(*given))
+
+
+def test_what_the_model_keeps_of_values(single_rank):
+    def sets(m, x):
+        m.seen = m.fc(x).sum().item()
+        return m.fc(x)
+
+    model, eager = Net(sets), Net(sets)
+    eager.load_state_dict(model.state_dict())
+    sharded = shardtrace.fsdp(model)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(sharded(x), eager(x))
+        assert model.seen == eager.seen
