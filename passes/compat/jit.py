@@ -81,8 +81,8 @@ def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -
             jitted._overrides_parameters[name] = replaced.get(parameter, parameter)
 
 
-def live_buffers() -> Callable[[], None]:
-    """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
+def live_buffers() -> Callable[[], None] | None:
+    """None if there are no buffers, or a function that makes the jitted modules of the current compilation read the buffers that their modules hold when
     it is called, in place of those that were there when they were jitted."""
     data, _ = compile_data_and_stats()
     rows = []
@@ -100,7 +100,7 @@ def live_buffers() -> Callable[[], None]:
                 if (new := buffers.get(key)) is not None:
                     overrides[path] = new
 
-    return refresh
+    return refresh if rows else None
 
 
 def proxied_values() -> set[Any]:

@@ -123,7 +123,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards += [live_buffers(), traced.guard]
+    facts.guards += [*filter(None, [live_buffers()]), traced.guard]
     facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter
