@@ -20,6 +20,7 @@ THUNDER = (
     Private("thunder.core.symbol", "BoundSymbol._call_ctx", "the function that a line calls"),
     Private("thunder.core.symbol", "Symbol._bind_postprocess", "gives each line of a symbol its function"),
     Private("thunder.core.trace", "TraceCtx._siginfo", "the name and arguments of the function that a trace prints"),
+    Private("thunder.core.module", "ThunderModule._overrides_buffers", "steps read the buffers that modules hold now"),
     Private("thunder.core.proxies", "Proxy._name", "names that Python can read; copies under another name"),
     Private("thunder.core.proxies", "Proxy._tags", "copies of proxies have their own tags"),
     Private("thunder.core.proxies", "TensorProxy._shape", "a proxy's shape outside of a trace"),
@@ -98,6 +99,7 @@ TORCH = (
     Private("torch.nn", "Module._parameters", "swaps parameters by shards and stand-ins"),
     Private("torch.nn", "Module._buffers", "swaps buffers"),
     Private("torch.nn", "Module._modules", "submodules that were replaced after fsdp"),
+    Private("torch.nn", "Module._forward_pre_hooks", "attributes that a hook sets before each call"),
     Private("torch.nn", "Module._backward_hooks", "hooks that a compiled backward would not call"),
     Private("torch.nn", "Module._backward_pre_hooks", "hooks that a compiled backward would not call"),
     Private("torch.nn.modules.module", "_global_backward_hooks", "hooks that a compiled backward would not call"),
@@ -129,4 +131,5 @@ TRAINERS = (
     Private("lightning.pytorch.strategies", "DDPStrategy._setup_model", "shards the module"),
     Private("lightning.pytorch.strategies", "ParallelStrategy._layer_sync", "is refused"),
     Private("lightning.pytorch.core.optimizer", "LightningOptimizer._optimizer", "the optimizer of torch"),
+    Private("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging._average_model", "averages whole tensors"),
 )

@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+AVERAGE = "_average_model"  # of the callbacks that average weights
+
 
 class ShardtraceTrainerStrategy(DDPStrategy):
     """Trains with ``lightning.pytorch.Trainer(strategy="shardtrace", devices=2)``, or with an object of this class.
@@ -97,9 +99,9 @@ class ShardtraceTrainerStrategy(DDPStrategy):
             raise ValueError("ShardtraceTrainerStrategy does not convert BatchNorm layers: leave sync_batchnorm out")
         super(DDPStrategy, self).setup(trainer)  # without DistributedDataParallel
         for callback in trainer.callbacks:
-            if isinstance(getattr(callback, "_average_model", None), nn.Module):
+            if isinstance(getattr(callback, AVERAGE, None), nn.Module):
                 callback.setup(trainer, self._module, "fit")  # averages what it copied before the module was sharded
-                average = callback._average_model
+                average: Any = getattr(callback, AVERAGE)
                 average.state_dict = functools.partial(_whole_state_dict, average)
 
     def model_to_device(self) -> None:

@@ -261,8 +261,9 @@ class _Waits:
         while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
             if frame.f_code.co_name in COLLECTIVES and frame.f_globals["__name__"] == c10d.__name__:
                 if self._scripts is None or self._scripts[0] is not frame:
-                    what, group = f"{frame.f_code.co_name} of torch.distributed", frame.f_locals.get("group")
-                    self._scripts = frame, communicating(what, group or c10d._get_default_group(), by_script=True)
+                    what = f"{frame.f_code.co_name} of torch.distributed"
+                    group: Any = frame.f_locals.get("group") or dist.group.WORLD
+                    self._scripts = frame, communicating(what, group, by_script=True)
                 return self._scripts[1]
             frame = frame.f_back
         self._scripts = None

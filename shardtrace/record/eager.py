@@ -243,7 +243,7 @@ def try_module(
     Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
     it raises.
     """
-    with _pop_mode_temporarily(), unset_fake_temporarily(), untouched(module) as observed:
+    with _pop_mode_temporarily(), on_real_tensors(), untouched(module) as observed:
         observer = Observer(*observed, watcher)
         first, second = _try(
             module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2, observer
@@ -313,6 +313,14 @@ def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING
     return trial._replace(result=pytree.tree_map_only(torch.Tensor, lambda t: made_like(Meta.of(t)), trial.result))
 
 
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Outside of the mode of fake tensors and of inference mode, in which nothing counts writes."""
+    grad = torch.is_grad_enabled()
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
 def _try(
     function: Eager, args: Any, kwargs: Any, makes: Sequence[Make], observer: Observer | None = None
 ) -> list[Trial]:
@@ -321,7 +329,7 @@ def _try(
         if not isinstance(value, GIVEN):
             raise CannotStandAlone(f"it is given a {type(value).__name__}")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with unset_fake_temporarily(), torch.random.fork_rng(devices), RandomStates(), NoMessages():
+    with on_real_tensors(), torch.random.fork_rng(devices), RandomStates(), NoMessages():
         trials = [_call(function, given, spec, make, devices, observer) for make in makes]
     first = trials[0]
     for value in pytree.tree_leaves(first.result):

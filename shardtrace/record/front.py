@@ -446,26 +446,28 @@ class Front:
                     self._apart = self._apart or f"; PyTorch cannot run {self._names[id(module)]} by itself: {error}"
                 self._eager.remove(module)
                 self._impossible.add(module)
-            elif module not in self._impossible and self._setting.fall_back and self._may_run(module, error):
+            elif module not in self._impossible and self._setting.fall_back and self._may_run(module):
                 same = {m for m in self._modules.values() if type(m) is type(module)}
                 self._eager |= same - self._impossible
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                name = self._names[id(module)] or "the model itself, with all parameters whole,"
-                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch: {why}"] = None
+                name, whole = self._names[id(module)], ""
+                if not name:
+                    name, whole = "the model itself", ", with all its parameters whole"
+                self.remarks[f"{name} ({type(module).__name__}) is run by PyTorch{whole}: {why}"] = None
                 return
         raise self.with_place(self._explained(self._last or error))
 
-    def _may_run(self, module: nn.Module, error: BaseException) -> bool:
+    def _may_run(self, module: nn.Module) -> bool:
         """Whether PyTorch may run a module. What we refuse is refused in the model itself."""
-        ours = isinstance(error, CannotWrite | NotImplementedError) and not isinstance(error, VALUES)
+        ours = isinstance(self._last, CannotWrite | NotImplementedError) and not isinstance(self._last, VALUES)
         return module is not self._module or (self._setting.whole and not ours)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An error of fake tensors in the user's words; another one as it is."""
-        if isinstance(error, VALUES):
-            what = f"it depends on the values of tensors ({error})"
-        elif "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
+        if "data pointer" in str(error):  # torch's words for what asks for the memory of a fake
             what = "it reads the memory of a tensor (DLPack, data_ptr)"
+        elif isinstance(error, VALUES):
+            what = f"it depends on the values of tensors ({error})"
         elif isinstance(error, CannotWrite | SendsMessages):
             what = str(error)
         else:

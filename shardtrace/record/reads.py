@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import Autocast, Meta, laid_out
 from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage
-from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, try_function
+from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, on_real_tensors, try_function
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 VARIANTS = 8  # compiled steps that differ in what one line reads, for arguments of the same shapes
@@ -125,7 +125,7 @@ class Reads:
         that sizes depend on values. Raises CannotRead."""
         if not self._is_done:
             try:
-                with unset_fake_temporarily():
+                with on_real_tensors():
                     self._found.append(self._read(calls, function, args, kwargs, place, sizes))
             except Exception as error:  # whatever torch raises
                 raise CannotRead(str(error)) from error
@@ -138,7 +138,7 @@ class Reads:
 
     def value(self, calls: Sequence[Call], fake: torch.Tensor) -> torch.Tensor | None:
         """What a fake holds after ``calls``, if it follows from arguments and buffers."""
-        with suppress(Exception), unset_fake_temporarily():  # whatever the calls raise
+        with suppress(Exception), on_real_tensors():  # whatever the calls raise
             return self._compute(calls, fake)[0]
         return None
 
@@ -165,7 +165,7 @@ class Reads:
         step, given = Step.of(eager, args, kwargs), {i: t.clone() for i, t in known.items()}
         result = step(given) if len(known) == len(fakes) else None
         leaves = pytree.tree_leaves(result)
-        writes = any(t._version for t in given.values() if not t.is_inference())
+        writes = any(t._version for t in given.values())
         if result is None or any(isinstance(v, torch.Tensor) for v in leaves):
             trial = try_function(eager, args, kwargs, known)
             writes = bool(trial.written or trial.random) or not (sizes or _needs_values(eager, args, kwargs))

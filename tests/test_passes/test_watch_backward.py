@@ -198,6 +198,7 @@ def test_the_remedy_for_hooks(single_rank):
     torch.testing.assert_close(See.gradients[2:], See.gradients[:2])
 
 
+@pytest.mark.filterwarnings("ignore:Error detected")
 @pytest.mark.parametrize("of", ["backward only", "the whole step"])
 def test_anomaly_mode(single_rank, of):
     model = shardtrace.fsdp(net())

@@ -1,5 +1,7 @@
 """Values of inputs are read and guarded. Checks that only raise are lines. What each step computes is left to PyTorch."""
 
+import copy
+
 import shardtrace
 from passes.compat.failures import notes_of
 from passes.runner import FirstStage
@@ -223,14 +225,14 @@ def test_the_model_itself_is_run_by_pytorch_at_last(single_rank):
         lambda: Model(lambda m, x: (m.fc(x) if m.fc(x).sum() > 0 else -2 * m.fc(x)) / x.max().item()),
         lambda step: (torch.randn(3, 4),), steps=4,
     )  # fmt: skip
-    assert "the model itself, with all parameters whole, (Model) is run by PyTorch" in remarks(cmodel)
+    assert "the model itself (Model) is run by PyTorch, with all its parameters whole" in remarks(cmodel)
 
 
 def test_layers_that_are_dropped(single_rank):
     """The random numbers of each step choose the path."""
     drops = lambda m, x: m.fc(x) if torch.rand([]) < 0.5 else 2 * m.fc(m.fc(x))  # noqa: E731
     cmodel = check(lambda: Model(drops), lambda step: (torch.randn(3, 4),), steps=4)
-    assert "the model itself, with all parameters whole, (Model) is run by PyTorch" in remarks(cmodel)
+    assert "the model itself (Model) is run by PyTorch, with all its parameters whole" in remarks(cmodel)
 
 
 def test_what_remains_refused_names_the_line_that_ended_the_recording(single_rank):
@@ -268,3 +270,11 @@ def test_what_the_model_keeps_of_values(single_rank):
         x = torch.randn(3, 4)
         torch.testing.assert_close(sharded(x), eager(x))
         assert model.seen == eager.seen
+
+
+def test_in_inference_mode(single_rank):
+    model = Net(lambda m, x, mask: m.fc(x)[mask].sum(0) * (1 if m.fc(x).sum() > 0 else -1))
+    eager, cmodel = copy.deepcopy(model), shardtrace.fsdp(model)
+    with torch.inference_mode():
+        for step in range(3):
+            torch.testing.assert_close(cmodel(*(given := masked(step))), eager(*given))

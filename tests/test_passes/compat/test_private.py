@@ -18,7 +18,7 @@ OTHERS = {"_asdict", "_fields", "_replace"}  # of NamedTuples
 OTHERS |= {"_current_frames", "_getframe"}  # of Python
 OTHERS |= {"_C", "_autograd", "_functorch", "_dynamo"}  # modules, whose names are listed
 NEVER_THERE = ("torch.TensorProxy", "torch._dynamo.eval_frame.guarded_backend_cache")  # for torch before 2.3; a slip
-OURS = {"_hold", "_timed"}
+OURS = {"_hold", "_timed", "_shardtrace_outside", "_shardtrace_number"}
 
 
 @pytest.mark.parametrize("private", [*THUNDER, *TORCH, *TRAINERS], ids=lambda p: f"{p.module}.{p.attribute}")
