@@ -10,6 +10,7 @@ from passes.compat.failures import interrupt_of
 from passes.compat.versions import functional_transform
 from shardtrace.model.state import own_state, part_of, state_of
 from shardtrace.model.tracing import recorded
+from shardtrace.ranks.consensus import RankMismatchError
 
 import thunder
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 @torch.compiler.disable  # torch.compile(model) leaves a sharded model to Thunder
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the sharded ``module``, or a part of one, as a jitted module. Its first call jits it."""
-    return _run(_jitted(module, module, module, type(module).__name__), args, kwargs)
+    return _run(module, module, module, type(module).__name__, args, kwargs)
 
 
 def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,14 +33,27 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
         if state is None or not state.is_to_run():
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
-        return _run(_jitted(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}"), args, kwargs)
+        return _run(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}", args, kwargs)
 
     return compiled
 
 
-def _run(jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    module: nn.Module,
+    key: Hashable,
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = own_state(module)
     try:
-        return jitted(*args, **kwargs)
+        return _jitted(module, key, function, name)(*args, **kwargs)
+    except RankMismatchError:  # all ranks raise it
+        if state.variants is None:
+            raise
+        state.stop_reading()  # values that this rank or another has read may be the reason
+        return _run(module, key, function, name, args, kwargs)
     except RuntimeError as error:
         if (interrupt := interrupt_of(error)) is not None:
             raise interrupt from None

@@ -57,7 +57,8 @@ class ShardedState:
         self.left = left or ParameterMemory()  # the memory in which parameters were whole
         self.ignored = ignored  # parameters that a step may use although they are not sharded
         self.difference = ""  # of a forward that was recorded again, if it was another one
-        self.variants: dict[Hashable, set[Hashable]] = {}  # the values that forwards have read of their inputs
+        # the values that forwards have read of their inputs; None: they read none, for which ranks would send others
+        self.variants: dict[Hashable, set[Hashable]] | None = {}
         self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of each module: now, and when last traced
         self.unsharded = False  # inside full_params
         self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared
@@ -317,6 +318,11 @@ class ShardedState:
                 yield
         finally:
             self._running -= 1
+
+    def stop_reading(self) -> None:
+        """Leaves what depends on the values of inputs to PyTorch from here on."""
+        self.variants = None
+        self.compiled.clear()
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

@@ -243,7 +243,7 @@ def try_module(
     Raises CannotStandAlone if it returns or leaves anything else than tensors, or other ones in a second call; or what
     it raises.
     """
-    with _pop_mode_temporarily(), unset_fake_temporarily(), untouched(module) as observed:
+    with _pop_mode_temporarily(), on_real_tensors(), untouched(module) as observed:
         observer = Observer(*observed, watcher)
         first, second = _try(
             module, (args, kwargs, dict(own)), {}, [partial(_like, fill=_random, known=known)] * 2, observer

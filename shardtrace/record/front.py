@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -217,7 +217,7 @@ class Setting:
     obstacle: str = ""
     computing: bool = True
     whole: bool = True
-    variants: dict[Hashable, set[Hashable]] = field(default_factory=dict)
+    variants: dict[Hashable, set[Hashable]] | None = None
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
@@ -310,8 +310,7 @@ class Front:
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         memory = inputs.memory
-        met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
-        setting.refuse((place, t) for place, t in met if t is not None)
+        _refuse(record, memory, setting)
         used = {id(t) for t in memory.outside.values()}
         check_recurrent([*done.changes, *record.ran], used)
         excluded = unguarded(record.ran, used, done.watcher.names())
@@ -349,7 +348,6 @@ class Front:
             raise
         finally:
             replay.values.clear()
-        inputs.guard()
         guards = self._guards(done, [*excluded, *(change.entry for change in only_written(done.changes, used))])
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
@@ -364,6 +362,7 @@ class Front:
     def _guards(self, done: Recorded, excluded: Sequence[Entry]) -> list[Callable[[], None]]:
         """What is checked before each later step. ``excluded``: entries that do not count."""
         arguments = done.arguments
+        done.inputs.guard()
         for place in (p for p in done.recording.places if p.argument):
             arguments.take(place.key, place.put)
         done.keep()
@@ -510,6 +509,12 @@ def _call_all(guards: Iterable[Callable[[], None]]) -> None:
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:
     """A setter: what forward leaves on modules has a gradient only if it had one when it was recorded."""
     apply(changes, [t if d else t.detach() for t, d in zip(tensors, differentiable, strict=True)])
+
+
+def _refuse(record: Record, memory: Memory, setting: Setting) -> None:
+    """Lets the setting refuse tensors from outside that calls use."""
+    met = ((str(call.place), memory.outside.get(id(t))) for call in record.calls for t in call.tensors())
+    setting.refuse((place, t) for place, t in met if t is not None)
 
 
 def _check_apart(inputs: Inputs, arguments: Arguments, written: Collection[int]) -> None:

@@ -103,11 +103,12 @@ class Reads:
 
     Args:
         source: gives the source of a fake, or None.
-        variants: the values that were read, also in other compilations, by the line that reads and the arguments.
+        variants: the values that were read, also in other compilations, by the line that reads and the arguments. None:
+            nothing may be read.
     """
 
     def __init__(
-        self, source: Callable[[torch.Tensor], Source | None], variants: dict[Hashable, set[Hashable]]
+        self, source: Callable[[torch.Tensor], Source | None], variants: dict[Hashable, set[Hashable]] | None
     ) -> None:
         self._source, self._variants = source, variants
         self._found: list[Read] = []
@@ -123,6 +124,8 @@ class Reads:
     ) -> tuple[Eager, Any]:
         """A function that reads as ``function`` does, and what it gives after ``calls``. ``sizes``: whether torch says
         that sizes depend on values. Raises CannotRead."""
+        if self._variants is None:
+            raise CannotRead("ranks have read other values")
         if not self._is_done:
             try:
                 with on_real_tensors():
@@ -184,6 +187,7 @@ class Reads:
         """Raises CannotRead for the value of one compiled step too many."""
         number = sum(read.place == place for read in self._found)
         shapes = tuple((s.tensor.shape, s.tensor.dtype) for s in self._sources.values() if s.proxy is not None)
+        assert self._variants is not None
         seen = self._variants.setdefault((place, number, shapes), set())
         if len(seen | {hash(repr(value))}) > VARIANTS:
             raise CannotRead(f"it has had {VARIANTS} values for arguments of the same shapes")
