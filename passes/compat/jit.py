@@ -82,8 +82,8 @@ def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -
 
 
 def live_buffers() -> Callable[[], None] | None:
-    """None if there are no buffers, or a function that makes the jitted modules of the current compilation read the buffers that their modules hold when
-    it is called, in place of those that were there when they were jitted."""
+    """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
+    it is called, in place of those that were there when they were jitted. None if there are no buffers."""
     data, _ = compile_data_and_stats()
     rows = []
     for jitted in data._thunder_module_map.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -71,7 +71,6 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
     by_stand_in: dict[int, ShardedParameter] = {}
-    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
     for state in states:
         if state.model_name not in facts.models:
             facts.models.append(state.model_name)
@@ -91,22 +90,11 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         for state in states:
             stack.enter_context(state.stand_ins())
         name = f"shardtrace_state_{len(facts.guards)}"
-        setting = front.Setting(
-            known=facts.known,
-            found=found,
-            parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
-            stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
-            state=name,
-            compare=partial(_comparison, states),
-            refuse=partial(_refuse_shards, states),
-            whole_of=wholes(states[0], context),
-            fall_back=states[0].options.compile.eager is not None,
-            varying=compilation.earlier.setdefault(name, Varying(partial(_warn, states[0]))),
-            obstacle=_why_no_call(),
-            computing=not makes_graphs(get_compile_data().transforms),
-            whole=states[0].options.precision is None and context is None,  # whose casts and parts are its own
-            variants=states[0].variants,
-        )
+        varying = compilation.earlier.setdefault(name, Varying(partial(_warn, states[0])))
+        setting = _setting(
+            states, facts.known, found, by_stand_in,
+            state=name, varying=varying, whole_of=wholes(states[0], context), parts=context is not None,
+        )  # fmt: skip
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
         compare_batches(states[0], traced.given)
@@ -119,6 +107,34 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         facts.at_end.append(partial(refuse_lines, states[0].model_name, computation))
         facts.before_lowering.extend(partial(refuse_graphs, state) for state in states)
     return traced.result
+
+
+def _setting(
+    states: Sequence[ShardedState],
+    known: dict[int, Any],
+    found: front.Found,
+    by_stand_in: Mapping[int, ShardedParameter],
+    *,
+    parts: bool,
+    **others: Any,
+) -> front.Setting:
+    """What the record of a call needs. ``parts``: whether arguments are parts of sequences."""
+    stand_ins = {id(e.shard): e.stand_in for state in states for e in state.entries}
+    options = states[0].options
+    return front.Setting(
+        known=known,
+        found=found,
+        parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
+        stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
+        compare=partial(_comparison, states),
+        refuse=partial(_refuse_shards, states),
+        fall_back=options.compile.eager is not None,
+        obstacle=_why_no_call(),
+        computing=not makes_graphs(get_compile_data().transforms),
+        whole=options.precision is None and not parts,  # whose casts and parts are its own
+        variants=states[0].variants,
+        **others,
+    )
 
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:

@@ -39,8 +39,8 @@ class CodeWatcher:
     """
 
     globals_of: dict[CodeType, dict[str, Any]] = field(default_factory=dict)  # by code that ran
-    _seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
-    _closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
+    seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
+    closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     _previous: Any = None
     _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
@@ -79,8 +79,8 @@ class CodeWatcher:
         if event != "call":
             return
         code = frame.f_code
-        if id(code) not in self._seen:
-            self._seen[id(code)] = code
+        if id(code) not in self.seen:
+            self.seen[id(code)] = code
             if not _is_library(frame):
                 self.globals_of[code] = frame.f_globals
         if code.co_freevars and code in self.globals_of:
@@ -88,13 +88,13 @@ class CodeWatcher:
             values = [variables.get(name) for name in code.co_freevars]
             if any(map(_is_state, values)):
                 key = (id(code), *map(id, values))
-                self._closures[key] = code
+                self.closures[key] = code
 
     def add(self, other: CodeWatcher) -> None:
         """Adds the code that another one has seen."""
         self.globals_of |= other.globals_of
-        self._seen |= other._seen
-        self._closures |= other._closures
+        self.seen |= other.seen
+        self.closures |= other.closures
 
     def names(self) -> frozenset[str]:
         """The names of attributes that the code may read, also by ``getattr``."""
@@ -117,7 +117,7 @@ class CodeWatcher:
         """The functions of code that ran whose free variables hold state. Functions that the forward itself made are
         left out: their variables follow from the code that made them."""
         local = {inner for code in self.globals_of for inner in code.co_consts if isinstance(inner, CodeType)}
-        wanted = {key: code for key, code in self._closures.items() if code not in local}
+        wanted = {key: code for key, code in self.closures.items() if code not in local}
         near = {_key(function): function for function in _functions_in(self.globals_of.values())} if wanted else {}
         if all(key in near for key in wanted):
             return [near[key] for key in wanted]

@@ -10,6 +10,7 @@ from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory
 from shardtrace.record.numbers import check_recurrent, only_written, record_numbers
+from shardtrace.record.reads import Reads
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.recording import Recording
 from shardtrace.record.snapshot import Snapshot
@@ -220,7 +221,8 @@ def counts(forward, **how):
     with fakes:
         x = torch.ones(2)
     memory, names = Memory(fakes, lambda t: None), {id(net): ""}
-    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, memory, names, [], frozenset(), compiling=True)
+    reads = Reads(lambda fake: None, {})
+    recording = Recording(net, Net.forward, (x,), {}, fakes, {}, memory, names, [], frozenset(), True, reads)
     *_, changes = record_numbers(recording, *recording(watcher), watcher, [], **how)
     assert net.n == 0
     return net, changes

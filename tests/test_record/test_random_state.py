@@ -87,9 +87,16 @@ def build(make, sharded):
 
 @pytest.mark.parametrize(("forward", "name"), CASES, ids=[name for _, name in CASES])
 def test_an_error_in_the_model(single_rank, forward, name):
+    policy = shardtrace.CompilePolicy(eager=None)
     with pytest.raises(RuntimeError, match=r"forward (draws numbers|seeds)") as error:
-        run(build(lambda: Part(forward), True))
+        run(shardtrace.fsdp(Part(forward), compile_policy=policy))
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(("forward", "name"), CASES[1::3], ids=[name for _, name in CASES[1::3]])
+def test_right_in_the_model_itself(single_rank, forward, name):
+    eager, ours = (run(build(lambda: Part(forward), sharded)) for sharded in (0, 1))
+    torch.testing.assert_close(ours, eager)
 
 
 @pytest.mark.parametrize(("forward", "name"), CASES[::3], ids=[name for _, name in CASES[::3]])

@@ -348,7 +348,7 @@ def remembered(m, f):
 
 
 def by_values(self, x):
-    return x if x.sum() > 0 else -x
+    return x if self.f(x).sum() > 0 else -x
 
 
 USES = {
