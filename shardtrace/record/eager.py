@@ -429,8 +429,10 @@ def untouched(run: EagerModule) -> Iterator[tuple[Effects, list[Change]]]:
         if isinstance(value, torch.Tensor):
             if id(value) in own:
                 return value
-            real = _like(value, _random) if isinstance(value, FakeTensor) else value
-            return made.setdefault(id(value), real.detach().clone().requires_grad_(value.requires_grad))
+            is_fake = isinstance(value, FakeTensor)
+            real = (_like(value, _random) if is_fake else value).detach().clone().requires_grad_(value.requires_grad)
+            real.__dict__.update({} if is_fake else value.__dict__)  # a shard is known by its attributes
+            return made.setdefault(id(value), real)
         if type(value).__module__ != "itertools":
             return value
         return made[id(value)] if id(value) in made else made.setdefault(id(value), copy.deepcopy(value))
