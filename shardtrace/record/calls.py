@@ -34,9 +34,8 @@ class Place(NamedTuple):
 class Call:
     """One call of torch.
 
-    ``results`` are the tensors in what it returned, ``written`` those that it wrote into: of tensors that share memory
-    the first argument. ``grad``: whether gradients were on. ``checkpoint``: the number of the call of
-    ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
+    ``results`` are the tensors in what it returned, ``written`` those that it wrote into. ``grad``: whether gradients
+    were on, and reach a result. ``checkpoint``: the number of the call of ``torch.utils.checkpoint`` around it. ``names``: the variables that got the results.
     """
 
     function: Callable[..., Any]

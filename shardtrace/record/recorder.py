@@ -30,7 +30,7 @@ from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.random_state import RandomStates
 from shardtrace.record.reads import CannotRead, Reads
 from shardtrace.record.results import tensors_in
-from shardtrace.record.symbols import is_query, name_of
+from shardtrace.record.symbols import OPERATOR, is_query, name_of
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -239,8 +239,7 @@ class Recorder(TorchFunctionMode):
     ) -> bool:
         """Raises NotImplementedError if a function has changed what no line can change of a tensor that it was given.
         Returns whether it has cut the first one from its gradient, as ``detach_`` does."""
-        name = getattr(func, "__name__", str(func))
-        written = set(map(storage, changed))
+        name, written = name_of(func), set(map(storage, changed))
         for i in before:
             t = given[i]
             then, now = before[i], TensorState.of(t)
@@ -321,6 +320,8 @@ class Recorder(TorchFunctionMode):
         names = assigned(_frame())
         self._watcher.resume()
         grad = torch.is_grad_enabled() if grad is None else grad
+        if not isinstance(function, OPERATOR):  # which sees below autograd
+            grad = grad and any(t.requires_grad for t in (*results, *written))
         self._add(function, args, kwargs, results, tuple(written), random, names, grad)
 
     def _add(

@@ -22,6 +22,7 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 F = nn.functional
+OPERATOR = type(torch.ops.aten.add.Tensor)
 SYMBOLS = symbols_of_torch()
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -96,7 +97,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def is_query(function: Callable[..., Any]) -> bool:
     """True for a function that returns no tensor and does nothing."""
-    if isinstance(function, type(torch.ops.aten.add.Tensor)):
+    if isinstance(function, OPERATOR):
         return bool(function._schema.returns)
     return getattr(function, "__name__", "") not in ("__set__", "__delete__") and name_of(function) in QUERIES
 

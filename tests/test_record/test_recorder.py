@@ -320,3 +320,21 @@ def test_a_result_is_cut_from_its_gradient():
         return y
 
     assert [name_of(call.function) for call in recorded(function, "x").calls] == ["mul", "detach"]
+
+
+def test_a_view_without_a_gradient_is_written(single_rank):
+    def forward(m, x):
+        y = m[0](x)
+        z = y.detach()
+        z.mul_(2)
+        w = m[0](x) * 1
+        w.lerp_(w, 0.5)
+        return m[1](z) + w
+
+    from against_eager import check
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return forward(self, x)
+
+    check(lambda: Net(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), lambda step: (torch.randn(3, 4),))
