@@ -63,6 +63,19 @@ class ByValues(nn.Module):
         return x * self.weight if x.sum().item() > 0 else x - self.weight
 
 
+class Counting(nn.Module):
+    """PyTorch has to run it, and it keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.load = 0, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.load = x.detach().abs().mean() if x.sum().item() < 1e9 else self.load
+        return x.clamp(-3, 3)
+
+
 class Model(nn.Module):
     """Runs its lines. All kinds of state that they use are there, used or not."""
 
@@ -79,6 +92,12 @@ class Model(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(D))
         self.fc.register_forward_hook(lambda module, args, output: output * self.options["scale"])
+        self.totals, self.optional, self.temperature = [torch.zeros(D), torch.ones(D)], None, 1.0
+        self.activation, self.counting = F.silu, Counting()
+        both = torch.zeros(D)
+        self.register_buffer("both", both)
+        self.register_buffer("part", both[:2])
+        self.register_buffer("table_of_scales", torch.ones(D))
         scale = 0.5
 
         def inner(x: torch.Tensor) -> torch.Tensor:
@@ -278,6 +297,62 @@ def by_values(m: Model, v: Values) -> None:
 
 
 @line
+def writes_into_a_list(m: Model, v: Values) -> None:
+    m.totals[0].add_(v.x.detach().mean(0))
+    v.x = v.x + m.totals[0].tanh()
+
+
+@line
+def writes_into_all_of_a_list(m: Model, v: Values) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(m.totals, 0.9)
+        torch.add(m.totals[1], 1.0, out=m.totals[1])
+    v.x = v.x * m.totals[1].sigmoid()
+
+
+@line
+def writes_in_inference_mode(m: Model, v: Values) -> None:
+    with torch.inference_mode():
+        m.part.mul_(0.5).add_(0.1)
+    v.x = v.x + m.both.clone()
+
+
+@line
+def reads_what_is_replaced(m: Model, v: Values) -> None:
+    v.x = v.x * m.table_of_scales[: v.x.shape[-1]] + (0.0 if m.optional is None else m.optional)
+
+
+@line
+def cuts_the_gradient(m: Model, v: Values) -> None:
+    y = m.fc(v.x)
+    y.detach_()
+    v.x = v.x + 0.1 * y.tanh()
+
+
+@line
+def reads_values(m: Model, v: Values) -> None:
+    positive = v.other > 0
+    v.x = v.x * (1.5 if positive.any() else 0.5)
+    if torch.isnan(v.x).any():
+        raise ValueError("nan")
+
+
+@line
+def anneals(m: Model, v: Values) -> None:
+    v.x = v.x / m.temperature
+
+
+@line
+def calls_a_function(m: Model, v: Values) -> None:
+    v.x = m.activation(v.x)
+
+
+@line
+def counts_in_pytorch(m: Model, v: Values) -> None:
+    v.x = m.counting(v.x) + m.counting.load
+
+
+@line
 def mapped(m: Model, v: Values) -> None:
     v.x = torch.vmap(lambda row: row / (1 + row.square().sum()))(v.x)
 
@@ -320,6 +395,7 @@ class Trainer:
         model = self.model
         self.seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         self.seen += [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+        self.seen += [t.clone() for t in (*model.totals, model.counting.load, torch.tensor(model.counting.calls))]
         self.seen += [torch.tensor(model.n), torch.as_tensor(getattr(model, "last", 0.0)).detach().clone()]
 
 
@@ -390,6 +466,54 @@ def change_state(t: Trainer, seed: int) -> None:
     FACTOR, ELSEWHERE.scale = 2.0, 0.5
     t.model.options["scale"], t.model.scales[0] = 0.75, 3.0
     t.model.config.scale = 0.25
+
+
+@action
+def replace_state(t: Trainer, seed: int) -> None:
+    """A table that grows, and an optional tensor that comes and goes."""
+    t.model.table_of_scales = torch.full((D + seed % 3,), 1.0 + 0.01 * seed)
+    t.model.optional = torch.full((D,), 0.1) if t.model.optional is None else None
+
+
+@action
+def anneal(t: Trainer, seed: int) -> None:
+    for number in range(3):
+        t.model.temperature = 1.0 + 0.1 * number + 0.01 * seed
+        step(t, seed + number)
+
+
+@action
+def other_function(t: Trainer, seed: int) -> None:
+    t.model.activation = F.gelu if t.model.activation is F.silu else F.silu
+
+
+@action
+def reseed(t: Trainer, seed: int) -> None:
+    torch.manual_seed(seed + 1000)
+    t.seen.append(torch.rand(2))
+
+
+@action
+def change_in_place(t: Trainer, seed: int) -> None:
+    with torch.no_grad():
+        t.model.totals[0].fill_(0.25)
+        t.model.both.add_(0.1)
+
+
+@action
+def evaluate_in_inference_mode(t: Trainer, seed: int) -> None:
+    t.model.eval()
+    with torch.inference_mode():
+        t.forward(seed)
+    t.model.train()
+
+
+@action
+def switch_after_forward(t: Trainer, seed: int) -> None:
+    loss = t.forward(seed)
+    with t.no_sync():
+        loss.backward()
+    step(t, seed + 1)
 
 
 @action
