@@ -374,7 +374,7 @@ class Front:
             label=type(self._module).__name__,
         )  # fmt: skip
         guards: list[Callable[[], None]] = [snapshot.check]
-        if (reads := done.recording.reads.guard(done.record.calls)) is not None:
+        if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards
 

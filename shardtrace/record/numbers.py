@@ -242,8 +242,8 @@ class RecordingOfNumbers(Recording):
 
     def _mark_read(self, done: Record, changes: Sequence[Change]) -> None:
         used: set[Number] = set()
-        for call in done.calls:
-            takes = self.computing and _takes_numbers(call.function)
+        for n, call in enumerate(done.calls):
+            takes = self.computing and n not in self.reads.needs and _takes_numbers(call.function)
             for found in _stand_ins((call.args, call.kwargs), set()):
                 used |= number_in(found).origins
                 if not takes or not _fits(plain(found)):

@@ -113,6 +113,7 @@ class Reads:
         self._source, self._variants = source, variants
         self._found: list[Read] = []
         self._sources: dict[int, Source] = {}
+        self._calls: Sequence[Call] = ()
         self._next, self._is_done = 0, False
 
     def begin(self) -> None:
@@ -127,6 +128,7 @@ class Reads:
         if self._variants is None:
             raise CannotRead("ranks have read other values")
         if not self._is_done:
+            self._calls = calls  # a recording that is made again has other fakes
             try:
                 with on_real_tensors():
                     self._found.append(self._read(calls, function, args, kwargs, place, sizes))
@@ -145,13 +147,19 @@ class Reads:
             return self._compute(calls, fake)[0]
         return None
 
-    def guard(self, calls: Sequence[Call]) -> Guard | None:
+    @property
+    def needs(self) -> set[int]:
+        """The numbers of the calls by which values are read."""
+        return set[int]().union(*(read.needs for read in self._found))
+
+    def guard(self) -> Guard | None:
         """What reads again before later steps; None if nothing was read. The tensors of this call are let go."""
-        found, sources = self._found, self._sources
+        found, sources, calls = self._found, self._sources, self._calls
+        self._calls = ()
         self._source, self._sources, self._variants, self._is_done = lambda fake: None, {}, {}, True
         if not found:
             return None
-        steps = [(n, 1, Step.of_call(calls[n])) for n in set[int]().union(*(read.needs for read in found))]
+        steps = [(n, 1, Step.of_call(calls[n])) for n in self.needs]
         steps += [(read.at, 0, read.step) for read in found]
         steps.sort(key=lambda entry: entry[:2])
         used = {v.fake for *_, step in steps for v in step.flat if isinstance(v, Id)}

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 PROGRAMS = int(os.environ.get("PROGRAMS", "0"))  # new ones; otherwise 20, the same each time
 FOUND = [
     (["running_mean", "second_input"], [], {}),  # arguments that are parts of one tensor
+    (["reads_values", "cuts_the_gradient", "anneals"], ["replace_state", "anneal"], {}),  # read, then recorded again
 ]
 
 
