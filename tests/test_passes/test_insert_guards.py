@@ -62,9 +62,9 @@ def test_each_guard_is_a_line_behind_the_arguments_and_the_last_one_stands_behin
     before = [b.sym.name for b in prologue.bound_symbols]
     every = [lambda i=i: called.append(i) for i in range(guards + 1)]
     new = insert_guards(prologue, parameters=TracedParameters(), guards=every[:-1], last_guards=every[-1:])
-    names = [b.sym.name for b in new.bound_symbols]
-    assert [n for n in names if n != "check_value"] == before
-    lines = [b for b in new.bound_symbols if b.sym.name == "check_value"]
+    names, old = [b.sym.name for b in new.bound_symbols], set(map(id, prologue.bound_symbols))
+    assert [b.sym.name for b in new.bound_symbols if id(b) in old] == before
+    lines = [b for b in new.bound_symbols if id(b) not in old]
     assert names.index("check_value") == names.index("unpack_trivial") + 1
     for line in lines:
         line._call_ctx[line.sym.name](*line.args)

@@ -21,6 +21,7 @@ def test_golden(fake_ranks):
         """\
 check_value(guard_0, args)
 check_value(guard_1, args)
+check_value(guard_2, args)
 check_len(args, 1)
 check_len(kwargs, 0)
 input: "cpu f32[3, 6]" = args[0]
@@ -30,6 +31,8 @@ module: "Any" = thunder.core.module.get_thunder_module(module0)
 t_2_num_batches_tracked: "cpu i64[]" = module.get_buffer('2.num_batches_tracked')
 t_2_running_mean: "cpu f32[4]" = module.get_buffer('2.running_mean')
 t_2_running_var: "cpu f32[4]" = module.get_buffer('2.running_var')
+check_value(strides_of_t_0, (input,))
+check_value(memory_of_arguments, (input,))
 check_tensors((input, t_0_weight, t_0_bias, t_2_num_batches_tracked, t_2_running_mean, t_2_running_var, t_2_weight, t_2_bias), metadata)
 cache_info: "Any" = thunder._get_cache_info()
 cache_info_default_dtype: "<class 'torch.dtype'>" = cache_info['default_dtype']
