@@ -208,7 +208,10 @@ def test_example_is_a_target(capsys, tmp_path):
         ("factory_for_cli.py:other", "there is no function other in factory_for_cli.py"),
         ("factory_for_cli.py:nothing", "must return a module and its inputs"),
         ("factory_for_cli.py:broken", "--traceback shows where"),
-        ("factory_for_cli.py:untraceable", "factory_for_cli.py:16 in forward:\n    return torch.bincount(super().forward(x).argmax(-1))"),
+        (
+            "factory_for_cli.py:untraceable",
+            "factory_for_cli.py:16 in forward:\n    return torch.bincount(super().forward(x).argmax(-1))",
+        ),
         ("empty.py", "empty.py called no sharded model"),
         ("usage.py", "usage.py left by sys.exit('--rows 16 is too few') before it called a sharded model"),
     ],
