@@ -307,10 +307,11 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Keeps a call. ``renewed``: an argument that is returned is a result, too."""
         returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        same = {id(t) for t in pytree.tree_leaves((args, kwargs))} - set(map(id, written))  # passed on as they are
+        given = {id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        same = given - set(map(id, written))  # passed on as they are
         results = tuple(returned if renewed else (t for t in returned if id(t) not in same))
         if not written and not results:
-            if not returned and not is_query(function):
+            if given and not returned and not is_query(function):  # others set modes, which each call knows
                 raise NotImplementedError(
                     f"forward calls {name_of(function)}, which returns no tensor and writes into none: no step would "
                     "call it again"

@@ -64,7 +64,7 @@ CASTS = {
 WITHOUT_GRADIENT = ("detach", "new_zeros", "new_ones", "new_full")
 
 
-# return no tensor and change none: a forward may call them without a line. (Each call knows the modes it is made in.)
+# return no tensor and change none: a forward may call them without a line
 QUERIES = frozenset(
     """size dim ndim shape stride numel nelement ndimension storage_offset element_size itemsize nbytes layout dtype
     device names is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference is_leaf is_sparse
@@ -76,8 +76,7 @@ QUERIES = frozenset(
     _is_zerotensor _has_symbolic_sizes_strides item tolist numpy equal allclose is_distributed
     __len__ __hash__ __repr__ __format__ __bool__ __dir__ __contains__ __dlpack_device__ __array__ __int__ __float__
     __index__ __complex__
-    _set_grad_enabled set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled autocast_increment_nesting
-    autocast_decrement_nesting clear_autocast_cache _assert""".split()  # noqa: SIM905
+    _nnz qscheme q_scale q_zero_point __cuda_array_interface__ _post_accumulate_grad_hooks _assert""".split()  # noqa: SIM905
 )
 
 
