@@ -35,7 +35,7 @@ class Call:
     """One call of torch.
 
     ``results`` are the tensors in what it returned, ``written`` those that it wrote into. ``grad``: whether gradients
-    were on, and reach a result. ``checkpoint``: the number of the call of ``torch.utils.checkpoint`` around it.
+    were on. ``checkpoint``: the number of the call of ``torch.utils.checkpoint`` around it.
     ``names``: the variables that got the results.
     """
 

@@ -30,7 +30,7 @@ from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.random_state import RandomStates
 from shardtrace.record.reads import CannotRead, Reads
 from shardtrace.record.results import tensors_in
-from shardtrace.record.symbols import OPERATOR, is_query, name_of
+from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
 from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
@@ -321,8 +321,8 @@ class Recorder(TorchFunctionMode):
         names = assigned(_frame())
         self._watcher.resume()
         grad = torch.is_grad_enabled() if grad is None else grad
-        if not isinstance(function, OPERATOR):  # which sees below autograd
-            grad = grad and any(t.requires_grad for t in (*results, *written))
+        if not any(t.requires_grad for t in results) and name_of(function) in WITHOUT_GRADIENT:
+            grad = False  # Thunder's symbols for them pass zeros on
         self._add(function, args, kwargs, results, tuple(written), random, names, grad)
 
     def _add(
