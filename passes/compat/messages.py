@@ -24,7 +24,7 @@ class NoMessages(TorchDispatchMode):
 
 
 def unsent(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operator of c10d returns. Its outputs get what this rank sends, or zeros; all that it may write into
+    """The result of an operator of c10d. Its outputs get what this rank sends, or zeros; all that it may write into
     counts as written. (Torch's own kernels for this draw Python's random numbers.)"""
     sent = _tensors((args[1:], kwargs))
     for t in _tensors(args[:1]) if not func.__name__.startswith("send") else ():

@@ -174,7 +174,7 @@ class Fakes(FakeTensorMode):
 
 
 def fake_kernel(func: Any, args: Any) -> Callable[..., Any] | None:
-    """What to call in the place of an operator for which torch's kernel of fake tensors does not do. None for others.
+    """The function to call in the place of an operator whose kernel of fake tensors does not do. None for others.
 
     torch 2.13 lets only bfloat16 through in a grouped product, which it computes in each floating dtype.
     """

@@ -414,11 +414,11 @@ def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None
         return None
     [(i, a)] = same
     offset = int(t.storage_offset() - a.storage_offset())
-    if offset < 0 or offset + _extent(t) > _extent(a):
+    if offset < 0 or offset + extent(t) > extent(a):
         return None
     return Part(i, t.size(), t.stride(), offset, a.stride())
 
 
-def _extent(t: torch.Tensor) -> int:
+def extent(t: torch.Tensor) -> int:
     """The elements of memory from the first to the last of a tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))

@@ -53,7 +53,7 @@ class Call:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments."""
-        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+        return tensors_of((self.args, self.kwargs))
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ class Record:
     ran: list[Change] = field(default_factory=list)
     left: list[Change] = field(default_factory=list)
     watchers: list[CodeWatcher] = field(default_factory=list)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def storage(t: torch.Tensor) -> int:

@@ -29,6 +29,7 @@ from weakref import ref
 
 from passes.compat.messages import NoMessages
 from passes.kernels.torch_call import Meta, storage
+from shardtrace.record.calls import tensors_of
 from shardtrace.record.effects import FIXED, Change, Effects
 from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
 from shardtrace.record.random_state import RandomStates
@@ -252,7 +253,7 @@ def try_module(
         seen = set(observer.effects.seen())
     _set_before(effects.changes(seen), module, watcher)
     fakes: dict[int, Any] = {id(c.new): c.old for c in observer.copies}
-    tensors = _tensors(first.result)
+    tensors = tensors_of(first.result)
     fakes |= {id(t): made_like(Meta.of(t)) for t in {id(t): t for t in tensors}.values()}
     with_fakes = partial(map_tensors, change=lambda t, path: fakes.get(id(t), t))
 
@@ -368,12 +369,12 @@ def _call(
             raise CannotStandAlone("it switches gradients on or off for what follows")
         places = [place for change in changes if (place := _place(change)) is not None]
         left = _numbered((i, p.old, p.new) for i, p in enumerate(places))
-        made, others = _tensors(result), [*left.values(), *(c.new for c in observer.copies)]
+        made, others = tensors_of(result), [*left.values(), *(c.new for c in observer.copies)]
         result = result, left, token
     else:
         result = function.run(*args, **kwargs)
-        made = _tensors(result)
-    if _leaves(_tensors(result)) - _leaves(inputs):
+        made = tensors_of(result)
+    if _leaves(tensors_of(result)) - _leaves(inputs):
         raise CannotStandAlone("its gradient flows into what is neither its parameter nor its argument")
     drawn = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices), strict=True))
     written = {i for i, t in enumerate(inputs) if _mark(t) != marks[i] or not torch.equal(t.detach(), values[i])}
@@ -408,10 +409,6 @@ def _leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
 def _mark(t: torch.Tensor) -> tuple[int, int]:
     """What changes if a tensor is written into, other than through ``data``, or gets other memory."""
     return storage(t), 0 if t.is_inference() else t._version
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def _random_state(devices: Iterable[int]) -> list[torch.Tensor]:

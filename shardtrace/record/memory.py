@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from shardtrace.record.calls import storage
+from passes.kernels.torch_call import extent
+from shardtrace.record.calls import storage, tensors_of
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 STATISTICS = {"running_mean", "running_var"}  # written by norms in training, whose schemas do not say so
 TRAINING = {"training", "use_input_stats"}
@@ -46,7 +46,7 @@ def written_by(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     arguments, training = _writing(operator)
     if not arguments or (training is not None and not given(training)):
         return []
-    return [t for t in pytree.tree_leaves(list(map(given, arguments))) if isinstance(t, torch.Tensor)]
+    return tensors_of(list(map(given, arguments)))
 
 
 def arguments_written(written: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -85,8 +85,7 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, t: torch.Tensor) -> Extent:
         begin = int(t.storage_offset())
-        last = begin + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        return cls(begin * t.itemsize, (last + 1 if t.numel() else begin) * t.itemsize)
+        return cls(begin * t.itemsize, (begin + (extent(t) if t.numel() else 0)) * t.itemsize)
 
 
 def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -136,9 +135,8 @@ class Memory:
         self.outside: dict[int, torch.Tensor] = {}  # by the id of a fake: the tensor, if no module holds it by name
         self._stale: dict[int, set[int] | None] = {}  # by storage: the ids of views that are out of date; None: all
         self._twins: dict[int, int] = {}  # by storage: the one that .data has made the same
-        self._partly: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # fakes of tensors that overlap, neither in the other
+        # fakes of tensors that overlap, neither in the other
+        self._partly: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
         """A recording begins: no data is assigned."""

@@ -21,7 +21,7 @@ from passes.analysis.recognise import draws
 from passes.compat.messages import NAMESPACES
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage
+from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_of
 from shardtrace.record.checks import check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
@@ -209,8 +209,7 @@ class Recorder(TorchFunctionMode):
             self._watcher.resume()
         self._memory.use(given.values(), written=changed)
         if self._check_states(func, given, before, changed):
-            function, changed = torch.Tensor.detach, ()
-            self._keep(function, kept_args, kept_kwargs, result, (), False, renewed=True)
+            self._keep(torch.Tensor.detach, kept_args, kept_kwargs, result, (), False, renewed=True)
         else:
             if func in STATISTICS:
                 changed = tuple(t for t in changed if id(t) not in self._memory.named)
@@ -219,11 +218,8 @@ class Recorder(TorchFunctionMode):
 
     def _met(self, t: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor that forward meets."""
-        self._inside += 1  # what makes a fake is no call of forward's
-        try:
+        with self.inside():  # what makes a fake is no call of forward's
             return self._memory.met(t)
-        finally:
-            self._inside -= 1
 
     def _set_data(self, t: torch.Tensor, value: torch.Tensor) -> None:
         """Keeps ``t.data = value`` as a write."""
@@ -290,7 +286,7 @@ class Recorder(TorchFunctionMode):
                 raise ReadsValues(f"{function.__name__} cannot be recorded: {why} ({error})") from error
             raise error from None
         self._drawn = trial.random
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_of((args, kwargs))
         return function, trial.result, [tensors[i] for i in trial.written]
 
     def _keep(
@@ -306,8 +302,8 @@ class Recorder(TorchFunctionMode):
         renewed: bool = False,
     ) -> None:
         """Keeps a call. ``renewed``: an argument that is returned is a result, too."""
-        returned = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        given = {id(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        returned = tensors_of(result)
+        given = set(map(id, tensors_of((args, kwargs))))
         same = given - set(map(id, written))  # passed on as they are
         results = tuple(returned if renewed else (t for t in returned if id(t) not in same))
         if not written and not results:
