@@ -83,7 +83,9 @@ class _TellOthers:
         word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
         if watch.can_ask():
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
-                store.compare_set(KEY, "", word)  # the first one counts
+                first = store.compare_set(KEY, "", word).decode()  # the first one counts
+                if first != word:
+                    watch.say_once(first)  # this error may be what follows from it, in a collective of the script
         self.before(kind, error, trace)
         if watch.can_ask():
             _wait_until(lambda: store.add(HEARD, 0) >= store.add(WATCHING, 0) - 1, PATIENCE)
@@ -116,12 +118,13 @@ class _Watch(threading.Thread):
     """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits for:
     Note [Long waits].
 
-    ``ends`` tells that this rank ends by itself, because it has raised an error.
+    ``ends`` tells that this rank ends by itself, because it has raised an error, and ``said`` that the word of the other
+    rank has been said, by an error or on stderr.
     """
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__(name="shardtrace-watch", daemon=True)
-        self.reason, self.ends = "", False
+        self.reason, self.ends, self.said = "", False, False
         self.rank = dist.get_rank()
         self.waits = _Waits(self.rank)
         self._life = Life(self.rank, dist.get_world_size())
@@ -170,7 +173,7 @@ class _Watch(threading.Thread):
 
     def _act(self) -> None:
         if not self.ends:
-            self._say(_failed_text(self.reason))
+            self.say_once(self.reason)
         self._over.wait(LOOK_UP)  # the others hear it before a communicator closes
         abort_groups(PATIENCE)
         if self._over.wait(GRACE) or self.ends:
@@ -178,6 +181,11 @@ class _Watch(threading.Thread):
         if self.waits.any() or not self.reason.startswith(LOST):  # such a rank may have ended as it should
             self._say(f"ends, because it did not come to a line that raises this within {GRACE:g} s")
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def say_once(self, reason: str) -> None:
+        if not self.said:
+            self.said = True
+            self._say(_failed_text(reason))
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"shardtrace: rank {self.rank}: {text}\n")
@@ -399,7 +407,7 @@ def _raise_if_rank_failed(error: RuntimeError, what: str) -> None:
 
 def failed(reason: str, what: str = "") -> RankFailedError:
     if (watch := _watch()) is not None:
-        watch.ends = True
+        watch.ends = watch.said = True
     text = _failed_text(reason)
     return RankFailedError(f"{text} (noticed in {what})" if what else text)
 
