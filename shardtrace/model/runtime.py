@@ -8,6 +8,7 @@ from typing import Any
 
 from passes.comm.kept_gradients import KeptGradients
 from passes.plan import Axis, Gradients, Keep, Progress, Step
+from shardtrace.model.shards import like, link_of
 from shardtrace.options.policies import Checks
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
@@ -61,6 +62,16 @@ class ModelRuntime:
 
     def group(self, axis: Axis) -> Any:
         return self._by_axis[axis]
+
+    def rows_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        link = link_of(parameter)
+        assert link is not None
+        return link.entry.rows
+
+    def like(self, parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        link = link_of(parameter)
+        assert link is not None
+        return like(parameter, rows)
 
     def gradients(self) -> Gradients | None:
         """How a step that begins now treats gradients. None if it computes none."""

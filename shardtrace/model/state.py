@@ -18,6 +18,7 @@ from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.runtime import ModelRuntime
+from shardtrace.model.shards import SHARD_ATTRIBUTE, Link, distributed, link_of
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
@@ -29,8 +30,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-
-SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
 
 
 class ShardedState:
@@ -80,15 +79,20 @@ class ShardedState:
             id(e.stand_in): ShardedParameter(
                 self.plans[e.plan_key], e.name, e.full_shape, e.layer, block=e.block, index=index,
                 dtype=to_dtype(e.dtype), owner=e.home.owner, rest_device=str(e.rest_device),
+                is_distributed=e.home.mesh is not None,
             )
             for index, e in enumerate(entries)
         }  # fmt: skip
+        self.__dict__.pop("places", None)
 
     def claim_shards(self) -> None:
-        """Links each shard to this state, and moves the shards of each bucket into one buffer."""
+        """Links each parameter to this state, and moves the rows of each bucket into one buffer."""
+        rows = {self.by_stand_in[id(e.stand_in)]: e.rows for e in self.entries}
+        trainable = [p for p, e in zip(rows, self.entries, strict=True) if e.shard.requires_grad]
+        laid = lay_out_flat(rows, trainable)
+        self.entries = tuple(e.on(laid.get(p, t)) for e, (p, t) in zip(self.entries, rows.items(), strict=True))
         for e in self.entries:
             setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
-        lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
 
     def adopt(self) -> None:
         """Takes over parameters that were replaced or converted. Raises RuntimeError for one that does not fit."""
@@ -105,11 +109,10 @@ class ShardedState:
             before.generation += 1  # no compiled step fits any more
             self._take(entries)
             self.runtime.keep = before.keep
-            self.__dict__.pop("places", None)
             self.claim_shards()
 
     def _plan(self, key: PlanKey) -> BucketPlan:
-        strategy, precision, gather = key
+        strategy, _, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
         home, factor = entries[0].home, self.options.comm.gradient_divide_factor
         if factor is None and self.groups.context is not None:  # ranks of one sequence add up what it contributes
@@ -184,8 +187,14 @@ class ShardedState:
         for e in self.entries:
             stand_in = copy.deepcopy(e.stand_in, memo)
             set_traced_device(stand_in, e.device)
-            shard, owners = copy.deepcopy((e.shard, e.owners), memo)
-            entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
+            rows = e.rows_like(e.shard).clone()
+            shard = nn.Parameter(distributed(rows, e.full_shape, e.home), e.shard.requires_grad)
+            for name, value in e.shard.__dict__.items():
+                if name != SHARD_ATTRIBUTE:
+                    shard.__dict__[name] = copy.deepcopy(value, memo)
+            memo[id(e.shard)] = shard
+            owners = copy.deepcopy(e.owners, memo)
+            entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners))
         model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
             model, self.groups, self.options, tuple(entries), self.cost, ignored=ignored, known=self.known
@@ -200,10 +209,15 @@ class ShardedState:
             raise RuntimeError("inside full_params")
         self._check_not_frozen()
         for parameters, attribute, entry in self.places:
-            if parameters.get(attribute) is not entry.shard:
+            if parameters.get(attribute) is not entry.shard or entry.has_moved:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
+
+    @property
+    def owns(self) -> bool:
+        """Whether there are parameters that only one rank owns."""
+        return any(e.home.placement is Placement.OWNER for e in self.entries)
 
     @property
     def holds_shards(self) -> bool:
@@ -358,21 +372,6 @@ class Strays(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._found += (t for t in pytree.tree_leaves((args, kwargs)) if link_of(t) is not None)
         return function(*args, **(kwargs or {}))
-
-
-class Link:
-    """A shard's reference to its model and entry. Pickled as None, so that a saved shard is an ordinary tensor."""
-
-    def __init__(self, state: ShardedState, entry: Entry) -> None:
-        self.state, self.entry = state, entry
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def link_of(value: Any) -> Link | None:
-    """The link of a shard. None for anything else."""
-    return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
 def state_of(module: nn.Module) -> ShardedState | None:

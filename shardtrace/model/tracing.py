@@ -25,7 +25,8 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.memory import REMEDY
-from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.model.shards import link_of
+from shardtrace.model.state import ShardedState, own_state, states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front

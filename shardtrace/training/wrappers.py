@@ -8,7 +8,8 @@ from typing import Any
 
 from passes.compat.jit import unjitted
 from passes.plan import Placement
-from shardtrace.model.state import ShardedState, link_of, states_in
+from shardtrace.model.shards import link_of
+from shardtrace.model.state import ShardedState, states_in
 
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
