@@ -71,14 +71,14 @@ def compile_data_and_stats() -> tuple[Any, Any]:
     return data, stats
 
 
-def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter]) -> None:
     """Makes the current compilation read the current submodules and parameters of jitted modules, not those of earlier
-    traces. ``replaced`` has the new parameters by the old ones."""
+    traces. ``current`` finds the parameter of now by an earlier one."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
         for name, parameter in jitted._overrides_parameters.items():
-            jitted._overrides_parameters[name] = replaced.get(parameter, parameter)
+            jitted._overrides_parameters[name] = current(parameter)
 
 
 def live_buffers() -> Callable[[], None] | None:

@@ -101,7 +101,7 @@ def find_homes(chosen: Chosen, target: Target, *, evenness: float) -> dict[str, 
         placement, alone = strategy.placement, group.size() == 1
         if placement is Placement.REPLICATE or not p.parameter.numel():
             homes[p.name] = Home(placement, group)
-        elif (alone and host is None) or p.parameter.dim() == 0:
+        elif (alone and host is None) or (placement is Placement.SHARD and p.parameter.dim() == 0):
             homes[p.name] = Home(Placement.REPLICATE, groups.everyone)
         elif alone:
             homes[p.name] = Home(Placement.SHARD, group, host=host)

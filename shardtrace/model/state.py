@@ -65,7 +65,6 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
-        self.strays: list[torch.Tensor] = []  # shards that such a submodule has used when it was tried
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}  # by the script, since fsdp()
         self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
         self._take(entries)
@@ -328,7 +327,7 @@ class ShardedState:
         """Lets a submodule run that has whole parameters in place."""
         self._running += 1
         try:
-            with Strays(self.strays) if self.tracing else nullcontext():
+            with RefuseShards() if self.tracing else nullcontext():
                 yield
         finally:
             self._running -= 1
@@ -345,7 +344,6 @@ class ShardedState:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
         self.tracing = True
-        self.strays.clear()
         try:
             yield
         finally:
@@ -363,15 +361,22 @@ def _dtype(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else to_dtype(dtype)
 
 
-class Strays(TorchFunctionMode):
-    """Collects the shards that functions of torch are given."""
-
-    def __init__(self, found: list[torch.Tensor]) -> None:
-        self._found = found
+class RefuseShards(TorchFunctionMode):
+    """Raises RuntimeError if a function of torch is given a shard, by a module that PyTorch runs."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._found += (t for t in pytree.tree_leaves((args, kwargs)) if link_of(t) is not None)
+        for t in pytree.tree_leaves((args, kwargs)):
+            refuse_shard("a module that PyTorch runs", t)
         return function(*args, **(kwargs or {}))
+
+
+def refuse_shard(place: str, t: Any) -> None:
+    """Raises RuntimeError for a parameter that forward uses, at a place, although it has no stand-in there."""
+    if (link := link_of(t)) is not None and link.entry.home.is_spread:
+        raise RuntimeError(
+            f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
+            "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
+        )
 
 
 def state_of(module: nn.Module) -> ShardedState | None:

@@ -25,8 +25,8 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.memory import REMEDY
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import ShardedState, own_state, states_in
+from shardtrace.model.shards import current, link_of
+from shardtrace.model.state import ShardedState, own_state, refuse_shard, states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
@@ -182,7 +182,8 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    refresh_modules({old: new for state in states for old, new in state.replaced.items()})
+    replaced = {old: new for state in states for old, new in state.replaced.items()}
+    refresh_modules(lambda p: replaced.get(current(p), current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
@@ -230,12 +231,9 @@ def _compilation(states: Sequence[ShardedState]) -> Compilation:
 def _refuse_shards(states: Sequence[ShardedState], outside: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises RuntimeError for a tensor that forward uses, with its place, if it is in the memory that a parameter had
     before ``fsdp``, or a shard that has no stand-in."""
-    for place, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
-        if (link := link_of(t)) is not None and link.entry.home.is_spread:
-            raise RuntimeError(
-                f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
-                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
-            )
+    for place, t in outside:
+        refuse_shard(place, t)
+        link = link_of(t)
         if link is None and (owner := next(filter(None, (s.left.owner(t) for s in states[0].known)), "")):
             raise RuntimeError(f"{place}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
 

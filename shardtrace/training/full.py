@@ -136,7 +136,8 @@ def load_full_state_dict(
             if broadcast_from is None:
                 values = state_dict[key]
             else:
-                values = target.new_empty(shapes[key], device=entry.device if entry else target.device)
+                device = entry.device if entry else target.device
+                values = torch.empty(shapes[key], dtype=target.dtype, device=device)
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)
