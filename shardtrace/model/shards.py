@@ -11,6 +11,7 @@ on with it: each call of torch that is given the old one gets the new one instea
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from shardtrace.model.home import Home
@@ -100,6 +101,37 @@ def as_parameter(old: nn.Parameter, rows: torch.Tensor, full_shape: tuple[int, .
         new.register_post_accumulate_grad_hook(hook)
     forward(old, new)
     return new
+
+
+@functools.cache  # once for each process
+def keep_data() -> None:
+    """Makes ``p.data = values`` give a sharded parameter these values, which may be whole. torch changes the shape and
+    dtype of a DTensor then, and leaves its values as they are. Other DTensors are not changed."""
+    data = torch.Tensor.data
+
+    def give(self: DTensor, values: torch.Tensor) -> None:
+        if (link := link_of(self)) is None:
+            return data.__set__(self, values)  # type: ignore[attr-defined]
+        entry = link.entry
+        if tuple(values.shape) != entry.full_shape:
+            raise RuntimeError(
+                f"the data of parameter {entry.name!r} has shape {tuple(values.shape)}, the parameter has "
+                f"{entry.full_shape}: give it a DTensor like the parameter, or whole values"
+            )
+        with torch.no_grad():
+            alike = isinstance(values, DTensor) and values.device_mesh == entry.home.mesh
+            new = values.redistribute(placements=entry.home.placements) if alike else entry.part(_whole(values))
+        if new.dtype == self.dtype:
+            self._local_tensor.copy_(new._local_tensor)  # in the memory that compiled steps read
+        else:
+            data.__set__(self, new)  # type: ignore[attr-defined]
+            self._local_tensor, self._spec = new._local_tensor, new._spec
+
+    DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def forward(old: nn.Parameter, new: nn.Parameter) -> None:

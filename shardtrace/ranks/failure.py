@@ -118,8 +118,8 @@ class _Watch(threading.Thread):
     """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits for:
     Note [Long waits].
 
-    ``ends`` tells that this rank ends by itself, because it has raised an error, and ``said`` that the word of the other
-    rank has been said, by an error or on stderr.
+    ``ends`` tells that this rank ends by itself, because it has raised an error, and ``said`` that the word of the
+    other rank has been said, by an error or on stderr.
     """
 
     def __init__(self, store: dist.Store) -> None:

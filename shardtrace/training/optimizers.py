@@ -99,6 +99,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         _take_over(optimizer, group["params"])
+        _choose_foreach(group)
         for parameter in group["params"] if name is not None else ():
             link = link_of(parameter)
             if link is not None and link.entry.home.placement is Placement.OWNER and parameter.requires_grad:
@@ -107,6 +108,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"{link.entry.name!r} of {link.state.model_name}, which only one rank owns: call fsdp() with "
                     'another sharding_strategy than "owner" for all parameters of this optimizer'
                 )
+
+
+def _choose_foreach(group: dict[str, Any]) -> None:
+    """Updates all DTensors of a group together where torch would by default if they were plain tensors."""
+    chooses = group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable"))
+    if chooses and all(isinstance(p, DTensor) and p.device.type == "cuda" for p in group["params"]):
+        group["foreach"] = True
 
 
 def _take_over(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
@@ -132,7 +140,11 @@ def _whole_state(optimizer: torch.optim.Optimizer, link: Link) -> list[str]:
     if link.state.unsharded or (entry.home.mesh is None and tuple(entry.shard.shape) == entry.full_shape):
         return []
     values = optimizer.state.get(entry.shard, {}).items()
-    return [k for k, v in values if isinstance(v, torch.Tensor) and v.shape == entry.full_shape and not isinstance(v, DTensor)]
+    return [
+        k
+        for k, v in values
+        if isinstance(v, torch.Tensor) and v.shape == entry.full_shape and not isinstance(v, DTensor)
+    ]
 
 
 @functools.cache
