@@ -92,9 +92,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if [
-            p._version for p in ctx.parameters
-        ] != ctx.versions:  # torch does not see it: the rows have versions of their own
+        # torch does not see it, because the rows have versions of their own
+        if [p._version for p in ctx.parameters] != ctx.versions:
             raise RuntimeError(
                 "one of the parameters needed for gradient computation has been modified by an inplace operation "
                 "since forward: step the optimizer after the last backward of what was computed before"
