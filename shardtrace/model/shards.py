@@ -65,8 +65,8 @@ def like(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def own_rows(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
     """This rank's rows without the padding: the same memory as a storage of its own. torch cannot pickle or copy the
     DTensor of a view that begins further on."""
-    if home.is_spread:
-        rows = rows[: max(0, full_shape[0] - home.group.rank() * rows.shape[0])]
+    if home.is_spread and (mine := full_shape[0] - home.group.rank() * rows.shape[0]) < rows.shape[0]:
+        rows = rows[: max(0, mine)]
     if rows.storage_offset() == 0 or rows.is_meta:
         return rows.detach()
     first, size = rows.storage_offset() * rows.element_size(), rows.numel() * rows.element_size()
