@@ -1,12 +1,10 @@
-"""``torch.amp.GradScaler`` where ranks own parameters: an overflow on one rank is an overflow on all. torch itself sees
-to that for DTensors."""
+"""``torch.amp.GradScaler`` on shards: an overflow on one rank is an overflow on all."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from passes.plan import Placement
 from shardtrace.model.shards import link_of
 from shardtrace.ranks.mesh import is_alone
 
@@ -18,10 +16,11 @@ Found = dict[torch.device, torch.Tensor]
 
 @functools.cache  # once for each process
 def share_overflows() -> None:
-    """Make every GradScaler, built before or after, find what any rank finds that owns parameters of the optimizer.
+    """Make every GradScaler, built before or after, find what any rank of a sharded model finds.
 
-    By itself a rank would skip the step and lower its scale, while others do not. The method that looks for an inf or
-    NaN has no hook, and is replaced. The collective, of one number, is sent when a scaler unscales the gradients of an
+    A rank has only the gradients of its shards. By itself it would skip the step and lower its scale, while others do
+    not. (torch asks the other ranks only if the first gradient is a shard.) The method that looks for an inf or NaN has
+    no hook, and is replaced. The collective, of one number, is sent when a scaler unscales the gradients of an
     optimizer: every rank must do so.
     """
     look = torch.amp.GradScaler._unscale_grads_
@@ -36,8 +35,7 @@ def share_overflows() -> None:
 def _over_ranks(found: Found, optimizer: torch.optim.Optimizer) -> Found:
     """What any rank has found, on each device of this rank's gradients, and on one if it has none."""
     links = [link_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    owned = [link for link in links if link is not None and link.entry.home.placement is Placement.OWNER]
-    models = {link.state: link.entry.device for link in owned}
+    models = {link.state: link.entry.device for link in links if link is not None}
     # to the device that computes: its tensors can be sent
     groups = {state.group: device for state, device in models.items() if not is_alone(state.group)}
     for group, device in groups.items():
