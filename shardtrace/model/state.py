@@ -18,7 +18,7 @@ from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.runtime import ModelRuntime
-from shardtrace.model.shards import SHARD_ATTRIBUTE, Link, distributed, link_of
+from shardtrace.model.shards import SHARD_ATTRIBUTE, Link, link_of
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
@@ -186,13 +186,9 @@ class ShardedState:
         for e in self.entries:
             stand_in = copy.deepcopy(e.stand_in, memo)
             set_traced_device(stand_in, e.device)
-            rows = e.rows_like(e.shard).clone()
-            shard = nn.Parameter(distributed(rows, e.full_shape, e.home), e.shard.requires_grad)
-            for name, value in e.shard.__dict__.items():
-                if name != SHARD_ATTRIBUTE:
-                    shard.__dict__[name] = copy.deepcopy(value, memo)
-            memo[id(e.shard)] = shard
-            owners = copy.deepcopy(e.owners, memo)
+            shard, owners = copy.deepcopy((e.shard, e.owners), memo)
+            shard.grad = None  # as in a copy of a plain Parameter
+            rows = e.rows_like(shard)
             entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners))
         model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
