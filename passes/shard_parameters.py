@@ -9,10 +9,10 @@ the full parameters back.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.comm.symbols import symbol
-from passes.plan import Runtime, TracedParameters
+from passes.plan import Runtime, Step, TracedParameters
 
 import torch
 from thunder.core import prims
@@ -66,7 +66,7 @@ def _take_rows(
     lines = []
     for runtime, group in groupby(names, lambda name: _runtime(shards[name], parameters)):
         mine = list(group)
-        model = ContextObject(f"runtime_{len(lines)}", runtime)
+        model = ContextObject(f"model_{len(lines)}", _Model(runtime, parameters.step_of(runtime), mine))
         lines.append(rows_of.bind(model, *(fetched[n] for n in mine), output=tuple(shards[n] for n in mine)))
     return lines
 
@@ -77,14 +77,24 @@ def _runtime(shard: TensorProxy, parameters: TracedParameters) -> Runtime:
     return parameter.plan.runtime
 
 
+class _Model(NamedTuple):
+    """The model of a line that takes rows, its step, and the names of the rows."""
+
+    runtime: Runtime
+    step: Step
+    names: list[str]
+
+
 class _Rows(torch.autograd.Function):
     """This rank's rows of DTensors. Their gradients are laid out like the DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, runtime: Runtime, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, model: _Model, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.runtime, ctx.parameters = runtime, parameters
-        ctx.versions = [p._version for p in parameters]
+        runtime, step, names = model
+        ctx.like, ctx.parameters = runtime.like, parameters
+        again = [p for p, name in zip(parameters, names, strict=True) if name in step.rereads]
+        ctx.versions = [(p, p._version) for p in again]
         rows = tuple(runtime.rows_of(p).data for p in parameters)
         ctx.mark_non_differentiable(*(r for r, p in zip(rows, parameters, strict=True) if not p.requires_grad))
         return rows
@@ -93,22 +103,22 @@ class _Rows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # torch does not see it, because the rows have versions of their own
-        if [p._version for p in ctx.parameters] != ctx.versions:
+        if any(p._version != version for p, version in ctx.versions):
             raise RuntimeError(
                 "one of the parameters needed for gradient computation has been modified by an inplace operation "
                 "since forward: step the optimizer after the last backward of what was computed before"
             )
-        like = ctx.runtime.like
-        return None, *(None if g is None else like(p, g) for p, g in zip(ctx.parameters, grads, strict=True))
+        return None, *(None if g is None else ctx.like(p, g) for p, g in zip(ctx.parameters, grads, strict=True))
 
 
-def _run_rows_of(runtime: ContextObject, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _run_rows_of(model: ContextObject, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-        return _Rows.apply(runtime.obj, *parameters)
-    return tuple(map(runtime.obj.rows_of, parameters))
+        found: tuple[torch.Tensor, ...] = _Rows.apply(model.obj, *parameters)
+        return found
+    return tuple(map(model.obj.runtime.rows_of, parameters))
 
 
-rows_of = symbol("rows_of", lambda runtime, *parameters: None, _run_rows_of)
+rows_of = symbol("rows_of", lambda model, *parameters: None, _run_rows_of)
 
 
 def _as_shard(proxy: TensorProxy, trace: TraceCtx, parameters: TracedParameters) -> TensorProxy:
