@@ -11,6 +11,7 @@ on with it: each call of torch that is given the old one gets the new one instea
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -160,5 +161,11 @@ class Forwarding(nn.Parameter):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["now"], name)
 
+    def __repr__(self) -> str:
+        return repr(current(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(current(self), memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__dict__["now"].__reduce_ex__(protocol)
+        return current(self).__reduce_ex__(protocol)

@@ -126,7 +126,7 @@ def _setting(
         known=known,
         found=found,
         parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
-        stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
+        stand_in_of=lambda tensor: stand_ins.get(id(current(tensor)), tensor),
         compare=partial(_comparison, states),
         refuse=partial(_refuse_shards, states),
         fall_back=options.compile.eager is not None,
