@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardtrace.model.home import Home
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shardtrace.model.state import ShardedState
 
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
+FOREACH = ("addcdiv", "addcmul", "copy", "maximum", "minimum", "zero")
 
 
 class Link:
@@ -129,6 +131,22 @@ def keep_data() -> None:
             self._local_tensor, self._spec = new._local_tensor, new._spec
 
     DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
+
+
+@functools.cache  # once for each process
+def complete_foreach() -> None:
+    """Registers for DTensors the foreach functions that torch 2.13 has left out, all of them element by element, which
+    optimizers of other libraries call. Other releases raise for what they leave out."""
+    pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
+    register = getattr(pointwise, "_register_single_dim_pointwise", None)
+    if register is None:
+        return
+    known = DTensor._op_dispatcher.sharding_propagator
+    for name in (n + end for n in FOREACH for end in ("", "_")):
+        packet = getattr(torch.ops.aten, f"_foreach_{name}")
+        for op in (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")):
+            if op not in known.op_single_dim_strategy_funcs and op not in known.op_strategy_funcs:
+                register(op)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-TORCHS_NORM = clip_grad._get_total_norm
+TORCHS_NORM, TORCHS_CLIP = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
 
 def clip_grad_norm_(
@@ -60,10 +60,7 @@ def clip_grad_norm_(
             f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
             "error_if_nonfinite=False would scale gradients by it"
         )
-    for kind in (True, False):
-        torch.nn.utils.clip_grads_with_norm_(
-            [p for p in params if isinstance(p.grad, DTensor) is kind], max_norm, norm, foreach
-        )
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
     return norm
 
 
@@ -75,7 +72,7 @@ def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 @functools.cache  # once for each process
 def share_norms() -> WeakSet[ShardedState]:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` right for gradients of which some are DTensors and
+    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for gradients of which some are DTensors and
     some are not, and for those of parameters that only one rank owns, whoever imported these functions. torch's own are
     right for DTensors alone.
 
@@ -102,7 +99,14 @@ def share_norms() -> WeakSet[ShardedState]:
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
         return TORCHS_NORM([total], norm_type, error_if_nonfinite)  # raises on every rank
 
+    @functools.wraps(TORCHS_CLIP)
+    def clip_grads_with_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for kind in (True, False):
+            TORCHS_CLIP([p for p in mine if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
+
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = get_total_norm
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip_grads_with_norm_
     return states
 
 

@@ -1,5 +1,5 @@
-"""The steps of optimizers: refused with gradients that are none, and with sums that no backward has reduced. ``zero_grad``
-drops such sums, too. An optimizer that was built before ``fsdp`` takes over the parameters of now.
+"""The steps of optimizers: refused with gradients that are none, and with sums that no backward has reduced.
+``zero_grad`` drops such sums, too. An optimizer that was built before ``fsdp`` takes over the parameters of now.
 
 Note [Aborted reductions]: nccl reduces while the program goes on, so a reduction may end without a result after the
 line that waits for it. Each step of an optimizer that holds shards raises, before it changes them and before it
@@ -33,7 +33,7 @@ WRONG_WITH_OWNERS = ("Adafactor", "LBFGS")
 @functools.cache  # once for each process
 def refuse_wrong_steps() -> None:
     """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the parameters that it
-    holds: Note [Aborted reductions], and optimizers that compute with all tensors together, of which one rank owns each.
+    holds: Note [Aborted reductions], and optimizers that mix tensors of which one rank owns each.
 
     The hooks are torch's global ones. Nothing is stored on an optimizer, so that it copies and pickles as before.
     """
@@ -99,7 +99,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         _take_over(optimizer, group["params"])
-        _choose_foreach(group)
+        _choose_loop(group)
         for parameter in group["params"] if name is not None else ():
             link = link_of(parameter)
             if link is not None and link.entry.home.placement is Placement.OWNER and parameter.requires_grad:
@@ -110,16 +110,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
 
 
-def _choose_foreach(group: dict[str, Any]) -> None:
-    """Updates all DTensors of a group together where torch would by default if they were plain tensors."""
-    chooses = group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable"))
-    if chooses and all(isinstance(p, DTensor) and p.device.type == "cuda" for p in group["params"]):
-        group["foreach"] = True
+def _choose_loop(group: dict[str, Any]) -> None:
+    """Updates DTensors and plain tensors one by one if a group has both and chooses nothing: torch would by default
+    update those on a GPU together, and raise."""
+    chooses = group.get("foreach", False) is not None or group.get("fused")
+    if not chooses and len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+        group["foreach"] = False
 
 
 def _take_over(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
-    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state. Looks at the
-    state of the first parameter that has several elements: a step count is shaped like any other."""
+    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state. Looks at
+    the state of the first parameter that has several elements: a step count is shaped like any other."""
     for i, old in enumerate(parameters):
         if (new := current(old)) is not old:
             parameters[i] = new
