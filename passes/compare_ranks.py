@@ -37,8 +37,8 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     """Compares the collectives of all ranks, when they are compiled and before they are sent.
 
     Takes: a forward or backward with its final collectives.
-    Gives: the lines above for each model whose steps are compared. Adds the collectives, and the parameters that backward
-    reads again, to the steps in ``parameters``.
+    Gives: the lines above for each model whose steps are compared. Adds the collectives, and the parameters that
+    backward reads again, to the steps in ``parameters``.
     No-op when: no model has more than one rank.
 
     Raises:

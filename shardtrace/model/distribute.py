@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from weakref import ref
 
 from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
@@ -78,6 +79,7 @@ def shard_parameters(
             owners=tuple(p.owners),
             precision=cast[p.name],
             gather=gathers[p.name],
+            before=(ref(p.parameter),) if homes[p.name].mesh is not None else (),
         )
         for p in found
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import ReferenceType, ref
 
 from passes.compat.jit import set_traced_device, traced_device
 from passes.plan import Placement, Shape, Wire
@@ -23,7 +25,8 @@ PlanKey = tuple[ShardingStrategy, Placement, MixedPrecisionPolicy | None, Wire |
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Entry:
     """One sharded parameter, and the ``rows`` of it that this rank holds, padding included, which compiled steps read.
-    ``local`` are those of the DTensor, without the padding; None if it is a plain tensor.
+    ``local`` are those of the DTensor, without the padding; None if it is a plain tensor. ``before`` are earlier
+    parameters that stand for it.
 
     ``owners`` are all pairs (module, attribute) that hold it: more than one if it is tied. ``stand_in`` is a meta
     tensor of the full shape, in the dtype of its use, which Thunder traces in place of the parameter. ``rest_device``
@@ -46,6 +49,7 @@ class Entry:
     precision: MixedPrecisionPolicy | None
     gather: Wire | None = None
     local: torch.Tensor | None = None
+    before: tuple[ReferenceType[nn.Parameter], ...] = ()
 
     @property
     def plan_key(self) -> PlanKey:
@@ -83,13 +87,15 @@ class Entry:
                     "move or resize the model before fsdp()"
                 )
         rows = shard(new, self.home) if whole and not isinstance(new, DTensor) else self.rows_like(new)
+        before = self.before
         if not isinstance(new, DTensor):
+            before = () if self.home.mesh is None else (ref(new),)
             new = as_parameter(new, rows, self.full_shape, self.home)
             self._put(new)
         used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
         stand_in = nn.Parameter(torch.empty_like(self.stand_in, dtype=used or new.dtype), new.requires_grad)
         set_traced_device(stand_in, self.device)
-        return replace(self, shard=new, rows=rows, local=None, dtype=new.dtype, stand_in=stand_in)
+        return replace(self, shard=new, rows=rows, local=None, dtype=new.dtype, stand_in=stand_in, before=before)
 
     @property
     def has_moved(self) -> bool:
@@ -116,20 +122,42 @@ class Entry:
         """The whole of a tensor that is laid out like the parameter, on the device that computes. A collective."""
         return unshard(self.rows_like(t), self.full_shape, self.home)
 
-    def unsharded(self) -> nn.Parameter:
-        """Puts a whole parameter into the modules, and returns it. A collective."""
-        new = nn.Parameter(self.whole(self.shard), self.shard.requires_grad)
-        new.__dict__.update(self.shard.__dict__)
-        self._put(new)
-        return new
+    def unshard(self) -> Callable[[], torch.Tensor]:
+        """Makes the parameter whole: puts another one into the modules, unless it is a plain tensor. A collective.
+        Returns a function that undoes it, and returns the whole values of then."""
+        whole, shard = self.whole(self.shard), self.shard
+        if self.home.mesh is None:
+            rows, grad, shard.grad = shard.data, shard.grad, None
+            replace_data(shard, whole)
 
-    def reshard(self, whole: nn.Parameter) -> torch.Tensor:
-        """Puts the parameter back, for which ``whole`` stands from here on. Returns the whole values."""
-        values = whole.detach()
-        self.shard.requires_grad_(whole.requires_grad)
-        forward(whole, self.shard)
-        self._put(self.shard)
-        return values
+            def restore() -> torch.Tensor:
+                values, shard.grad = shard.data, None
+                replace_data(shard, rows)
+                shard.grad = grad
+                return values
+
+            return restore
+
+        new = nn.Parameter(whole, shard.requires_grad)
+        new.__dict__.update(shard.__dict__)
+        self._put(new)
+        self._stands_for(new)
+
+        def reshard() -> torch.Tensor:
+            values = new.detach()
+            shard.requires_grad_(new.requires_grad)
+            forward(new, shard)
+            self._put(shard)
+            self._stands_for(shard)
+            return values
+
+        return reshard
+
+    def _stands_for(self, parameter: nn.Parameter) -> None:
+        """Lets the parameters of before stand for this one."""
+        for reference in self.before:
+            if (old := reference()) is not None:
+                old.__dict__["now"] = parameter
 
     def _put(self, parameter: nn.Parameter) -> None:
         for _, module, attribute in self.owners:

@@ -42,7 +42,8 @@ class Home:
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
-    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. OWNER: the whole tensor, contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
+    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. OWNER: the whole tensor,
+    contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
     A tensor that needs no other memory is returned as it is.
     """
     source, group = full.detach(), home.group

@@ -182,8 +182,11 @@ class Forwarding(nn.Parameter):
     def __repr__(self) -> str:
         return repr(current(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(current(self), memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        new = nn.Parameter(torch.empty(0))
+        new.__class__ = Forwarding
+        new.__dict__["now"] = copy.deepcopy(current(self), memo)
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return current(self).__reduce_ex__(protocol)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from passes.compat.jit import set_traced_device, unjitted
 from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, ShardedParameter
@@ -189,7 +189,8 @@ class ShardedState:
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             shard.grad = None  # as in a copy of a plain Parameter
             rows = e.rows_like(shard)
-            entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners))
+            before = tuple(ref(copy.deepcopy(old, memo)) for reference in e.before if (old := reference()) is not None)
+            entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners, before=before))
         model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
             model, self.groups, self.options, tuple(entries), self.cost, ignored=ignored, known=self.known

@@ -126,7 +126,7 @@ def _setting(
         known=known,
         found=found,
         parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
-        stand_in_of=lambda tensor: stand_ins.get(id(current(tensor)), tensor),
+        stand_in_of=partial(_stand_in_of, stand_ins),
         compare=partial(_comparison, states),
         refuse=partial(_refuse_shards, states),
         fall_back=options.compile.eager is not None,
@@ -136,6 +136,15 @@ def _setting(
         variants=states[0].variants,
         **others,
     )
+
+
+def _stand_in_of(stand_ins: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor that forward uses, which is the tensor itself unless it is a parameter."""
+    found = stand_ins.get(id(current(tensor)))
+    if found is None:
+        refuse_shard("a call", tensor)
+        return tensor
+    return found
 
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:

@@ -72,9 +72,9 @@ def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 @functools.cache  # once for each process
 def share_norms() -> WeakSet[ShardedState]:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for gradients of which some are DTensors and
-    some are not, and for those of parameters that only one rank owns, whoever imported these functions. torch's own are
-    right for DTensors alone.
+    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for gradients of which some
+    are DTensors and some are not, and for those of parameters that only one rank owns, whoever imported it. torch's own
+    are right for DTensors alone.
 
     The first looks its norm up in its module at each call. Returns the set of the models whose gradients are known.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,12 +177,13 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             leaves the context.
     """
     _, states, entries = sharded_entries(model)
-    versions = [entry.shard._version for entry in entries.values()]
-    whole: list[tuple[Entry, nn.Parameter]] = []
+    kept = [entry.shard for entry in entries.values() if entry.home.mesh is not None]  # not in the modules inside
+    versions = [p._version for p in kept]
+    whole: list[tuple[Entry, Callable[[], torch.Tensor]]] = []
     done = False
     try:
         for entry in entries.values():
-            whole.append((entry, entry.unsharded()))
+            whole.append((entry, entry.unshard()))
         for state in states:
             state.unsharded = True
         yield
@@ -190,9 +191,9 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     finally:
         for state in states:
             state.unsharded = False
-        values = [(entry, entry.reshard(parameter)) for entry, parameter in whole]
+        values = [(entry, reshard()) for entry, reshard in whole]
     if done and writeback:
-        if versions != [entry.shard._version for entry in entries.values()]:
+        if versions != [p._version for p in kept]:
             raise RuntimeError(
                 "a parameter that the script has kept from outside of full_params was written inside: take it from the "
                 "model again inside, where it is whole. Nothing was written back"
