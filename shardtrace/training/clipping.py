@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from passes.compat.versions import all_gather_single
@@ -31,7 +31,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them, taken as one vector, is at most ``max_norm``.
 
-    ``torch.nn.utils.clip_grad_norm_`` for sharded models, which returns a plain tensor and may be given the model. Each
+    ``torch.nn.utils.clip_grad_norm_`` for sharded models, which may be given the model itself. Each
     element counts once, whichever ranks hold it. Unsharded parameters are taken to be equal on all ranks, and count
     once. A collective: every rank must call it.
 
@@ -54,7 +54,6 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be more than 0, not {norm_type}")
     params = _parameters(model_or_params)
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type, foreach=foreach)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
@@ -72,11 +71,11 @@ def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 @functools.cache  # once for each process
 def share_norms() -> WeakSet[ShardedState]:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for gradients of which some
-    are DTensors and some are not, and for those of parameters that only one rank owns, whoever imported it. torch's own
-    are right for DTensors alone.
+    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for all gradients of sharded
+    models, whoever imported it: beside DTensors there may be plain tensors, shards in host memory that the ranks cannot
+    send, and parameters that only one rank owns. Norms are plain tensors, and computed on the rows of each rank.
 
-    The first looks its norm up in its module at each call. Returns the set of the models whose gradients are known.
+    Returns the set of the models whose gradients are known.
     """
     states: WeakSet[ShardedState] = WeakSet()
 
@@ -88,21 +87,21 @@ def share_norms() -> WeakSet[ShardedState]:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        owned = {state.group: _owned(state) for state in states if state.owns}
-        kinds: dict[Hashable, list[torch.Tensor]] = {}
+        owned = {i: spread for state in states if state.owns for i, spread in _owned(state)}
+        spreads: dict[Spread, list[torch.Tensor]] = {}
         for grad in grads:
-            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-            kinds.setdefault(next((group for group, ids in owned.items() if id(grad) in ids), mesh), []).append(grad)
-        if len(kinds) <= 1 and not kinds.keys() & owned.keys():
+            spread = _spread(grad) if isinstance(grad, DTensor) else owned.get(id(grad), ALONE)
+            spreads.setdefault(spread, []).append(grad)
+        if spreads.keys() <= {ALONE}:
             return TORCHS_NORM(grads, norm_type, error_if_nonfinite, foreach)
-        norms = [_norm(mine, kind, float(norm_type), foreach) for kind, mine in kinds.items()]
+        norms = [_norm(mine, spread, float(norm_type), foreach) for spread, mine in spreads.items()]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
         return TORCHS_NORM([total], norm_type, error_if_nonfinite)  # raises on every rank
 
     @functools.wraps(TORCHS_CLIP)
     def clip_grads_with_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for kind in (True, False):
+        for kind in (True, False):  # foreach functions take one of them
             TORCHS_CLIP([p for p in mine if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
 
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = get_total_norm
@@ -110,19 +109,35 @@ def share_norms() -> WeakSet[ShardedState]:
     return states
 
 
-def _owned(state: ShardedState) -> set[int]:
+class Spread(NamedTuple):
+    """The groups whose ranks hold different parts of a tensor, and the device whose tensors they can send."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device | None
+
+
+ALONE = Spread((), None)  # of tensors that are taken to be equal on all ranks
+
+
+def _spread(grad: DTensor) -> Spread:
+    dims = (dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+    return Spread(tuple(grad.device_mesh.get_group(dim) for dim in dims), torch.device(grad.device_mesh.device_type))
+
+
+def _owned(state: ShardedState) -> Iterator[tuple[int, Spread]]:
     """The ids of the gradients of parameters that only one rank owns."""
-    return {id(e.shard.grad) for e in state.entries if e.home.placement is Placement.OWNER and e.shard.grad is not None}
+    for e in state.entries:
+        if e.home.placement is Placement.OWNER and e.shard.grad is not None:
+            yield id(e.shard.grad), Spread((state.group,), e.device)
 
 
-def _norm(grads: list[torch.Tensor], kind: Any, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of gradients of one ``kind``: a mesh, the group of the ranks that own them, or None for others, which
-    are taken to be equal on all ranks."""
-    if not isinstance(kind, dist.ProcessGroup):
-        norm = TORCHS_NORM(grads, norm_type, False, foreach)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = TORCHS_NORM([grad for grad in grads if grad.numel()], norm_type, False, foreach)
-    return norm if is_alone(kind) else _over_ranks(norm.to(grads[0].device), norm_type, kind)
+def _norm(grads: list[torch.Tensor], spread: Spread, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm over all ranks of gradients that are spread alike."""
+    mine = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norm = TORCHS_NORM([grad for grad in mine if grad.numel()], norm_type, False, foreach)
+    for group in spread.groups:
+        norm = norm if is_alone(group) else _over_ranks(norm.to(spread.device), norm_type, group)
+    return norm
 
 
 def _over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
