@@ -20,7 +20,7 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.refusal import compare_models, refuse, refuse_shared
-from shardtrace.model.shards import complete_foreach, keep_data
+from shardtrace.model.shards import complete_operators, keep_data
 from shardtrace.model.state import ShardedState
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
@@ -193,7 +193,7 @@ def _guard_process() -> None:
     """Guards the end of the process, and functions of torch that would take a shard for a parameter."""
     leave_in_peace()
     keep_data()
-    complete_foreach()
+    complete_operators()
     refuse_wrong_steps()
     refuse_wrappers()
     share_overflows()

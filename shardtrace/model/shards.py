@@ -21,8 +21,9 @@ from shardtrace.model.materialize import replace_data
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import register_sharding
 
 if TYPE_CHECKING:
     from shardtrace.model.entry import Entry
@@ -134,9 +135,12 @@ def keep_data() -> None:
 
 
 @functools.cache  # once for each process
-def complete_foreach() -> None:
-    """Registers for DTensors the foreach functions that torch 2.13 has left out, all of them element by element, which
-    optimizers of other libraries call. Other releases raise for what they leave out."""
+def complete_operators() -> None:
+    """Registers operators for DTensors that torch 2.13 has left out: foreach functions, all of them element by element,
+    which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases raise for what
+    they leave out."""
+    whole = [([Replicate()], [Replicate()])]
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
     pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
     register = getattr(pointwise, "_register_single_dim_pointwise", None)
     if register is None:
