@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from passes.compat.versions import all_gather_single
 from passes.plan import Placement
+from shardtrace.model.shards import link_of
 from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
@@ -53,7 +54,9 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be more than 0, not {norm_type}")
     params = _parameters(model_or_params)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type, foreach=foreach)
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    counted = [grad for p, grad in grads if grad.numel() or link_of(p) is not None]  # which other ranks may have
+    norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
