@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from shardtrace.model.state import ShardedState
 
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
-FOREACH = ("addcdiv", "addcmul", "copy", "maximum", "minimum", "zero")
+TOGETHER = ("foreach_addcdiv", "foreach_addcmul", "foreach_copy", "foreach_maximum", "foreach_minimum", "foreach_zero",
+            "fused_sgd", "fused_adagrad")  # fmt: skip
 
 
 class Link:
@@ -136,8 +137,8 @@ def keep_data() -> None:
 
 @functools.cache  # once for each process
 def complete_operators() -> None:
-    """Registers operators for DTensors that torch 2.13 has left out: foreach functions, all of them element by element,
-    which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases raise for what
+    """Registers operators for DTensors that torch 2.13 has left out: foreach and fused functions, all of them element by
+    element, which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases raise for what
     they leave out."""
     whole = [([Replicate()], [Replicate()])]
     register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
@@ -146,8 +147,8 @@ def complete_operators() -> None:
     if register is None:
         return
     known = DTensor._op_dispatcher.sharding_propagator
-    for name in (n + end for n in FOREACH for end in ("", "_")):
-        packet = getattr(torch.ops.aten, f"_foreach_{name}")
+    for name in (n + end for n in TOGETHER for end in ("", "_")):
+        packet = getattr(torch.ops.aten, f"_{name}")
         for op in (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")):
             if op not in known.op_single_dim_strategy_funcs and op not in known.op_strategy_funcs:
                 register(op)

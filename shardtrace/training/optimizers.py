@@ -99,7 +99,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
     for group in optimizer.param_groups:
         _take_over(optimizer, group["params"])
-        _choose_loop(group)
+        _part_kinds(group)
         for parameter in group["params"] if name is not None else ():
             link = link_of(parameter)
             if link is not None and link.entry.home.placement is Placement.OWNER and parameter.requires_grad:
@@ -110,11 +110,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
 
 
-def _choose_loop(group: dict[str, Any]) -> None:
-    """Updates DTensors and plain tensors one by one if a group has both and chooses nothing: torch would by default
-    update those on a GPU together, and raise."""
-    chooses = group.get("foreach", False) is not None or group.get("fused")
-    if not chooses and len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+def _part_kinds(group: dict[str, Any]) -> None:
+    """Keeps a group from updating DTensors and plain tensors together, for which torch would raise: parameters without
+    elements lose their gradient, and the others are updated one by one unless the group chooses."""
+    plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+    if not plain or len(plain) == len(group["params"]):
+        return
+    for p in plain:
+        p.grad = p.grad if p.numel() else None
+    if group.get("foreach", False) is None and not group.get("fused") and any(p.numel() for p in plain):
         group["foreach"] = False
 
 
