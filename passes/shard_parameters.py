@@ -63,7 +63,7 @@ def _take_rows(
 ) -> list[BoundSymbol]:
     """A line for each model that takes the rows of its DTensors."""
     names = [name for name, p in fetched.items() if p is not shards[name]]
-    lines = []
+    lines: list[BoundSymbol] = []
     for runtime, group in groupby(names, lambda name: _runtime(shards[name], parameters)):
         mine = list(group)
         model = ContextObject(f"model_{len(lines)}", _Model(runtime, parameters.step_of(runtime), mine))

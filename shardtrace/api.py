@@ -20,8 +20,9 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.refusal import compare_models, refuse, refuse_shared
-from shardtrace.model.shards import complete_operators, keep_data
-from shardtrace.model.state import ShardedState
+from shardtrace.model.shards import complete_operators
+from shardtrace.model.state import ShardedState, keep_data
+from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
@@ -194,6 +195,7 @@ def _guard_process() -> None:
     leave_in_peace()
     keep_data()
     complete_operators()
+    refuse_dtensors()
     refuse_wrong_steps()
     refuse_wrappers()
     share_overflows()

@@ -26,7 +26,7 @@ from passes.compat.versions import functional_transform
 from passes.kernels.torch_call import call_of
 from shardtrace.api import fsdp
 from shardtrace.inspector.fake import Arguments, parse_arguments
-from shardtrace.model.shards import link_of
+from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.marks import is_library

@@ -25,6 +25,8 @@ from thunder.core.utils import AutocastStack
 from thunder.executors import sdpaex
 from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from thunder.torch.experimental import dtensor_proxy
+from torch.distributed.tensor import DTensor
 
 # Thunder and torch import these in the first step. The profiler of torch, with_stack, names code of modules that are
 # imported meanwhile by memory that is free by then.
@@ -107,6 +109,19 @@ def proxied_values() -> set[Any]:
     """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
     found: set[Any] = get_interpreterruntimectx()._proxied_values
     return found
+
+
+def check_dtensors(refuse: Callable[[torch.Tensor], None]) -> None:
+    """Calls ``refuse`` with each DTensor before Thunder traces it. Thunder's own errors do not say which one it is."""
+    traced = dtensor_proxy.proxify_dtensor
+
+    @functools.wraps(traced)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, DTensor):
+            refuse(value)
+        return traced(value, *args, **kwargs)
+
+    dtensor_proxy.proxify_dtensor = checked
 
 
 def is_input(wrapped: Any) -> bool:

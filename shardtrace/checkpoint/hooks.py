@@ -13,8 +13,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from passes.plan import Placement
 from shardtrace.model.entry import Entry
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import part_of, state_of, states_in
+from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
 
@@ -64,11 +63,11 @@ def _take_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         mesh = value.device_mesh if isinstance(value, DTensor) else None
         if isinstance(value, DTensor) and (mesh, value.placements) != (entry.home.mesh, entry.home.placements):
             value = value.full_tensor()
+        whole = isinstance(value, torch.Tensor) and tuple(value.shape) == entry.full_shape
         if value is None and entry.home.placement is Placement.OWNER and not entry.shard.numel():
             state_dict[key] = entry.shard.detach()  # this rank has no part of it
-        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            if tuple(value.shape) == entry.full_shape:
-                state_dict[key] = entry.part(value)
+        elif whole and not isinstance(value, DTensor):
+            state_dict[key] = entry.part(value)
 
 
 @functools.cache  # once for each process

@@ -163,9 +163,9 @@ def _new(
         raise CheckpointError(
             f"the optimizer's {key} of {name} has shape {saved.shape}, the parameter has {slot.full_shape}"
         )
-    new = torch.zeros_like(slot.local, dtype=saved.dtype, requires_grad=False)
-    targets[value["like"]] = slot.distributed(new)
-    return new
+    local = torch.zeros_like(slot.local, dtype=saved.dtype, requires_grad=False)
+    targets[value["like"]] = slot.distributed(local)
+    return local
 
 
 def _options(number: int, names: list[str], groups: list[dict[str, Any]]) -> Any:

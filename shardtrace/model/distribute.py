@@ -58,17 +58,18 @@ def shard_parameters(
         return ()
     found = [p for p in chosen.places if stand_ins[p.name].numel()]
     rows = {p.name: p.parameter.detach() for p in found}
+    shapes = {p.name: tuple(stand_ins[p.name].shape) for p in found}
+    shards = {p.name: as_parameter(p.parameter, rows[p.name], shapes[p.name], homes[p.name]) for p in found}
     for p in found:
-        shard = as_parameter(p.parameter, rows[p.name], tuple(stand_ins[p.name].shape), homes[p.name])
         for owner in p.owners:
-            owner.module._parameters[owner.attribute] = shard
+            owner.module._parameters[owner.attribute] = shards[p.name]
     return tuple(
         Entry(
             name=p.name,
-            full_shape=tuple(stand_ins[p.name].shape),
+            full_shape=shapes[p.name],
             layer=p.layer,
             block=p.block,
-            shard=p.owners[0].module._parameters[p.owners[0].attribute],
+            shard=shards[p.name],
             rows=rows[p.name],
             shard_shape=tuple(rows[p.name].shape),
             rest_device=rows[p.name].device,

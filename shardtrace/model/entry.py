@@ -114,6 +114,11 @@ class Entry:
         """This rank's rows, with padding, of a tensor that is laid out like the parameter."""
         return local_rows(t, self.full_shape, self.home)
 
+    def like(self, rows: torch.Tensor) -> torch.Tensor:
+        """A DTensor on ``rows``, which are padded, that is laid out like the parameter."""
+        local = own_rows(rows, self.full_shape, self.home)
+        return DTensor(local, self.shard._spec, requires_grad=False)  # type: ignore[attr-defined]
+
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor, laid out like the parameter."""
         return distributed(shard(whole, self.home), self.full_shape, self.home)

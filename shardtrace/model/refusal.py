@@ -11,8 +11,7 @@ from shardtrace.model.materialize import uninitializable
 from shardtrace.model.memory import REMEDY, ParameterMemory
 from shardtrace.model.places import Place, sparse_embedding
 from shardtrace.model.sample import sample
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import part_of, state_of, states_in
+from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare

@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from passes.kernels.torch_call import extent
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import replace_data
 
@@ -25,28 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 
-if TYPE_CHECKING:
-    from shardtrace.model.entry import Entry
-    from shardtrace.model.state import ShardedState
-
-SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
 TOGETHER = ("foreach_addcdiv", "foreach_addcmul", "foreach_copy", "foreach_maximum", "foreach_minimum", "foreach_zero",
             "fused_sgd", "fused_adagrad")  # fmt: skip
-
-
-class Link:
-    """A parameter's reference to its model and entry. Pickled as None, so that a saved parameter is an ordinary one."""
-
-    def __init__(self, state: ShardedState, entry: Entry) -> None:
-        self.state, self.entry = state, entry
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def link_of(value: Any) -> Link | None:
-    """The link of a sharded parameter. None for anything else."""
-    return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
 def distributed(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
@@ -59,23 +40,15 @@ def distributed(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> 
     return DTensor(own_rows(rows, full_shape, home), spec, requires_grad=False)
 
 
-def like(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A DTensor on ``rows``, which are padded, that is laid out like a sharded parameter."""
-    link = link_of(parameter)
-    assert link is not None
-    local = own_rows(rows, link.entry.full_shape, link.entry.home)
-    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
-
-
 def own_rows(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
     """This rank's rows without the padding: the same memory as a storage of its own. torch cannot pickle or copy the
-    DTensor of a view that begins further on."""
+    DTensor of a view that begins further on, and would save all of the memory around another one."""
     if home.is_spread and (mine := full_shape[0] - home.group.rank() * rows.shape[0]) < rows.shape[0]:
         rows = rows[: max(0, mine)]
-    if rows.storage_offset() == 0 or rows.is_meta:
+    storage, first, size = rows.untyped_storage(), rows.storage_offset() * rows.itemsize, extent(rows) * rows.itemsize
+    if rows.is_meta or storage.nbytes() == size:
         return rows.detach()
-    first, size = rows.storage_offset() * rows.element_size(), rows.numel() * rows.element_size()
-    return rows.new_empty(0).set_(rows.untyped_storage()[first : first + size], 0, rows.shape, rows.stride())
+    return rows.new_empty(0).set_(storage[first : first + size], 0, rows.shape, rows.stride())
 
 
 def local_rows(t: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
@@ -83,9 +56,8 @@ def local_rows(t: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torc
     :func:`distributed`, in the same memory where no padding is needed."""
     if not isinstance(t, DTensor):
         return t.detach()
-    if t.placements != home.placements:
-        t = t.redistribute(home.mesh, home.placements)
-    local: torch.Tensor = t.detach().to_local()
+    alike = t if t.placements == home.placements else t.redistribute(home.mesh, home.placements)
+    local: torch.Tensor = alike.detach().to_local()  # type: ignore[attr-defined]
     if not home.is_spread:
         return local
     missing = -(-full_shape[0] // home.group.size()) - local.shape[0]
@@ -109,37 +81,10 @@ def as_parameter(old: nn.Parameter, rows: torch.Tensor, full_shape: tuple[int, .
 
 
 @functools.cache  # once for each process
-def keep_data() -> None:
-    """Makes ``p.data = values`` give a sharded parameter these values, which may be whole. torch changes the shape and
-    dtype of a DTensor then, and leaves its values as they are. Other DTensors are not changed."""
-    data = torch.Tensor.data
-
-    def give(self: DTensor, values: torch.Tensor) -> None:
-        if (link := link_of(self)) is None:
-            return data.__set__(self, values)  # type: ignore[attr-defined]
-        entry = link.entry
-        if tuple(values.shape) != entry.full_shape:
-            raise RuntimeError(
-                f"the data of parameter {entry.name!r} has shape {tuple(values.shape)}, the parameter has "
-                f"{entry.full_shape}: give it a DTensor like the parameter, or whole values"
-            )
-        with torch.no_grad():
-            alike = isinstance(values, DTensor) and values.device_mesh == entry.home.mesh
-            new = values.redistribute(placements=entry.home.placements) if alike else entry.part(_whole(values))
-        if new.dtype == self.dtype:
-            self._local_tensor.copy_(new._local_tensor)  # in the memory that compiled steps read
-        else:
-            data.__set__(self, new)  # type: ignore[attr-defined]
-            self._local_tensor, self._spec = new._local_tensor, new._spec
-
-    DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
-
-
-@functools.cache  # once for each process
 def complete_operators() -> None:
-    """Registers operators for DTensors that torch 2.13 has left out: foreach and fused functions, all of them element by
-    element, which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases raise for what
-    they leave out."""
+    """Registers operators for DTensors that torch 2.13 has left out: foreach and fused functions, all of them element
+    by element, which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases
+    raise for what they leave out."""
     whole = [([Replicate()], [Replicate()])]
     register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
     pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
@@ -152,10 +97,6 @@ def complete_operators() -> None:
         for op in (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")):
             if op not in known.op_single_dim_strategy_funcs and op not in known.op_strategy_funcs:
                 register(op)
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def forward(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -184,7 +125,7 @@ class Forwarding(nn.Parameter):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["now"], name)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(current(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,6 @@ from shardtrace.model.entry import Entry, PlanKey
 from shardtrace.model.flat import lay_out_flat
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.runtime import ModelRuntime
-from shardtrace.model.shards import SHARD_ATTRIBUTE, Link, link_of
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport
@@ -28,8 +28,11 @@ import torch
 from thunder.core.dtypes import to_dtype
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
 
 
 class ShardedState:
@@ -72,7 +75,7 @@ class ShardedState:
     def _take(self, entries: tuple[Entry, ...]) -> None:
         """Plans the steps for ``entries``."""
         self.entries = entries
-        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, self.options.checks)
+        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, _entry_of, self.options.checks)
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -358,6 +361,12 @@ def _dtype(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else to_dtype(dtype)
 
 
+def _entry_of(parameter: torch.Tensor) -> Entry:
+    link = link_of(parameter)
+    assert link is not None
+    return link.entry
+
+
 class RefuseShards(TorchFunctionMode):
     """Raises RuntimeError if a function of torch is given a shard, by a module that PyTorch runs."""
 
@@ -374,6 +383,49 @@ def refuse_shard(place: str, t: Any) -> None:
             f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
             "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
         )
+
+
+class Link:
+    """A parameter's reference to its model and entry. Pickled as None, so that a saved parameter is an ordinary one."""
+
+    def __init__(self, state: ShardedState, entry: Entry) -> None:
+        self.state, self.entry = state, entry
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def link_of(value: Any) -> Link | None:
+    """The link of a sharded parameter. None for anything else."""
+    return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
+
+
+@functools.cache  # once for each process
+def keep_data() -> None:
+    """Makes ``p.data = values`` give a sharded parameter these values, which may be whole. torch changes the shape and
+    dtype of a DTensor then, and leaves its values as they are. Other DTensors are not changed."""
+    data = torch.Tensor.data
+
+    def give(self: DTensor, values: Any) -> None:
+        if (link := link_of(self)) is None:
+            return data.__set__(self, values)  # type: ignore[attr-defined]
+        entry = link.entry
+        if tuple(values.shape) != entry.full_shape:
+            raise RuntimeError(
+                f"the data of parameter {entry.name!r} has shape {tuple(values.shape)}, the parameter has "
+                f"{entry.full_shape}: give it a DTensor like the parameter, or whole values"
+            )
+        with torch.no_grad():
+            alike = isinstance(values, DTensor) and values.device_mesh == entry.home.mesh
+            whole = values.full_tensor() if isinstance(values, DTensor) and not alike else values
+            new: Any = values.redistribute(placements=entry.home.placements) if alike else entry.part(whole)
+        if new.dtype == self.dtype:
+            self._local_tensor.copy_(new._local_tensor)  # in the memory that compiled steps read
+        else:
+            data.__set__(self, new)  # type: ignore[attr-defined]
+            self._local_tensor, self._spec = new._local_tensor, new._spec
+
+    DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
 
 
 def state_of(module: nn.Module) -> ShardedState | None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import compile_data_and_stats, live_buffers, proxied_values, refresh_modules
+from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -25,8 +25,8 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.memory import REMEDY
-from shardtrace.model.shards import current, link_of
-from shardtrace.model.state import ShardedState, own_state, refuse_shard, states_in
+from shardtrace.model.shards import current
+from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
@@ -251,11 +251,23 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
     for value in _parameters(proxied):
         link = link_of(value.original_value)
         if link is not None and link.state is state:
-            raise RuntimeError(
-                f"parameter {link.entry.name!r} of {state.model_name} is used outside the forward of the sharded "
-                "module, or through a list of its own, as in nn.LSTM, where it is this rank's shard: use it inside, by "
-                "its name, or apply fsdp() to the module that uses it"
-            )
+            _refuse_value(value.original_value)
+
+
+def _refuse_value(parameter: torch.Tensor) -> None:
+    """Raises RuntimeError for a sharded parameter outside of the forward that gathers it."""
+    if (link := link_of(parameter)) is not None:
+        raise RuntimeError(
+            f"parameter {link.entry.name!r} of {link.state.model_name} is used outside the forward of the sharded "
+            "module, or through a list of its own, as in nn.LSTM, where it is this rank's shard: use it inside, by "
+            "its name, or apply fsdp() to the module that uses it"
+        )
+
+
+@functools.cache  # once for each process
+def refuse_dtensors() -> None:
+    """Makes Thunder raise for a sharded parameter outside of its forward as soon as it meets it, with its name."""
+    check_dtensors(_refuse_value)
 
 
 def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from shardtrace.checkpoint.full_optimizer import full_optimizer_state_dict, own_optimizer_state_dict
-from shardtrace.model.shards import link_of
+from shardtrace.model.state import link_of
 
 from torch import nn
 from torch.optim import Optimizer

@@ -8,8 +8,7 @@ from typing import Literal
 
 from passes.compat.jit import unjitted
 from passes.plan import Keep, Level
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import ShardedState, own_state, part_of, state_of, states_in
+from shardtrace.model.state import ShardedState, link_of, own_state, part_of, state_of, states_in
 
 from torch import nn
 

@@ -9,8 +9,7 @@ from weakref import WeakSet
 
 from passes.compat.versions import all_gather_single
 from passes.plan import Placement
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import ShardedState, sharded_states
+from shardtrace.model.state import ShardedState, link_of, sharded_states
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from passes.plan import Axis, Placement
 from shardtrace.model.home import shard
-from shardtrace.model.shards import Link, current, distributed, link_of
+from shardtrace.model.shards import current, distributed
+from shardtrace.model.state import Link, link_of
 from shardtrace.ranks.failure import failed, reason_to_stop
 
 import torch

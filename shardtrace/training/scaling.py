@@ -6,7 +6,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-from shardtrace.model.shards import link_of
+from shardtrace.model.state import link_of
 from shardtrace.ranks.mesh import is_alone
 
 import torch
@@ -30,7 +30,8 @@ def share_overflows() -> None:
     @functools.wraps(look)
     def everywhere(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
         groups = [{"params": [_rows(p) for p in group["params"]]} for group in optimizer.param_groups]
-        return _over_ranks(look(self, SimpleNamespace(param_groups=groups), *args, **kwargs), optimizer)
+        mine: Any = SimpleNamespace(param_groups=groups)
+        return _over_ranks(look(self, mine, *args, **kwargs), optimizer)
 
     torch.amp.GradScaler._unscale_grads_ = everywhere  # type: ignore[method-assign]
 

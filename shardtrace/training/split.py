@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from passes.compat.jit import unjitted
-from shardtrace.model.shards import link_of
+from shardtrace.model.state import link_of
 
 from torch import nn
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.compat.jit import unjitted
-from shardtrace.model.shards import link_of
-from shardtrace.model.state import ShardedState, states_in
+from shardtrace.model.state import ShardedState, link_of, states_in
 
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
