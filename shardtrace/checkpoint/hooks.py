@@ -63,11 +63,11 @@ def _take_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
         mesh = value.device_mesh if isinstance(value, DTensor) else None
         if isinstance(value, DTensor) and (mesh, value.placements) != (entry.home.mesh, entry.home.placements):
             value = value.full_tensor()
-        whole = isinstance(value, torch.Tensor) and tuple(value.shape) == entry.full_shape
+        whole = value if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else None
         if value is None and entry.home.placement is Placement.OWNER and not entry.shard.numel():
             state_dict[key] = entry.shard.detach()  # this rank has no part of it
-        elif whole and not isinstance(value, DTensor):
-            state_dict[key] = entry.part(value)
+        elif whole is not None and tuple(whole.shape) == entry.full_shape:
+            state_dict[key] = entry.part(whole)
 
 
 @functools.cache  # once for each process

@@ -158,11 +158,15 @@ class Entry:
 
         return reshard
 
+    @property
+    def earlier(self) -> list[nn.Parameter]:
+        """Those of ``before`` that are still there."""
+        return [old for reference in self.before if (old := reference()) is not None]
+
     def _stands_for(self, parameter: nn.Parameter) -> None:
         """Lets the parameters of before stand for this one."""
-        for reference in self.before:
-            if (old := reference()) is not None:
-                old.__dict__["now"] = parameter
+        for old in self.earlier:
+            old.__dict__["now"] = parameter
 
     def _put(self, parameter: nn.Parameter) -> None:
         for _, module, attribute in self.owners:

@@ -94,7 +94,9 @@ class ShardedState:
         laid = lay_out_flat(rows, trainable)
         self.entries = tuple(e.on(laid.get(p, t)) for e, (p, t) in zip(self.entries, rows.items(), strict=True))
         for e in self.entries:
-            setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
+            link = Link(self, e)
+            for p in (e.shard, *e.earlier):
+                setattr(p, SHARD_ATTRIBUTE, link)
 
     def adopt(self) -> None:
         """Takes over parameters that were replaced or converted. Raises RuntimeError for one that does not fit."""
@@ -192,7 +194,7 @@ class ShardedState:
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
             shard.grad = None  # as in a copy of a plain Parameter
             rows = e.rows_like(shard)
-            before = tuple(ref(copy.deepcopy(old, memo)) for reference in e.before if (old := reference()) is not None)
+            before = tuple(ref(copy.deepcopy(old, memo)) for old in e.earlier)
             entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners, before=before))
         model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
