@@ -78,7 +78,7 @@ class Entry:
             )
         if new is self.shard and new.dtype == self.dtype and not self.has_moved:
             return self
-        whole = isinstance(new, DTensor) or (new is not self.shard and tuple(new.shape) == self.full_shape)
+        whole = self.home.mesh is not None or (new is not self.shard and tuple(new.shape) == self.full_shape)
         expected = self.full_shape if whole else self.shard_shape
         for what, now, then in (("device", new.device, self.rest_device), ("shape", tuple(new.shape), expected)):
             if now != then:
