@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.plan import Axis, Placement
-from shardtrace.model.home import shard
-from shardtrace.model.shards import current, distributed
+from shardtrace.model.entry import Entry
+from shardtrace.model.shards import current
 from shardtrace.model.state import Link, link_of
 from shardtrace.ranks.failure import failed, reason_to_stop
 
@@ -124,33 +124,26 @@ def _part_kinds(group: dict[str, Any]) -> None:
 
 
 def _take_over(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
-    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state. Looks at
-    the state of the first parameter that has several elements: a step count is shaped like any other."""
+    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state."""
     for i, old in enumerate(parameters):
         if (new := current(old)) is not old:
             parameters[i] = new
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)
-    links = [link for p in parameters if (link := link_of(p)) is not None and math.prod(link.entry.full_shape) > 1]
-    if not links or not any(_whole_state(optimizer, links[0])):
-        return
-    for link in links:
-        entry, state = link.entry, optimizer.state.get(link.entry.shard, {})
-        for key in _whole_state(optimizer, link):
-            state[key] = distributed(shard(state[key], entry.home), entry.full_shape, entry.home)
+    links = [link for p in parameters if (link := link_of(p)) is not None and not link.state.unsharded]
+    # of others, the number of steps would be taken for state that is laid out like the parameter
+    several = next((link.entry for link in links if math.prod(link.entry.full_shape) > 1), None)
+    keys = _whole_state(optimizer.state.get(several.shard, {}), several) if several is not None else []
+    for entry in (link.entry for link in links if keys):
+        state = optimizer.state.get(entry.shard, {})
+        if entry.home.mesh is not None or tuple(entry.shard.shape) != entry.full_shape:
+            state |= {key: entry.part(state[key]) for key in _whole_state(state, entry) if key in keys}
 
 
-def _whole_state(optimizer: torch.optim.Optimizer, link: Link) -> list[str]:
-    """The keys of state of a parameter that is whole although the parameter is not, from steps before ``fsdp``."""
-    entry = link.entry
-    if link.state.unsharded or (entry.home.mesh is None and tuple(entry.shard.shape) == entry.full_shape):
-        return []
-    values = optimizer.state.get(entry.shard, {}).items()
-    return [
-        k
-        for k, v in values
-        if isinstance(v, torch.Tensor) and v.shape == entry.full_shape and not isinstance(v, DTensor)
-    ]
+def _whole_state(state: dict[str, Any], entry: Entry) -> list[str]:
+    """The keys of an optimizer's state of a parameter that have its whole shape, and are plain tensors."""
+    plain = ((k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and not isinstance(v, DTensor))
+    return [k for k, v in plain if tuple(v.shape) == entry.full_shape]
 
 
 @functools.cache
