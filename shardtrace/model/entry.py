@@ -78,6 +78,10 @@ class Entry:
             )
         if new is self.shard and new.dtype == self.dtype and not self.has_moved:
             return self
+        if new is self.shard and new.dtype == self.dtype and self.local is not None:
+            self.local.copy_(new.to_local())  # type: ignore[operator]
+            new._local_tensor = self.local  # type: ignore[attr-defined]
+            return self
         whole = self.home.mesh is not None or (new is not self.shard and tuple(new.shape) == self.full_shape)
         expected = self.full_shape if whole else self.shard_shape
         for what, now, then in (("device", new.device, self.rest_device), ("shape", tuple(new.shape), expected)):
