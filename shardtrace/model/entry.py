@@ -79,7 +79,7 @@ class Entry:
         if new is self.shard and new.dtype == self.dtype and not self.has_moved:
             return self
         if new is self.shard and new.dtype == self.dtype and self.local is not None:
-            self.local.copy_(new.to_local())  # type: ignore[operator]
+            self.local.copy_(new._local_tensor)  # type: ignore[attr-defined]
             new._local_tensor = self.local  # type: ignore[attr-defined]
             return self
         whole = self.home.mesh is not None or (new is not self.shard and tuple(new.shape) == self.full_shape)

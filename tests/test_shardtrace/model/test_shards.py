@@ -327,9 +327,9 @@ def test_full_params():
     with shardtrace.full_params(copied):
         assert copied.weights[0].shape == (7, 6)
         assert copied(batch(0)).shape == (8, 5)
-    with pytest.raises(RuntimeError, match="kept from outside of full_params was written inside"):
-        with shardtrace.full_params(model), torch.no_grad():
-            kept.zero_()
+    written = pytest.raises(RuntimeError, match="kept from outside of full_params was written inside")
+    with written, shardtrace.full_params(model), torch.no_grad():
+        kept.zero_()
 
 
 @on_ranks(2)
