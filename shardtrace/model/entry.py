@@ -78,7 +78,7 @@ class Entry:
             )
         if new is self.shard and new.dtype == self.dtype and not self.has_moved:
             return self
-        if new is self.shard and new.dtype == self.dtype and self.local is not None:
+        if new is self.shard and (new.dtype, new.device) == (self.dtype, self.rest_device) and self.local is not None:
             self.local.copy_(new._local_tensor)  # type: ignore[attr-defined]
             new._local_tensor = self.local  # type: ignore[attr-defined]
             return self
