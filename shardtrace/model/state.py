@@ -102,9 +102,6 @@ class ShardedState:
         """Takes over parameters that were replaced or converted. Raises RuntimeError for one that does not fit."""
         with torch.no_grad():
             entries = tuple(entry.adopted() for entry in self.entries)
-        for entry in entries:
-            if link_of(entry.shard) is None:  # torch leaves it behind where it converts a parameter
-                setattr(entry.shard, SHARD_ATTRIBUTE, Link(self, entry))
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
             self.replaced |= {old.shard: new.shard for old, new in changed if new.shard is not old.shard}

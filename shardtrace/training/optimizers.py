@@ -98,8 +98,8 @@ def _check_results(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
+    take_over(optimizer)
     for group in optimizer.param_groups:
-        _take_over(optimizer, group["params"])
         _part_kinds(group)
         for parameter in group["params"] if name is not None else ():
             link = link_of(parameter)
@@ -112,19 +112,25 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _part_kinds(group: dict[str, Any]) -> None:
-    """Keeps a group from updating DTensors and plain tensors together, for which torch would raise: parameters without
-    elements lose their gradient, and the others are updated one by one unless the group chooses."""
+    """Keeps a group from updating DTensors and plain tensors together, for which torch would raise: they are updated
+    one by one unless the group chooses; then parameters without elements lose their gradient."""
     plain = [p for p in group["params"] if not isinstance(p, DTensor)]
     if not plain or len(plain) == len(group["params"]):
         return
-    for p in plain:
-        p.grad = p.grad if p.numel() else None
-    if group.get("foreach", False) is None and not group.get("fused") and any(p.numel() for p in plain):
-        group["foreach"] = False
+    if group.get("foreach", False) is None and not group.get("fused"):
+        group["foreach"] = None if all(p.device.type == "cpu" for p in plain) else False  # the default of a CPU
+    elif group.get("foreach") or group.get("fused"):
+        for p in plain:
+            p.grad = p.grad if p.numel() else None
+
+
+def take_over(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state."""
+    for group in optimizer.param_groups:
+        _take_over(optimizer, group["params"])
 
 
 def _take_over(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
-    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state."""
     for i, old in enumerate(parameters):
         if (new := current(old)) is not old:
             parameters[i] = new

@@ -367,3 +367,19 @@ def test_parameters_that_a_script_replaces_or_converts():
     assert weight.dtype is weight.to_local().dtype is torch.float32
     with pytest.raises(RuntimeError, match=r"the data of parameter 'a.weight' has shape \(4, 6\), the parameter has"):
         model.a.weight.data = torch.ones(4, 6)
+
+
+@on_ranks(2)
+def test_what_a_conversion_keeps():
+    """torch exchanges DTensors for new ones, also where nothing is converted."""
+    model, rank = shardtrace.fsdp(build()), dist.get_rank()
+    seen = []
+    model.a.weight.tag = "kept"
+    model.a.weight.register_hook(lambda grad: seen.append(("hook", grad.dtype)))
+    model.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("post", p.dtype)))
+    nn.ModuleDict({"inner": model}).to("cpu")
+    model.load_state_dict(build().state_dict())
+    assert_same(model, build())
+    model.to(torch.bfloat16)(batch(0, rank).bfloat16()).sum().backward()
+    assert seen == [("hook", torch.bfloat16), ("post", torch.bfloat16)]
+    assert model.a.weight.tag == "kept"
