@@ -21,6 +21,7 @@ from passes.analysis.recognise import (
     is_issue,
     is_return,
     is_unpack,
+    names,
     part_at,
 )
 from passes.analysis.traffic import collectives, issues
@@ -29,14 +30,15 @@ from passes.plan import Runtime, Step, TracedParameters
 
 from thunder.core.codeutils import ContextObject
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx, TraceTag, from_trace
 
 
 def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     """Compares the collectives of all ranks, when they are compiled and before they are sent.
 
     Takes: a forward or backward with its final collectives.
-    Gives: the lines above for each model whose steps are compared. Adds the collectives to the steps in ``parameters``.
+    Gives: the lines above for each model whose steps are compared. Adds the collectives, and the parameters that
+    backward reads again, to the steps in ``parameters``.
     No-op when: no model has more than one rank.
 
     Raises:
@@ -45,6 +47,11 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     for runtime, lines in _sent(trace).items():
         parameters.step_of(runtime).collectives.extend(lines)
         runtime.compare_trace(lines)
+    if not is_backward(trace) and TraceTag.AUGMENTED_FORWARD in trace.tags:
+        saved = names(trace.bound_symbols[-1].args[1][0])
+        for p in trace.args:
+            if p.name in saved and (parameter := parameters.get(p)) is not None:
+                parameters.step_of(parameter.plan.runtime).rereads.add(p.name)
     return insert_checks(trace, {runtime: parameters.step_of(runtime) for runtime in parameters.runtimes})
 
 

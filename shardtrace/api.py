@@ -20,7 +20,9 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.from_plan import with_plan
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.refusal import compare_models, refuse, refuse_shared
-from shardtrace.model.state import ShardedState
+from shardtrace.model.shards import complete_operators
+from shardtrace.model.state import ShardedState, keep_data
+from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
@@ -191,6 +193,9 @@ def _stored(weights: Source | None, module: nn.Module) -> dict[str, Stored]:
 def _guard_process() -> None:
     """Guards the end of the process, and functions of torch that would take a shard for a parameter."""
     leave_in_peace()
+    keep_data()
+    complete_operators()
+    refuse_dtensors()
     refuse_wrong_steps()
     refuse_wrappers()
     share_overflows()

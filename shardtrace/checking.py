@@ -26,7 +26,6 @@ from passes.compat.versions import functional_transform
 from passes.kernels.torch_call import call_of
 from shardtrace.api import fsdp
 from shardtrace.inspector.fake import Arguments, parse_arguments
-from shardtrace.model.home import shard
 from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
 from shardtrace.record.eager import EagerModule
@@ -38,6 +37,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -220,7 +220,11 @@ def _step(model: Any, arguments: Arguments, *, into: Sequence[int] | None = None
     found |= {("buffer", name): b for name, b in model.named_buffers()}
     found |= {("input", str(i)): t for i, t in enumerate(inputs)}
     found |= {("gradient", f"input {i}"): t.grad for i, t in enumerate(inputs) if t.grad is not None}
-    return Step({key: t.detach().clone() for key, t in found.items()}, tuple(into))
+    return Step({key: _local(t.detach()).clone() for key, t in found.items()}, tuple(into))
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def _copied(arguments: Arguments) -> Arguments:
@@ -310,9 +314,9 @@ def _values(model: nn.Module, arguments: Arguments, jit: Callable[[nn.Module], A
 
 def _parts_of_rank(cmodel: Any, step: Step) -> Step:
     """The step with this rank's parts of gradients."""
-    homes = {name: link.entry.home for name, p in cmodel.named_parameters() if (link := link_of(p)) is not None}
+    entries = {name: link.entry for name, p in cmodel.named_parameters() if (link := link_of(p)) is not None}
     parts = {
-        key: shard(t, homes[key[1]]) if key[0] == "gradient" and key[1] in homes else t
+        key: _local(entries[key[1]].part(t)) if key[0] == "gradient" and key[1] in entries else t
         for key, t in step.tensors.items()
     }
     return replace(step, tensors=parts)

@@ -30,6 +30,8 @@ def exchange_bucket(
     """Gathers and reduces a bucket, twice at once. ``wire`` is the dtype of its reductions. ``sums``: they divide what
     they have added up."""
     rank, ranks = group.rank(), group.size()
+    if placement is Placement.SHARD:
+        shapes = [s or (1,) for s in shapes]  # a scalar has no rows to share
     plan = BucketPlan(
         "Model", ranks, rank, placement=placement, averages=not sums, sums=sums, runtime=PlainRuntime(group)
     )

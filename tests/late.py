@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 NAME = "late"
 PATIENCE = 0.02  # seconds after which a collective runs although nobody waits for it: another rank may
@@ -240,6 +241,7 @@ def late_groups(shape: tuple[int, int] | None = None, timeout: float = 60.0) -> 
         assert group.issued
         assert not group.races, f"memory in flight was written: {group.races}"
         dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # torch gives results of DTensors an earlier mesh of the same ranks
 
 
 @contextmanager

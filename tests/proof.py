@@ -13,6 +13,7 @@ from unittest import mock
 import shardtrace  # isort: split
 
 from passes.analysis.liveness import step_liveness
+from passes.plan import Placement
 from shardtrace.model import distribute, state
 from shardtrace.model.home import Home
 from shardtrace.ranks.mesh import Transport
@@ -76,7 +77,11 @@ def talking_to_itself() -> Iterator[None]:
 
     def homes(chosen: Any, target: Any, *, evenness: float) -> dict[str, Home]:
         group, host = target.groups.everyone, target.host
-        return {name: Home(s.placement, group, host=host) for name, s in chosen.strategies.items()}
+        homes = {name: Home(s.placement, group, host=host) for name, s in chosen.strategies.items()}
+        for p in chosen.places:
+            if p.parameter.dim() == 0 and homes[p.name].placement is Placement.SHARD:  # as over any group
+                homes[p.name] = Home(Placement.REPLICATE, group)
+        return homes
 
     like_nccl = Transport(direct=False, averages=True)
     with (
@@ -183,7 +188,8 @@ def traces_and_memory(device: torch.device, strategy: str, *, executors: list[st
 
     _, stepped = metered(step, device)
     kept = x.nbytes + built.kept + warm.kept
-    arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *cmodel.parameters())})
+    shards = [entry.rows for entry in model._shardtrace.entries]
+    arguments = sum(s.nbytes() for s in {t.untyped_storage() for t in (x, *shards)})
     promised = step_liveness(forward, backward, persistent=kept - arguments).peak
     measured = kept + stepped.peak
     assert abs(measured / promised - 1) < 0.1, f"peak of {measured} bytes, predicted {promised}"

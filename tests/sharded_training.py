@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from late import late_groups
 from models import Weighted, Zoo, tokens
+from torch.distributed.tensor import DTensor
 
 ROWS = 12  # of a batch, over all ranks
 
@@ -52,6 +53,16 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 # ---- each rank ----
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, which is a collective; another tensor itself."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def sharded_zoo(strategy: Any = "zero3", *, seed: int = 0, mesh: tuple[int, int] | None = None, **options: Any) -> Zoo:

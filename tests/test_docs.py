@@ -157,15 +157,21 @@ def test_first_script_runs(page, tmp_path):
     assert printed or "print" not in script
 
 
+OF_TORCH = (
+    "got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered",
+    "Cannot flatten unevenly sharded tensor",
+)  # fmt: skip
+
+
 def test_quoted_messages_are_raised():
-    """Each message of the tables in troubleshooting is in the sources; "..." stands for anything."""
+    """Each message of the tables in troubleshooting is in the sources, or torch's; "..." stands for anything."""
     page = (ROOT / "docs/guide/troubleshooting.md").read_text()
     tables = page.partition("## From the message")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in tables.splitlines() if line.startswith("|")]
     quoted = [part.strip() for row in rows for span in re.findall(r"`([^`]+)`", row) for part in span.split("...")]
     texts = "\n".join(strings(file) for room in ("shardtrace", "passes") for file in (ROOT / room).rglob("*.py"))
     assert len(quoted) > 30
-    assert [part for part in quoted if part not in texts] == []
+    assert [part for part in quoted if part not in texts and part not in OF_TORCH] == []
 
 
 def strings(file):

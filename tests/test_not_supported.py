@@ -36,13 +36,8 @@ def parallelism():
     shardtrace.fsdp(net(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")))
 
 
-def optimizers():
-    class Adafactor(torch.optim.SGD):
-        """As in a library."""
-
-    model = shardtrace.fsdp(net())
-    model(X).sum().backward()
-    Adafactor(model.parameters(), lr=0.1).step()
+def operators():
+    shardtrace.fsdp(nn.Linear(3, 3)).weight.flatten()
 
 
 def values():
@@ -78,7 +73,7 @@ def switches():
 
 REFUSED = {
     "Tensor and pipeline parallelism": (parallelism, "mesh must have one dimension"),
-    "Optimizers of other libraries": (optimizers, "Adafactor computes with whole tensors"),
+    "Operators that DTensor does not have": (operators, "Cannot flatten unevenly sharded tensor"),
     "Forwards that depend on values of activations": (values, "depends on the values of tensors"),
     "Parameters written in forward": (writes, "weight"),
     "Gradient penalties": (penalties, "create_graph=True"),

@@ -17,6 +17,7 @@ from passes.analysis.liveness import step_liveness
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slow_link
@@ -134,7 +135,8 @@ def prepare(contender: Contender, job: Job, world: World, silent: World | None) 
 def predicted_peak(training: Training, kept: int) -> int:
     """The peak that the compiled traces predict, in bytes. ``kept`` bytes live between steps; traces know only those
     that are their arguments."""
-    arguments = {t.untyped_storage() for t in (*training.model.parameters(), *training.batches[0])}
+    tensors = (*training.model.parameters(), *training.batches[0])
+    arguments = {(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors}
     forward, backward = compiled_traces(training.model)
     return step_liveness(forward, backward, persistent=kept - sum(storage.nbytes() for storage in arguments)).peak
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
@@ -25,6 +25,8 @@ from thunder.core.utils import AutocastStack
 from thunder.executors import sdpaex
 from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from thunder.torch.experimental import dtensor_proxy
+from torch.distributed.tensor import DTensor
 
 # Thunder and torch import these in the first step. The profiler of torch, with_stack, names code of modules that are
 # imported meanwhile by memory that is free by then.
@@ -71,14 +73,14 @@ def compile_data_and_stats() -> tuple[Any, Any]:
     return data, stats
 
 
-def refresh_modules(replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter]) -> None:
     """Makes the current compilation read the current submodules and parameters of jitted modules, not those of earlier
-    traces. ``replaced`` has the new parameters by the old ones."""
+    traces. ``current`` finds the parameter of now by an earlier one."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
         for name, parameter in jitted._overrides_parameters.items():
-            jitted._overrides_parameters[name] = replaced.get(parameter, parameter)
+            jitted._overrides_parameters[name] = current(parameter)
 
 
 def live_buffers() -> Callable[[], None] | None:
@@ -107,6 +109,19 @@ def proxied_values() -> set[Any]:
     """The wrapped values that the running interpreter has given proxies. The set grows until tracing is over."""
     found: set[Any] = get_interpreterruntimectx()._proxied_values
     return found
+
+
+def check_dtensors(refuse: Callable[[torch.Tensor], None]) -> None:
+    """Calls ``refuse`` with each DTensor before Thunder traces it. Thunder's own errors do not say which one it is."""
+    traced = dtensor_proxy.proxify_dtensor
+
+    @functools.wraps(traced)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, DTensor):
+            refuse(value)
+        return traced(value, *args, **kwargs)
+
+    dtensor_proxy.proxify_dtensor = checked
 
 
 def is_input(wrapped: Any) -> bool:

@@ -27,7 +27,7 @@ class Placement(Enum):
     gradient is reduced.
 
     SHARD: dim 0 of ``(rows, *rest)`` is split into equal shards of ``ceil(rows / world_size)`` rows; the last ones are
-    padded with zeros. A 0-dim parameter counts as shape ``(1,)``. all_gather, reduce_scatter.
+    padded with zeros. all_gather, reduce_scatter.
     OWNER: whole on the rank that owns it, ``(0, *rest)`` on the others. broadcast, reduce.
     REPLICATE: whole on every rank. No gather, all_reduce.
     """
@@ -153,7 +153,8 @@ class ShardedParameter:
     ``name``, ``layer`` and ``block`` are the qualified names of the parameter, its module and its repeated block (None
     outside). ``index`` is its position among the model's parameters, ``dtype`` its dtype at rest (None: that of its
     bucket), ``owner`` the rank of the group that holds it if only one does, ``rest_device`` the device of its shard as
-    torch prints it (empty: the one on which the parameter is used).
+    torch prints it (empty: the one on which the parameter is used). ``is_distributed`` tells that it is a DTensor, of
+    the whole shape, at rest.
     """
 
     plan: BucketPlan
@@ -166,6 +167,7 @@ class ShardedParameter:
     dtype: dtypes.dtype | None = None
     owner: int = 0
     rest_device: str = ""
+    is_distributed: bool = False
 
     @cached_property
     def shard_shape(self) -> Shape:

@@ -43,6 +43,14 @@ class Runtime(Protocol):
     def group(self, axis: Axis) -> Any:
         """Returns the process group of an axis. Only the functions of collectives use it."""
 
+    def rows_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's rows of a parameter that is a DTensor, padding included, in the same memory."""
+        ...
+
+    def like(self, parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns ``rows``, such as a gradient's, as a tensor that is laid out like a parameter."""
+        ...
+
     def check_step(self, step: Step) -> None:
         """Raises unless ``step`` is the one to run now and all parameters are still those that were sharded.
         Called before each step; an error makes Thunder try another compiled step, or compile one."""
@@ -80,6 +88,12 @@ class PlainRuntime:
 
     def group(self, axis: Axis) -> Any:
         return self._group
+
+    def rows_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
+    def like(self, parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
     def check_step(self, step: Step) -> None: ...
 

@@ -46,6 +46,7 @@ class Step:
         adds: the levels on which it adds kept gradients.
         collectives: the collectives that it sends, as texts, in order; complete once it is compiled.
         generation: how often the model's modules had changed before it was compiled.
+        rereads: the names of parameters whose rows backward reads again; complete once it is compiled.
     """
 
     gradients: Gradients | None
@@ -53,6 +54,7 @@ class Step:
     generation: int = 0
     keep: Keep | None = None
     adds: frozenset[Level] = frozenset()
+    rereads: set[str] = field(default_factory=set)
 
     def treats_as(self, other: Step) -> bool:
         """Whether it treats gradients as ``other`` is to; it may add those of more levels."""

@@ -9,7 +9,6 @@ from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.optimizer import check_whole, is_like, load_optimizer, named_groups, options_of, packed
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.model.home import shard, unshard
 from shardtrace.ranks.failure import communicating
 
 import torch
@@ -52,9 +51,8 @@ def full_optimizer_state_dict(
         kinds = _of_owner(_kinds(values[number], parameters[number]), slot)
         whole = {}
         for key, (dtype, value) in kinds.items():
-            if dtype is not None and slot.home is not None:
-                local = values[number].get(key, slot.local.detach().new_empty(slot.local.shape, dtype=dtype))
-                value = unshard(local, slot.full_shape, slot.home)
+            if dtype is not None and slot.entry is not None:
+                value = slot.entry.whole(values[number].get(key, torch.empty_like(slot.local, dtype=dtype)))
             elif key in values[number]:
                 value = values[number][key]
             if keep:
@@ -137,7 +135,7 @@ def _mine(optimizer: Optimizer, model: ModelState, state_dict: Mapping[str, Any]
 
 
 def _part(key: str, value: Any, name: str, slot: Slot) -> Any:
-    if not isinstance(value, torch.Tensor) or slot.home is None or (key == "step" and value.dim() == 0):
+    if not isinstance(value, torch.Tensor) or slot.entry is None or (key == "step" and value.dim() == 0):
         return value
     if tuple(value.shape) != slot.full_shape:
         if value.numel() == 1 or slot.is_whole:
@@ -145,4 +143,4 @@ def _part(key: str, value: Any, name: str, slot: Slot) -> Any:
         raise CheckpointError(
             f"the optimizer's {key} of {name} has shape {tuple(value.shape)}, the parameter has {slot.full_shape}"
         )
-    return shard(value, slot.home).clone() if slot.is_whole else shard(value, slot.home)
+    return slot.entry.part(value).clone() if slot.is_whole else slot.entry.part(value)

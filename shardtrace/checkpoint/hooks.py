@@ -1,7 +1,7 @@
-"""``state_dict`` and ``load_state_dict`` of a sharded model and of its jitted module: shards are DTensors, as in FSDP2.
+"""``state_dict`` and ``load_state_dict`` of a sharded model and of its jitted module.
 
-So ``torch.save``, torch.distributed.checkpoint and ``get_model_state_dict`` see a tensor of the full shape and which
-rows are here, and no rank's rows pass for the whole.
+Parameters are DTensors, and so are the values of a state dict. What only one rank owns is in the state dict of that
+rank. A state dict to load may hold whole tensors, or DTensors on another mesh.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from passes.compat.jit import unjitted
-from shardtrace.checkpoint.state import Slot
+from passes.plan import Placement
 from shardtrace.model.entry import Entry
-from shardtrace.model.home import shard
 from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
@@ -21,7 +20,6 @@ from shardtrace.training.full import full_state_dict
 import torch
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -29,13 +27,13 @@ def add_hooks(model: nn.Module) -> None:
     """Adds the hooks to a sharded module and to its parts. Copies of it have them, too."""
     for module in model.modules():
         if module is model or part_of(module) is state_of(model):
-            module.register_state_dict_post_hook(_distribute)
-            module.register_load_state_dict_pre_hook(_take_rows)
+            module.register_state_dict_post_hook(_leave_out)
+            module.register_load_state_dict_pre_hook(_take_part)
     _ask_the_model()
 
 
 def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
-    """The key in a state dict, and the entry, of each parameter of which the ranks hold different parts.
+    """The key in a state dict, and the entry, of each parameter that is a DTensor or that one rank owns.
 
     None for a part of a model whose whole state dict is made: the model's own hook sees all of it."""
     state = state_of(module) or (None if prefix else part_of(module))  # None for a copy of a model as it was before
@@ -43,43 +41,33 @@ def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
         return
     for name, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         for attribute, p in owner._parameters.items():
-            if (link := link_of(p)) is not None and link.state is state and link.entry.home.is_spread:
+            if (link := link_of(p)) is None or link.state is not state:
+                continue
+            if link.entry.home.is_spread or link.entry.home.mesh is not None:
                 yield f"{name}.{attribute}" if name else attribute, link.entry
 
 
-def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Makes shards DTensors, except with ``keep_vars``. What one rank holds is whole there, and left out elsewhere."""
-    mesh_of = functools.cache(DeviceMesh.from_group)
-    made: dict[int, torch.Tensor | None] = {}  # tied weights stay one tensor
+def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leaves out what only other ranks own, except with ``keep_vars``."""
     for key, entry in _spread(module, prefix):
         value = state_dict.get(key)
-        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-            continue
-        if id(entry) not in made:
-            made[id(entry)] = Slot(_alone(value), entry.full_shape, entry.home, mesh_of).distributed()
-        if (one := made[id(entry)]) is None:
+        owned = entry.home.placement is Placement.OWNER and entry.home.group.rank() != entry.home.owner
+        if owned and isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             del state_dict[key]
-        else:
-            state_dict[key] = one
 
 
-def _alone(shard: torch.Tensor) -> torch.Tensor:
-    """The same memory as a storage of its own: torch cannot pickle the DTensor of a view that begins further on."""
-    first = shard.storage_offset() * shard.element_size()
-    storage = shard.untyped_storage()[first : first + shard.nbytes]
-    return shard.new_empty(0).set_(storage, 0, shard.shape, shard.stride())
-
-
-def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes this rank's rows of DTensors and of whole tensors. A collective if there are DTensors."""
+def _take_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes this rank's part of whole tensors, and of DTensors on another mesh, which are gathered for that."""
     for key, entry in _spread(module, prefix):
         value = state_dict.get(key)
-        if isinstance(value, DTensor):
-            state_dict[key] = shard(value.full_tensor(), entry.home)
-        elif isinstance(value, torch.Tensor) and tuple(value.shape) == entry.full_shape != entry.shard_shape:
-            state_dict[key] = shard(value, entry.home)
-        elif value is None and Slot(entry.shard, entry.full_shape, entry.home, DeviceMesh.from_group).part()[0] is None:
+        mesh = value.device_mesh if isinstance(value, DTensor) else None
+        if isinstance(value, DTensor) and (mesh, value.placements) != (entry.home.mesh, entry.home.placements):
+            value = value.full_tensor()
+        whole = value if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else None
+        if value is None and entry.home.placement is Placement.OWNER and not entry.shard.numel():
             state_dict[key] = entry.shard.detach()  # this rank has no part of it
+        elif whole is not None and tuple(whole.shape) == entry.full_shape:
+            state_dict[key] = entry.part(whole)
 
 
 @functools.cache  # once for each process

@@ -9,6 +9,7 @@ from shardtrace.checkpoint.codec import decode, encode, tensor_names
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.checkpoint.index import SavedTensor
 from shardtrace.checkpoint.state import Keep, ModelState, Slot
+from shardtrace.training.optimizers import take_over
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 def named_groups(optimizer: Optimizer, model: ModelState) -> list[list[str]]:
     """The names of the parameters in each group. Raises CheckpointError for one that is not the model's."""
+    take_over(optimizer)
     names = {id(slot.local): name for name, slot in model.slots.items()}
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from passes.compat.jit import unjitted
 from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.model.home import Home, unshard
+from shardtrace.model.entry import Entry
+from shardtrace.model.home import Home
 from shardtrace.model.state import ShardedState, states_in
 from shardtrace.training.full import sharded_entries
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, or a copy
@@ -27,16 +26,21 @@ Keep = Callable[[torch.Tensor], torch.Tensor]  # the tensor to save: the same, o
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter or buffer of a model. ``local`` is the part that this rank holds, padding included.
+    """A parameter or buffer of a model. ``local`` is the tensor that this rank has of it.
 
-    ``home`` is None for an unsharded tensor, which is whole on every rank. ``mesh_of`` makes a mesh from a group and a
-    device type.
+    ``entry`` is None for an unsharded tensor, which is whole on every rank.
     """
 
     local: torch.Tensor
-    full_shape: Shape
-    home: Home | None
-    mesh_of: Callable[[dist.ProcessGroup, str], DeviceMesh]
+    entry: Entry | None
+
+    @property
+    def home(self) -> Home | None:
+        return None if self.entry is None else self.entry.home
+
+    @property
+    def full_shape(self) -> Shape:
+        return tuple(self.local.shape) if self.entry is None else self.entry.full_shape
 
     @property
     def is_owned(self) -> bool:
@@ -48,42 +52,27 @@ class Slot:
         return home is None or home.placement is Placement.REPLICATE or math.prod(self.full_shape) == 0
 
     def part(self, local: torch.Tensor | None = None) -> tuple[torch.Tensor | None, int]:
-        """This rank's part without padding, as a view of the parameter, or of a tensor that is laid out like it; and
-        the first of its rows. None if this rank has no part in it."""
+        """This rank's rows, as a view of the parameter or of a tensor that is laid out like it; and the first of them.
+        None if this rank has no part in it."""
         local = self.local.detach() if local is None else local
-        if self.is_whole or self.home is None:
+        local = local.to_local() if isinstance(local, DTensor) else local
+        if self.is_whole or self.entry is None:
             return local, 0
-        group = self.home.group
+        home = self.entry.home
         if self.is_owned:
-            return (local if group.rank() == self.home.owner else None), 0
-        if not self.full_shape:
-            return (local[0] if group.rank() == 0 else None), 0
-        first = group.rank() * local.shape[0]
-        return local[: max(0, self.full_shape[0] - first)], first
+            return (local if home.group.rank() == home.owner else None), 0
+        return local, home.group.rank() * self.entry.rows.shape[0] if home.is_spread else 0
 
     def whole(self) -> torch.Tensor:
         """The whole tensor. A collective if it is sharded."""
-        return self.local.detach() if self.home is None else unshard(self.local, self.full_shape, self.home)
+        return self.local.detach() if self.entry is None else self.entry.whole(self.local)
 
     def distributed(self, local: torch.Tensor | None = None) -> torch.Tensor | None:
-        """This rank's part for torch.distributed.checkpoint.
-
-        A shard is a DTensor on the mesh of the ranks that share the parameter. A tensor that only one rank holds (an
-        owner's, a 0-dim parameter) is a plain tensor there and None on the others. A tensor that is whole on every rank
-        is a plain tensor.
-        """
-        part, _ = self.part(local)
-        home = self.home
-        if part is None or home is None or self.is_whole or self.is_owned or not self.full_shape:
-            return part
-        return DTensor.from_local(
-            part,
-            self.mesh_of(home.group, part.device.type),
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(self.full_shape),
-            stride=torch.empty(self.full_shape, device="meta").stride(),
-        )
+        """This rank's part for torch.distributed.checkpoint: a DTensor if ranks hold different rows. A tensor that only
+        one rank owns is a plain tensor there and None on the others. A tensor that is whole on every rank is a plain
+        tensor."""
+        local = self.local.detach() if local is None else local
+        return local if isinstance(local, DTensor) and not self.is_whole else self.part(local)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +125,10 @@ def model_state(model: nn.Module) -> ModelState:
     tied: dict[str, str] = {}
     extra: dict[str, Any] = {}
     names: dict[int, str] = {}
-    mesh_of = cache(DeviceMesh.from_group)
     for key, value in module.state_dict(keep_vars=True).items():
         if key.endswith("_extra_state") or not isinstance(value, torch.Tensor):
             extra[key] = value
-        elif isinstance(value, DTensor):
+        elif isinstance(value, DTensor) and id(value) not in entries:
             raise CheckpointError(
                 f"{key} is a DTensor that shardtrace did not make: save it with torch.distributed.checkpoint"
             )
@@ -148,9 +136,7 @@ def model_state(model: nn.Module) -> ModelState:
             tied[key] = names[id(value)]
         else:
             names[id(value)] = key
-            entry = entries.get(id(value))
-            full_shape, home = (entry.full_shape, entry.home) if entry else (tuple(value.shape), None)
-            slots[key] = Slot(value, full_shape, home, mesh_of)
+            slots[key] = Slot(value, entries.get(id(value)))
     return ModelState(module, states, slots, tied, extra)
 
 
@@ -192,10 +178,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model for torch.distributed.checkpoint: ``dcp.save`` and, in place, ``dcp.load``.
     So has ``model.state_dict()``.
 
-    Keys and shapes are those of the unsharded model. Shards are DTensors, placed ``Shard(0)`` on the mesh of the ranks
-    that share them. Their local tensors are views of the model's parameters without the padding: loading into them
-    changes the model. A tensor that is whole on every rank is a plain tensor. A tensor that only one rank holds (of the
-    "owner" strategy, or a sharded 0-dim parameter) is a plain tensor there, and the other ranks omit its key.
+    Keys and shapes are those of the unsharded model. Sharded parameters are DTensors on the model's memory: loading
+    into them changes the model. A tensor that only one rank owns is a plain tensor there, and the other ranks omit its
+    key.
 
     Raises:
         ValueError: the model is not sharded. RuntimeError: inside ``full_params``.

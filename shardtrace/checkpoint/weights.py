@@ -175,8 +175,8 @@ def _fill(part: torch.Tensor | None, slot: Slot, start: int, stored: list[Stored
         slot.local.detach().zero_()
         return
     whole = slot.is_whole or part.shape == slot.full_shape
-    if not whole:
-        slot.local.detach()[part.shape[0] :].zero_()
+    if not whole and slot.entry is not None:
+        slot.entry.rows[part.shape[0] :].zero_()
     if whole or part.numel():
         rows = ... if whole else slice(start, start + part.shape[0])
         first, *others = stored

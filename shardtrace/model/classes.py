@@ -85,6 +85,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
         "__reduce_ex__": __reduce_ex__,
         "__prepare_scriptable__": __prepare_scriptable__,
         "_load_from_state_dict": _loading(cls._load_from_state_dict),
+        "_apply": _converting(cls._apply),
         "__module__": cls.__module__,
         "__qualname__": name,
         "__doc__": cls.__doc__,
@@ -132,6 +133,26 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, state_dict, prefix, metadata if own_state(self).unsharded else copying, *args)
 
     return _load_from_state_dict
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Converts parameters, as ``to`` and ``half`` do. torch exchanges DTensors for new ones, and loses their attributes
+    and hooks."""
+
+    @functools.wraps(original)
+    def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        parameters = list(self.parameters(recurse))
+        kept = [(dict(p.__dict__), p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]
+        original(self, fn, recurse)
+        for p, (attributes, hooks, last_hooks) in zip(parameters, kept, strict=True):
+            p.__dict__.update(attributes)
+            if hooks:
+                p._backward_hooks = hooks
+            if last_hooks:
+                p._post_accumulate_grad_hooks = last_hooks
+        return self
+
+    return _apply
 
 
 def _of_jitted(name: str, module: nn.Module) -> Any:

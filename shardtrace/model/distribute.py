@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from weakref import ref
 
 from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
@@ -15,6 +17,7 @@ from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
 from shardtrace.model.refusal import SEED_HINT
 from shardtrace.model.sample import sample
+from shardtrace.model.shards import as_parameter
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare
@@ -23,6 +26,7 @@ from shardtrace.record.absent import claim, is_absent, never_runs
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -52,15 +56,23 @@ def shard_parameters(
     unchanged = options.precision is None and options.comm.gradient_divide_factor in (None, 1)
     if group.size() == 1 and target.host is None and unchanged:
         return ()
+    found = [p for p in chosen.places if stand_ins[p.name].numel()]
+    rows = {p.name: p.parameter.detach() for p in found}
+    shapes = {p.name: tuple(stand_ins[p.name].shape) for p in found}
+    shards = {p.name: as_parameter(p.parameter, rows[p.name], shapes[p.name], homes[p.name]) for p in found}
+    for p in found:
+        for owner in p.owners:
+            owner.module._parameters[owner.attribute] = shards[p.name]
     return tuple(
         Entry(
             name=p.name,
-            full_shape=tuple(stand_ins[p.name].shape),
+            full_shape=shapes[p.name],
             layer=p.layer,
             block=p.block,
-            shard=p.parameter,
-            shard_shape=tuple(p.parameter.shape),
-            rest_device=p.parameter.device,
+            shard=shards[p.name],
+            rows=rows[p.name],
+            shard_shape=tuple(rows[p.name].shape),
+            rest_device=rows[p.name].device,
             dtype=dtypes[p.name],
             strategy=chosen.strategies[p.name],
             home=homes[p.name],
@@ -68,9 +80,9 @@ def shard_parameters(
             owners=tuple(p.owners),
             precision=cast[p.name],
             gather=gathers[p.name],
+            before=(ref(p.parameter),) if homes[p.name].mesh is not None else (),
         )
-        for p in chosen.places
-        if stand_ins[p.name].numel()
+        for p in found
     )
 
 
@@ -84,18 +96,25 @@ def find_homes(chosen: Chosen, target: Target, *, evenness: float) -> dict[str, 
         if strategies[p.name].placement is Placement.OWNER
     ]
     owners = assign_owners(owned, groups.everyone.size(), evenness)
-    homes = {}
+    homes: dict[str, Home] = {}
+    flat = groups.mesh if groups.mesh.ndim == 1 else DeviceMesh.from_group(groups.everyone, groups.mesh.device_type)
     for p in found:
         strategy = strategies[p.name]
         group = groups.inner if strategy.is_hybrid else groups.everyone
         placement, alone = strategy.placement, group.size() == 1
         if placement is Placement.REPLICATE or not p.parameter.numel():
             homes[p.name] = Home(placement, group)
-        elif alone and host is None:
+        elif (alone and host is None) or (placement is Placement.SHARD and p.parameter.dim() == 0):
             homes[p.name] = Home(Placement.REPLICATE, groups.everyone)
+        elif alone:
+            homes[p.name] = Home(Placement.SHARD, group, host=host)
         else:
-            homes[p.name] = Home(Placement.SHARD if alone else placement, group, owners.get(p.name, 0), host)
-    return homes
+            mesh = {Placement.SHARD: groups.mesh if strategy.is_hybrid else flat}.get(placement)
+            homes[p.name] = Home(placement, group, owners.get(p.name, 0), host, mesh)
+    # torch's functions of several tensors take either DTensors or plain ones
+    mesh = next((home.mesh for home in homes.values() if home.mesh is not None), None)
+    plain = {name for name, home in homes.items() if home.placement is Placement.REPLICATE}
+    return {name: replace(home, mesh=mesh) if name in plain else home for name, home in homes.items()}
 
 
 def stand_in(parameter: nn.Parameter, device: torch.device, precision: MixedPrecisionPolicy | None) -> nn.Parameter:

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from passes.plan import Member, Placement, ShardedParameter
 from passes.plan.bucketing import Use, group_uses
-from shardtrace.model.materialize import replace_data
 
 import torch
 from thunder.core import dtypes
-from torch import nn
 
 
-def lay_out_flat(shards: Iterable[tuple[nn.Parameter, ShardedParameter]]) -> None:
-    """Move the shards of each bucket into one buffer. The parameters are views of it from then on.
+def lay_out_flat(
+    rows: Mapping[ShardedParameter, torch.Tensor], trainable: Iterable[ShardedParameter]
+) -> dict[ShardedParameter, torch.Tensor]:
+    """The rows of each bucket as views of one buffer. Rows that may stay where they are are left out.
 
     The buckets are those of a model that uses its parameters in the order in which it holds them. The gather packs the
-    shards if a trace has other buckets, or if a parameter has been given other memory since.
+    rows if a trace has other buckets, or if a parameter has been given other memory since.
     """
-    shards = [(shard, parameter) for shard, parameter in shards if not shard.is_meta]
-    for shard, parameter in shards:
-        if parameter.plan.placement is Placement.OWNER and parameter.plan.host is not None:
-            replace_data(shard, parameter.plan.host.keep(shard.detach()))
-    shards = [(shard, parameter) for shard, parameter in shards if parameter.plan.placement is Placement.SHARD]
-    uses = [
-        Use(Member(parameter, shard.requires_grad), dtypes.to_dtype(shard.dtype), str(shard.device))
-        for shard, parameter in shards
-    ]
-    held = {parameter: shard for shard, parameter in shards}
+    rows = {parameter: t for parameter, t in rows.items() if not t.is_meta}
+    owned = [p for p in rows if p.plan.placement is Placement.OWNER and p.plan.host is not None]
+    laid = {p: p.plan.host.keep(rows[p]) for p in owned if p.plan.host is not None}
+    held = {p: t for p, t in rows.items() if p.plan.placement is Placement.SHARD}
+    trainable = set(trainable)
+    uses = [Use(Member(p, p in trainable), dtypes.to_dtype(t.dtype), str(t.device)) for p, t in held.items()]
     for group in group_uses(uses):
-        members = [held[u.parameter] for u in group.uses]
+        members = [u.parameter for u in group.uses]
         host = group.uses[0].parameter.plan.host
         if len(members) == 1 and host is None:
             continue
-        flat = torch.cat([m.detach().reshape(-1) for m in members])
+        flat = torch.cat([held[m].reshape(-1) for m in members])
         flat = flat if host is None else host.keep(flat)
-        for m, piece in zip(members, flat.split([m.numel() for m in members]), strict=True):
-            replace_data(m, piece.view(m.shape))
+        for m, piece in zip(members, flat.split([held[m].numel() for m in members]), strict=True):
+            laid[m] = piece.view(held[m].shape).data  # with a version of its own
+    return laid

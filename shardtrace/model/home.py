@@ -11,17 +11,27 @@ from shardtrace.ranks.failure import communicating
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 
 @dataclass(frozen=True, eq=False)
 class Home:
     """The place of a parameter between uses: its placement over the ranks of a group, the group rank that owns it (only
-    with OWNER), and whether it is in host memory."""
+    with OWNER), and whether it is in host memory. ``mesh``: of the DTensor that it is; None: it is a plain tensor."""
 
     placement: Placement
     group: dist.ProcessGroup
     owner: int = 0
     host: HostMemory | None = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """Of the DTensor. The last dimension of the mesh is split, others replicate."""
+        last = Shard(0) if self.placement is Placement.SHARD else Replicate()
+        return (*[Replicate()] * (self.mesh.ndim - 1), last) if self.mesh is not None else ()
 
     @property
     def is_spread(self) -> bool:
@@ -32,8 +42,8 @@ class Home:
 def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
     """The part of ``full`` that this rank keeps, in its own memory on the same device.
 
-    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. A 0-dim tensor counts as shape
-    ``(1,)``. OWNER: the whole tensor, contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
+    SHARD: its padded shard, ``(rows, *rest) -> (ceil(rows / world_size), *rest)``. OWNER: the whole tensor,
+    contiguous, on its owner, ``(0, *rest)`` elsewhere. REPLICATE: the whole tensor.
     A tensor that needs no other memory is returned as it is.
     """
     source, group = full.detach(), home.group
@@ -41,7 +51,6 @@ def shard(full: torch.Tensor, home: Home) -> torch.Tensor:
         return source
     if home.placement is Placement.OWNER:
         return source.contiguous() if group.rank() == home.owner else source.new_empty(0, *source.shape[1:])
-    source = source.reshape(1) if source.dim() == 0 else source
     shape = shard_shape(tuple(source.shape), group.size())
     mine = source[group.rank() * shape[0] :][: shape[0]]  # empty or short where padding begins
     result = torch.zeros(shape, dtype=source.dtype, device=source.device)
@@ -72,5 +81,5 @@ def unshard(shard: torch.Tensor, full_shape: Shape, home: Home) -> torch.Tensor:
     padded = mine.new_empty(group.size() * mine.shape[0], *mine.shape[1:])
     with communicating("the shards of a parameter", group):
         all_gather_single(padded, mine, group=group)
-    full = padded[: full_shape[0]] if full_shape else padded[0]
+    full = padded[: full_shape[0]]
     return full if full.shape == padded.shape else full.clone()  # a view would keep, and save, the padding

@@ -8,6 +8,7 @@ from typing import Any
 
 from passes.comm.kept_gradients import KeptGradients
 from passes.plan import Axis, Gradients, Keep, Progress, Step
+from shardtrace.model.entry import Entry
 from shardtrace.options.policies import Checks
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
@@ -30,6 +31,7 @@ class ModelRuntime:
         groups: its process groups.
         check_unchanged: raises RuntimeError if a parameter is not the one that was sharded. It runs before every step
             and must be cheap.
+        entry_of: finds the entry of a sharded parameter.
         checks: whether to compare every step, or only unusual ones (None: see :meth:`compare_step`).
     """
 
@@ -38,6 +40,7 @@ class ModelRuntime:
         model_name: str,
         groups: Groups,
         check_unchanged: Callable[[], None],
+        entry_of: Callable[[torch.Tensor], Entry],
         checks: Checks,
     ) -> None:
         self.groups = groups
@@ -52,7 +55,7 @@ class ModelRuntime:
         self.progress = None if is_alone(groups.everyone) else Progress()
         self.compares = checks.steps is not False and self.progress is not None
         self._what = f"the collectives of {model_name}"
-        self._check_unchanged = check_unchanged
+        self._check_unchanged, self._entry_of = check_unchanged, entry_of
         self._checks = checks
         self._agreed: set[tuple[str, ...]] = set()
         self._switches = False  # gradients were treated otherwise than a forward had foreseen
@@ -61,6 +64,12 @@ class ModelRuntime:
 
     def group(self, axis: Axis) -> Any:
         return self._by_axis[axis]
+
+    def rows_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._entry_of(parameter).rows
+
+    def like(self, parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._entry_of(parameter).like(rows)
 
     def gradients(self) -> Gradients | None:
         """How a step that begins now treats gradients. None if it computes none."""

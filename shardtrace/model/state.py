@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from passes.compat.jit import set_traced_device, unjitted
 from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, ShardedParameter
@@ -27,10 +28,11 @@ import torch
 from thunder.core.dtypes import to_dtype
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-SHARD_ATTRIBUTE = "_shardtrace_link"  # of a shard: its Link
+SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
 
 
 class ShardedState:
@@ -66,7 +68,6 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
-        self.strays: list[torch.Tensor] = []  # shards that such a submodule has used when it was tried
         self.replaced: dict[nn.Parameter, nn.Parameter] = {}  # by the script, since fsdp()
         self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
         self._take(entries)
@@ -74,25 +75,33 @@ class ShardedState:
     def _take(self, entries: tuple[Entry, ...]) -> None:
         """Plans the steps for ``entries``."""
         self.entries = entries
-        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, self.options.checks)
+        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, _entry_of, self.options.checks)
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
                 self.plans[e.plan_key], e.name, e.full_shape, e.layer, block=e.block, index=index,
                 dtype=to_dtype(e.dtype), owner=e.home.owner, rest_device=str(e.rest_device),
+                is_distributed=e.home.mesh is not None,
             )
             for index, e in enumerate(entries)
         }  # fmt: skip
+        self.__dict__.pop("places", None)
 
     def claim_shards(self) -> None:
-        """Links each shard to this state, and moves the shards of each bucket into one buffer."""
+        """Links each parameter to this state, and moves the rows of each bucket into one buffer."""
+        rows = {self.by_stand_in[id(e.stand_in)]: e.rows for e in self.entries}
+        trainable = [p for p, e in zip(rows, self.entries, strict=True) if e.shard.requires_grad]
+        laid = lay_out_flat(rows, trainable)
+        self.entries = tuple(e.on(laid.get(p, t)) for e, (p, t) in zip(self.entries, rows.items(), strict=True))
         for e in self.entries:
-            setattr(e.shard, SHARD_ATTRIBUTE, Link(self, e))
-        lay_out_flat((e.shard, self.by_stand_in[id(e.stand_in)]) for e in self.entries)
+            link = Link(self, e)
+            for p in (e.shard, *e.earlier):
+                setattr(p, SHARD_ATTRIBUTE, link)
 
     def adopt(self) -> None:
         """Takes over parameters that were replaced or converted. Raises RuntimeError for one that does not fit."""
-        entries = tuple(entry.adopted() for entry in self.entries)
+        with torch.no_grad():
+            entries = tuple(entry.adopted() for entry in self.entries)
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
             self.replaced |= {old.shard: new.shard for old, new in changed if new.shard is not old.shard}
@@ -105,11 +114,10 @@ class ShardedState:
             before.generation += 1  # no compiled step fits any more
             self._take(entries)
             self.runtime.keep = before.keep
-            self.__dict__.pop("places", None)
             self.claim_shards()
 
     def _plan(self, key: PlanKey) -> BucketPlan:
-        strategy, precision, gather = key
+        strategy, _, precision, gather = key
         entries = [e for e in self.entries if e.plan_key == key]
         home, factor = entries[0].home, self.options.comm.gradient_divide_factor
         if factor is None and self.groups.context is not None:  # ranks of one sequence add up what it contributes
@@ -185,7 +193,10 @@ class ShardedState:
             stand_in = copy.deepcopy(e.stand_in, memo)
             set_traced_device(stand_in, e.device)
             shard, owners = copy.deepcopy((e.shard, e.owners), memo)
-            entries.append(replace(e, shard=shard, stand_in=stand_in, owners=owners))
+            shard.grad = None  # as in a copy of a plain Parameter
+            rows = e.rows_like(shard)
+            before = tuple(ref(copy.deepcopy(old, memo)) for old in e.earlier)
+            entries.append(replace(e, shard=shard, rows=rows, stand_in=stand_in, owners=owners, before=before))
         model, ignored = copy.deepcopy((self.model, self.ignored), memo)
         new.__init__(  # type: ignore[misc]
             model, self.groups, self.options, tuple(entries), self.cost, ignored=ignored, known=self.known
@@ -200,10 +211,15 @@ class ShardedState:
             raise RuntimeError("inside full_params")
         self._check_not_frozen()
         for parameters, attribute, entry in self.places:
-            if parameters.get(attribute) is not entry.shard:
+            if parameters.get(attribute) is not entry.shard or entry.has_moved:
                 raise RuntimeError(f"parameter {entry.name!r} was replaced")
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
+
+    @property
+    def owns(self) -> bool:
+        """Whether there are parameters that only one rank owns."""
+        return any(e.home.placement is Placement.OWNER for e in self.entries)
 
     @property
     def holds_shards(self) -> bool:
@@ -314,7 +330,7 @@ class ShardedState:
         """Lets a submodule run that has whole parameters in place."""
         self._running += 1
         try:
-            with Strays(self.strays) if self.tracing else nullcontext():
+            with RefuseShards() if self.tracing else nullcontext():
                 yield
         finally:
             self._running -= 1
@@ -331,7 +347,6 @@ class ShardedState:
             entry.stand_in.requires_grad_(entry.shard.requires_grad)
             parameters[attribute] = entry.stand_in
         self.tracing = True
-        self.strays.clear()
         try:
             yield
         finally:
@@ -349,19 +364,32 @@ def _dtype(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else to_dtype(dtype)
 
 
-class Strays(TorchFunctionMode):
-    """Collects the shards that functions of torch are given."""
+def _entry_of(parameter: torch.Tensor) -> Entry:
+    link = link_of(parameter)
+    assert link is not None
+    return link.entry
 
-    def __init__(self, found: list[torch.Tensor]) -> None:
-        self._found = found
+
+class RefuseShards(TorchFunctionMode):
+    """Raises RuntimeError if a function of torch is given a shard, by a module that PyTorch runs."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._found += (t for t in pytree.tree_leaves((args, kwargs)) if link_of(t) is not None)
+        for t in pytree.tree_leaves((args, kwargs)):
+            refuse_shard("a module that PyTorch runs", t)
         return function(*args, **(kwargs or {}))
 
 
+def refuse_shard(place: str, t: Any) -> None:
+    """Raises RuntimeError for a parameter that forward uses, at a place, although it has no stand-in there."""
+    if (link := link_of(t)) is not None and link.entry.home.is_spread:
+        raise RuntimeError(
+            f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
+            "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
+        )
+
+
 class Link:
-    """A shard's reference to its model and entry. Pickled as None, so that a saved shard is an ordinary tensor."""
+    """A parameter's reference to its model and entry. Pickled as None, so that a saved parameter is an ordinary one."""
 
     def __init__(self, state: ShardedState, entry: Entry) -> None:
         self.state, self.entry = state, entry
@@ -371,8 +399,36 @@ class Link:
 
 
 def link_of(value: Any) -> Link | None:
-    """The link of a shard. None for anything else."""
+    """The link of a sharded parameter. None for anything else."""
     return getattr(value, SHARD_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
+
+
+@functools.cache  # once for each process
+def keep_data() -> None:
+    """Makes ``p.data = values`` give a sharded parameter these values, which may be whole. torch changes the shape and
+    dtype of a DTensor then, and leaves its values as they are. Other DTensors are not changed."""
+    data = torch.Tensor.data
+
+    def give(self: DTensor, values: Any) -> None:
+        if (link := link_of(self)) is None:
+            return data.__set__(self, values)  # type: ignore[attr-defined]
+        entry = link.entry
+        if tuple(values.shape) != entry.full_shape:
+            raise RuntimeError(
+                f"the data of parameter {entry.name!r} has shape {tuple(values.shape)}, the parameter has "
+                f"{entry.full_shape}: give it a DTensor like the parameter, or whole values"
+            )
+        with torch.no_grad():
+            alike = isinstance(values, DTensor) and values.device_mesh == entry.home.mesh
+            whole = values.full_tensor() if isinstance(values, DTensor) and not alike else values
+            new: Any = values.redistribute(placements=entry.home.placements) if alike else entry.part(whole)
+        if new.dtype == self.dtype:
+            self._local_tensor.copy_(new._local_tensor)  # in the memory that compiled steps read
+        else:
+            data.__set__(self, new)  # type: ignore[attr-defined]
+            self._local_tensor, self._spec = new._local_tensor, new._spec
+
+    DTensor.data = property(data.__get__, give)  # type: ignore[assignment,attr-defined]
 
 
 def state_of(module: nn.Module) -> ShardedState | None:

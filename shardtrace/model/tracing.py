@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import compile_data_and_stats, live_buffers, proxied_values, refresh_modules
+from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
 from passes.facts import Compilation, Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
@@ -25,7 +25,8 @@ from shardtrace.model.dump import dump
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.kernels import add_kernels
 from shardtrace.model.memory import REMEDY
-from shardtrace.model.state import ShardedState, link_of, own_state, states_in
+from shardtrace.model.shards import current
+from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
@@ -125,7 +126,7 @@ def _setting(
         known=known,
         found=found,
         parameter_of=lambda tensor: by_stand_in.get(id(tensor)),
-        stand_in_of=lambda tensor: stand_ins.get(id(tensor), tensor),
+        stand_in_of=partial(_stand_in_of, stand_ins),
         compare=partial(_comparison, states),
         refuse=partial(_refuse_shards, states),
         fall_back=options.compile.eager is not None,
@@ -135,6 +136,15 @@ def _setting(
         variants=states[0].variants,
         **others,
     )
+
+
+def _stand_in_of(stand_ins: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor that forward uses, which is the tensor itself unless it is a parameter."""
+    found = stand_ins.get(id(current(tensor)))
+    if found is None:
+        refuse_shard("a call", tensor)
+        return tensor
+    return found
 
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
@@ -181,7 +191,8 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    refresh_modules({old: new for state in states for old, new in state.replaced.items()})
+    replaced = {old: new for state in states for old, new in state.replaced.items()}
+    refresh_modules(lambda p: replaced.get(current(p), current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
@@ -229,12 +240,9 @@ def _compilation(states: Sequence[ShardedState]) -> Compilation:
 def _refuse_shards(states: Sequence[ShardedState], outside: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises RuntimeError for a tensor that forward uses, with its place, if it is in the memory that a parameter had
     before ``fsdp``, or a shard that has no stand-in."""
-    for place, t in (*outside, *(("a module that PyTorch runs", t) for state in states for t in state.strays)):
-        if (link := link_of(t)) is not None and link.entry.home.is_spread:
-            raise RuntimeError(
-                f"{place}: parameter {link.entry.name!r} of {link.state.model_name} is used through a list or an "
-                "attribute, where it is this rank's shard: read it from its module in forward, as module.weight"
-            )
+    for place, t in outside:
+        refuse_shard(place, t)
+        link = link_of(t)
         if link is None and (owner := next(filter(None, (s.left.owner(t) for s in states[0].known)), "")):
             raise RuntimeError(f"{place}: a tensor lies in the memory of {owner}, which fsdp() has replaced: {REMEDY}")
 
@@ -243,11 +251,23 @@ def _refuse_values(state: ShardedState, proxied: set[Any]) -> None:
     for value in _parameters(proxied):
         link = link_of(value.original_value)
         if link is not None and link.state is state:
-            raise RuntimeError(
-                f"parameter {link.entry.name!r} of {state.model_name} is used outside the forward of the sharded "
-                "module, or through a list of its own, as in nn.LSTM, where it is this rank's shard: use it inside, by "
-                "its name, or apply fsdp() to the module that uses it"
-            )
+            _refuse_value(value.original_value)
+
+
+def _refuse_value(parameter: torch.Tensor) -> None:
+    """Raises RuntimeError for a sharded parameter outside of the forward that gathers it."""
+    if (link := link_of(parameter)) is not None:
+        raise RuntimeError(
+            f"parameter {link.entry.name!r} of {link.state.model_name} is used outside the forward of the sharded "
+            "module, or through a list of its own, as in nn.LSTM, where it is this rank's shard: use it inside, by "
+            "its name, or apply fsdp() to the module that uses it"
+        )
+
+
+@functools.cache  # once for each process
+def refuse_dtensors() -> None:
+    """Makes Thunder raise for a sharded parameter outside of its forward as soon as it meets it, with its name."""
+    check_dtensors(_refuse_value)
 
 
 def _refuse_unsharded(state: ShardedState, proxied: set[Any]) -> None:

@@ -17,8 +17,9 @@ Mesh = DeviceMesh | dist.ProcessGroup
 class Groups(NamedTuple):
     """The process groups of a model: all of its ranks, those that share one copy of its shards, those that hold the
     same shard (None unless a strategy is hybrid), and those that hold the parts of one sequence (None if ranks have
-    whole sequences)."""
+    whole sequences). ``mesh`` has the same ranks: in two dimensions, ``outer`` and ``inner``, for a hybrid strategy."""
 
+    mesh: DeviceMesh
     everyone: dist.ProcessGroup
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None = None
@@ -38,7 +39,8 @@ def resolve_groups(
         return _with_context(mesh, context, hybrid=hybrid)
     if not hybrid:
         group = resolve_group(mesh, device, timeout)
-        return Groups(group, group)
+        mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, device.type)
+        return Groups(mesh, group, group)
     if not is_2d(mesh):
         found = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(
@@ -47,7 +49,7 @@ def resolve_groups(
             "mesh=torch.distributed.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=(...)), "
             "for fake ranks mesh_shape=(replicas, shards)"
         )
-    return Groups(_everyone(mesh), mesh.get_group(1), mesh.get_group(0))
+    return Groups(mesh, _everyone(mesh), mesh.get_group(1), mesh.get_group(0))
 
 
 def _with_context(mesh: Mesh | None, context: str, *, hybrid: bool) -> Groups:
@@ -64,7 +66,8 @@ def _with_context(mesh: Mesh | None, context: str, *, hybrid: bool) -> Groups:
             'strategy or "zero3_secondary": choose "zero3", "zero2" or "ddp"'
         )
     everyone = _everyone(mesh)
-    return Groups(everyone, everyone, context=mesh.get_group(context))
+    flat = DeviceMesh.from_group(everyone, mesh.device_type)
+    return Groups(flat, everyone, everyone, context=mesh.get_group(context))
 
 
 def _everyone(mesh: DeviceMesh) -> dist.ProcessGroup:

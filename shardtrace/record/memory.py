@@ -170,11 +170,11 @@ class Memory:
 
     def met(self, t: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor that a call of forward was given. Fakes, and what must not be one, are returned."""
-        if isinstance(t, FakeTensor) or t.layout != torch.strided or type(t) not in PLAIN_TYPES:
+        if isinstance(t, FakeTensor):
             return t
         if (alias := self._alias_of(t)) is not None:
             return alias
-        if t.requires_grad:
+        if t.layout != torch.strided or type(t) not in PLAIN_TYPES or t.requires_grad:
             return t
         if id(t) not in self._known and not self._on.get(storage(t)):
             self._hold_outside(_whole(t))

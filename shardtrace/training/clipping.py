@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from passes.compat.versions import all_gather_single
 from passes.plan import Placement
-from shardtrace.model.state import Link, ShardedState, link_of, sharded_states
+from shardtrace.model.state import ShardedState, link_of, sharded_states
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-TORCHS_NORM = clip_grad._get_total_norm
+TORCHS_NORM, TORCHS_CLIP = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
 
 
 def clip_grad_norm_(
@@ -29,10 +31,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them, taken as one vector, is at most ``max_norm``.
 
-    ``torch.nn.utils.clip_grad_norm_`` for sharded models: each element counts once, whichever ranks hold it, and
-    padding never counts. Unsharded parameters are taken to be equal on all ranks, and count once. A collective (one
-    number from each rank): every rank must call it, even a rank without gradients. (torch's own function does the same
-    on ranks that have a gradient.)
+    ``torch.nn.utils.clip_grad_norm_`` for sharded models, which may be given the model itself. Each
+    element counts once, whichever ranks hold it. Unsharded parameters are taken to be equal on all ranks, and count
+    once. A collective: every rank must call it.
 
     Args:
         model_or_params: a sharded model, before or after ``thunder.jit``, or parameters of such models.
@@ -45,15 +46,16 @@ def clip_grad_norm_(
         The norm before clipping, a 0-dim tensor, equal on all ranks.
 
     Raises:
-        ValueError: if ``norm_type`` is not positive, or if parameters belong to models on different process groups.
+        ValueError: if ``norm_type`` is not positive.
         RuntimeError: with ``error_if_nonfinite``, on every rank.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be more than 0, not {norm_type}")
     params = _parameters(model_or_params)
-    links = [link_of(p) for p in params]
-    norm = _total_norm([(p.grad, link) for p, link in zip(params, links, strict=True)], norm_type, foreach)
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    counted = [grad for p, grad in grads if grad.numel() or link_of(p) is not None]  # which other ranks may have
+    norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
@@ -71,10 +73,11 @@ def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 @functools.cache  # once for each process
 def share_norms() -> WeakSet[ShardedState]:
-    """Make ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` right for gradients of shards, whoever imported
-    them: the norm over all ranks, which each must call.
+    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for all gradients of sharded
+    models, whoever imported it: beside DTensors there may be plain tensors, shards in host memory that the ranks cannot
+    send, and parameters that only one rank owns. Norms are plain tensors, and computed on the rows of each rank.
 
-    The first looks its norm up in its module at each call. Returns the set of the models whose gradients are known.
+    Returns the set of the models whose gradients are known.
     """
     states: WeakSet[ShardedState] = WeakSet()
 
@@ -86,48 +89,57 @@ def share_norms() -> WeakSet[ShardedState]:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        shards = {id(e.shard.grad): e.shard for state in states for e in state.entries if e.shard.grad is not None}
-        links = [link_of(shards.get(id(grad))) for grad in grads]
-        if not any(links):
+        owned = {i: spread for state in states if state.owns for i, spread in _owned(state)}
+        spreads: dict[Spread, list[torch.Tensor]] = {}
+        for grad in grads:
+            spread = _spread(grad) if isinstance(grad, DTensor) else owned.get(id(grad), ALONE)
+            spreads.setdefault(spread, []).append(grad)
+        if spreads.keys() <= {ALONE}:
             return TORCHS_NORM(grads, norm_type, error_if_nonfinite, foreach)
-        norm = _total_norm(list(zip(grads, links, strict=True)), float(norm_type), foreach)
-        return TORCHS_NORM([norm], norm_type, error_if_nonfinite)  # raises on every rank
+        norms = [_norm(mine, spread, float(norm_type), foreach) for spread, mine in spreads.items()]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        return TORCHS_NORM([total], norm_type, error_if_nonfinite)  # raises on every rank
+
+    @functools.wraps(TORCHS_CLIP)
+    def clip_grads_with_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for kind in (True, False):  # foreach functions take one of them
+            TORCHS_CLIP([p for p in mine if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
 
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = get_total_norm
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip_grads_with_norm_
     return states
 
 
-def _total_norm(
-    grads: Sequence[tuple[torch.Tensor | None, Link | None]], norm_type: float, foreach: bool | None
-) -> torch.Tensor:
-    """The norm over all ranks of gradients and the links of their parameters."""
-    group, devices = _group_of(grads), [link.entry.device for _, link in grads if link is not None]
-    mine = [grad for grad, link in grads if grad is not None and grad.numel() and _counts_here(link, group)]
-    norm = TORCHS_NORM(mine, norm_type, False, foreach)
-    if group is None or is_alone(group):
-        return norm
-    # to a device whose tensors the group can send: where a model computes, not where its shards live between uses
-    return _over_ranks(norm.to(devices[0]), norm_type, group)
+class Spread(NamedTuple):
+    """The groups whose ranks hold different parts of a tensor, and the device whose tensors they can send."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device | None
 
 
-def _group_of(grads: Iterable[tuple[torch.Tensor | None, Link | None]]) -> dist.ProcessGroup | None:
-    """The process group of the models that own the parameters; None if no parameter is sharded."""
-    states = {link.state for _, link in grads if link is not None}
-    groups = {state.group: state.model_name for state in states}
-    if len(groups) > 1:
-        raise ValueError(
-            f"the parameters are of models on different process groups ({', '.join(sorted(groups.values()))}): "
-            "clip each model's parameters separately"
-        )
-    return next(iter(groups), None)
+ALONE = Spread((), None)  # of tensors that are taken to be equal on all ranks
 
 
-def _counts_here(link: Link | None, group: dist.ProcessGroup | None) -> bool:
-    """True on exactly one of the ranks that hold the same elements."""
-    if link is not None and link.entry.home.placement is not Placement.REPLICATE:
-        replicas = link.state.groups.outer if link.entry.home.group is not link.state.group else None
-        return replicas is None or replicas.rank() == 0
-    return group is None or group.rank() == 0
+def _spread(grad: DTensor) -> Spread:
+    dims = (dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+    return Spread(tuple(grad.device_mesh.get_group(dim) for dim in dims), torch.device(grad.device_mesh.device_type))
+
+
+def _owned(state: ShardedState) -> Iterator[tuple[int, Spread]]:
+    """The ids of the gradients of parameters that only one rank owns."""
+    for e in state.entries:
+        if e.home.placement is Placement.OWNER and e.shard.grad is not None:
+            yield id(e.shard.grad), Spread((state.group,), e.device)
+
+
+def _norm(grads: list[torch.Tensor], spread: Spread, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm over all ranks of gradients that are spread alike."""
+    mine = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norm = TORCHS_NORM([grad for grad in mine if grad.numel()], norm_type, False, foreach)
+    for group in spread.groups:
+        norm = norm if is_alone(group) else _over_ranks(norm.to(spread.device), norm_type, group)
+    return norm
 
 
 def _over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

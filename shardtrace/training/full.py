@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from passes.plan import Shape
 from shardtrace.model.entry import Entry
-from shardtrace.model.home import shard, unshard
-from shardtrace.model.materialize import broadcast, replace_data
+from shardtrace.model.materialize import broadcast
 from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.ranks.consensus import RankMismatchError, compare
 from shardtrace.ranks.failure import communicating
@@ -52,7 +51,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         if isinstance(value, torch.Tensor):
             if id(value) not in whole:
                 entry = entries.get(id(value))
-                full = unshard(value, entry.full_shape, entry.home) if entry else value.detach()
+                full = entry.whole(value) if entry else value.detach()
                 whole[id(value)] = (full.cpu() if cpu else full.to(value.device)) if keep else torch.empty(0)
             value = whole[id(value)]
         if keep:
@@ -82,7 +81,7 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False, cpu: bool = Fa
         if not has:
             continue
         mine, entry = torch.zeros_like(p) if p.grad is None else p.grad.detach(), entries.get(id(p))
-        full = unshard(mine, entry.full_shape, entry.home) if entry else mine.clone()
+        full = entry.whole(mine) if entry else mine.clone()
         if keep:
             result[name] = full.cpu() if cpu else full.to(p.device)
     return result
@@ -137,11 +136,12 @@ def load_full_state_dict(
             if broadcast_from is None:
                 values = state_dict[key]
             else:
-                values = target.new_empty(shapes[key], device=entry.device if entry else target.device)
+                device = entry.device if entry else target.device
+                values = torch.empty(shapes[key], dtype=target.dtype, device=device)
                 if has_values:
                     values.copy_(state_dict[key])
                 broadcast(values, broadcast_from, group)
-            target.copy_(shard(values, entry.home) if entry else values)
+            target.copy_(entry.part(values) if entry else values)
     return keys
 
 
@@ -177,34 +177,35 @@ def full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
             leaves the context.
     """
     _, states, entries = sharded_entries(model)
-    shards = {key: (entry.shard.data, entry.shard.grad) for key, entry in entries.items()}
-    whole: dict[int, torch.Tensor] = {}
+    kept = [entry.shard for entry in entries.values() if entry.home.mesh is not None]  # not in the modules inside
+    versions = [p._version for p in kept]
+    whole: list[tuple[Entry, Callable[[], torch.Tensor]]] = []
+    done = False
     try:
         for entry in entries.values():
-            entry.shard.grad = None
-            replace_data(entry.shard, unshard(entry.shard, entry.full_shape, entry.home))
+            whole.append((entry, entry.unshard()))
         for state in states:
             state.unsharded = True
         yield
-        if writeback:
-            whole = {key: entry.shard.data for key, entry in entries.items()}
+        done = True
     finally:
         for state in states:
             state.unsharded = False
-        for key, entry in entries.items():
-            data, grad = shards[key]
-            entry.shard.grad = None
-            replace_data(entry.shard, data)
-            entry.shard.grad = grad
-    _write_back(entries, whole)
+        values = [(entry, reshard()) for entry, reshard in whole]
+    if done and writeback:
+        if versions != [p._version for p in kept]:
+            raise RuntimeError(
+                "a parameter that the script has kept from outside of full_params was written inside: take it from the "
+                "model again inside, where it is whole. Nothing was written back"
+            )
+        _write_back(values)
 
 
-def _write_back(entries: dict[int, Entry], whole: dict[int, torch.Tensor]) -> None:
-    for key, values in whole.items():
-        entry = entries[key]
+def _write_back(whole: list[tuple[Entry, torch.Tensor]]) -> None:
+    for entry, values in whole:
         if tuple(values.shape) != entry.full_shape:
             raise RuntimeError(
                 f"parameter {entry.name!r} was given shape {tuple(values.shape)} inside full_params, its shape is "
                 f"{entry.full_shape}: nothing after it was written back"
             )
-        entry.shard.data.copy_(shard(values, entry.home))
+        entry.shard.data.copy_(entry.part(values))

@@ -1,5 +1,5 @@
-"""The steps of optimizers: refused with gradients that are none, with sums that no backward has reduced, and with a
-shard where a whole tensor is needed. ``zero_grad`` drops such sums, too.
+"""The steps of optimizers: refused with gradients that are none, and with sums that no backward has reduced.
+``zero_grad`` drops such sums, too. An optimizer that was built before ``fsdp`` takes over the parameters of now.
 
 Note [Aborted reductions]: nccl reduces while the program goes on, so a reduction may end without a result after the
 line that waits for it. Each step of an optimizer that holds shards raises, before it changes them and before it
@@ -15,30 +15,28 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.plan import Axis, Placement
+from shardtrace.model.entry import Entry
+from shardtrace.model.shards import current
 from shardtrace.model.state import Link, link_of
 from shardtrace.ranks.failure import failed, reason_to_stop
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# Placements with which such an optimizer is right. Muon orthogonalizes each tensor by itself, and does nothing to an
-# empty one. Adafactor divides by a tensor's number of elements. LBFGS takes inner products of all parameters together.
-# Classes are known by name because other libraries have an Adafactor or a Muon of their own.
-RIGHT_WITH: dict[str, tuple[Placement, ...]] = {
-    "Muon": (Placement.REPLICATE, Placement.OWNER),
-    "Adafactor": (Placement.REPLICATE,),
-    "LBFGS": (Placement.REPLICATE,),
-}
+# Optimizers that are wrong on parameters of which each is whole on one rank and empty elsewhere. Adafactor divides by a
+# tensor's number of elements. LBFGS takes inner products of all parameters together. They are known by name because
+# other libraries have an Adafactor of their own.
+WRONG_WITH_OWNERS = ("Adafactor", "LBFGS")
 
 
 @functools.cache  # once for each process
 def refuse_wrong_steps() -> None:
-    """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the shards that it holds:
-    Note [Aborted reductions], and optimizers that compute with whole tensors.
+    """Make ``step`` of every optimizer, built before or after, raise if it would be wrong on the parameters that it
+    holds: Note [Aborted reductions], and optimizers that mix tensors of which one rank owns each.
 
-    The hooks are torch's global ones. Nothing is stored on an optimizer, so that it copies and pickles as before. An
-    optimizer that is not in the table pays a few look-ups per step.
+    The hooks are torch's global ones. Nothing is stored on an optimizer, so that it copies and pickles as before.
     """
     register_optimizer_step_pre_hook(_check_results)
     register_optimizer_step_post_hook(_check_results)
@@ -99,49 +97,62 @@ def _check_results(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _refuse_whole_state(optimizer)
     name = _known_name(type(optimizer))  # type: ignore[arg-type]
-    if name is None:
-        return
+    take_over(optimizer)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        _part_kinds(group)
+        for parameter in group["params"] if name is not None else ():
             link = link_of(parameter)
-            if link is None or link.state.unsharded or not parameter.requires_grad:
-                continue
-            home = link.entry.home
-            if home.is_spread and home.placement not in RIGHT_WITH[name]:
-                raise RuntimeError(_refusal(type(optimizer).__name__, name, link.entry.name, link.state.model_name))
+            if link is not None and link.entry.home.placement is Placement.OWNER and parameter.requires_grad:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} computes with all tensors together and would be wrong on parameter "
+                    f"{link.entry.name!r} of {link.state.model_name}, which only one rank owns: call fsdp() with "
+                    'another sharding_strategy than "owner" for all parameters of this optimizer'
+                )
 
 
-def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises RuntimeError if the optimizer has the state of a whole parameter, from steps before ``fsdp``. Looks at the
-    first parameter of each group that has several elements: a step count is shaped like any other."""
+def _part_kinds(group: dict[str, Any]) -> None:
+    """Keeps a group from updating DTensors and plain tensors together, for which torch would raise: they are updated
+    one by one unless the group chooses; then parameters without elements lose their gradient."""
+    plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+    if not plain or len(plain) == len(group["params"]):
+        return
+    if group.get("foreach", False) is None and not group.get("fused"):
+        group["foreach"] = None if all(p.device.type == "cpu" for p in plain) else False  # the default of a CPU
+    elif group.get("foreach") or group.get("fused"):
+        for p in plain:
+            p.grad = p.grad if p.numel() else None
+
+
+def take_over(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer that was built before ``fsdp`` the parameters of now, and their part of its state."""
     for group in optimizer.param_groups:
-        links = map(link_of, group["params"])
-        link = next((link for link in links if link is None or math.prod(link.entry.full_shape) > 1), None)
-        if link is None or link.state.unsharded:
-            continue
-        whole, parameter = link.entry.full_shape, link.entry.shard
-        values = optimizer.state.get(parameter, {}).values()
-        if whole != tuple(parameter.shape) and any(isinstance(v, torch.Tensor) and v.shape == whole for v in values):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has the state of the whole parameter {link.entry.name!r} of "
-                f"{link.state.model_name}, from before fsdp(): build it anew, and load that state by "
-                "shardtrace.load_full_optimizer_state_dict"
-            )
+        _take_over(optimizer, group["params"])
+
+
+def _take_over(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
+    for i, old in enumerate(parameters):
+        if (new := current(old)) is not old:
+            parameters[i] = new
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+    links = [link for p in parameters if (link := link_of(p)) is not None and not link.state.unsharded]
+    # of others, the number of steps would be taken for state that is laid out like the parameter
+    several = next((link.entry for link in links if math.prod(link.entry.full_shape) > 1), None)
+    keys = _whole_state(optimizer.state.get(several.shard, {}), several) if several is not None else []
+    for entry in (link.entry for link in links if keys):
+        state = optimizer.state.get(entry.shard, {})
+        if entry.home.mesh is not None or tuple(entry.shard.shape) != entry.full_shape:
+            state |= {key: entry.part(state[key]) for key in _whole_state(state, entry) if key in keys}
+
+
+def _whole_state(state: dict[str, Any], entry: Entry) -> list[str]:
+    """The keys of an optimizer's state of a parameter that have its whole shape, and are plain tensors."""
+    plain = ((k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and not isinstance(v, DTensor))
+    return [k for k, v in plain if tuple(v.shape) == entry.full_shape]
 
 
 @functools.cache
 def _known_name(cls: Any) -> str | None:
-    """The name by which a class of optimizers, or the nearest of its bases, is in the table; None if it is not."""
-    return next((base.__name__ for base in cls.__mro__ if base.__name__ in RIGHT_WITH), None)
-
-
-def _refusal(optimizer: str, name: str, parameter: str, model: str) -> str:
-    owner = Placement.OWNER in RIGHT_WITH[name]
-    strategies = 'sharding_strategy="owner" or "ddp"' if owner else 'sharding_strategy="ddp"'
-    return (
-        f"{optimizer} computes with whole tensors and would be wrong on parameter {parameter!r} of {model}, which is "
-        f"split over ranks: call fsdp() with {strategies} for all parameters of this optimizer, or use an optimizer "
-        "that treats each element by itself, such as AdamW or SGD"
-    )
+    """The name by which a class of optimizers, or the nearest of its bases, is in the list; None if it is not."""
+    return next((base.__name__ for base in cls.__mro__ if base.__name__ in WRONG_WITH_OWNERS), None)

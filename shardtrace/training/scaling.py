@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 from shardtrace.model.state import link_of
@@ -10,6 +11,7 @@ from shardtrace.ranks.mesh import is_alone
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 Found = dict[torch.device, torch.Tensor]
 
@@ -19,16 +21,28 @@ def share_overflows() -> None:
     """Make every GradScaler, built before or after, find what any rank of a sharded model finds.
 
     A rank has only the gradients of its shards. By itself it would skip the step and lower its scale, while others do
-    not. The method that looks for an inf or NaN has no hook, and is replaced. The collective, of one number, is sent
-    when a scaler unscales the gradients of an optimizer: every rank must do so. (FSDP2 sends it, too.)
+    not. (torch asks the other ranks only if the first gradient is a shard, and not for shards in host memory.) The
+    method that looks for an inf or NaN has no hook, and is replaced. It is given the rows of this rank. The collective,
+    of one number, is sent when a scaler unscales the gradients of an optimizer: every rank must do so.
     """
     look = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(look)
     def everywhere(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
-        return _over_ranks(look(self, optimizer, *args, **kwargs), optimizer)
+        groups = [{"params": [_rows(p) for p in group["params"]]} for group in optimizer.param_groups]
+        mine: Any = SimpleNamespace(param_groups=groups)
+        return _over_ranks(look(self, mine, *args, **kwargs), optimizer)
 
     torch.amp.GradScaler._unscale_grads_ = everywhere  # type: ignore[method-assign]
+
+
+def _rows(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter that is a DTensor, and of its gradient."""
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    rows = parameter.detach().to_local()  # type: ignore[attr-defined]
+    rows.grad = parameter.grad.to_local()
+    return rows
 
 
 def _over_ranks(found: Found, optimizer: torch.optim.Optimizer) -> Found:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from passes.compat.jit import unjitted
-from passes.plan import Placement
 from shardtrace.model.state import ShardedState, link_of, states_in
 
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
@@ -27,15 +26,15 @@ AROUND = (
     "whole, after get_peft_model, or on trainer.model once SFTTrainer(peft_config=...) has made it"
 )
 STATE = (
-    "is sharded, and the state of its optimizer and what only one rank owns are no DTensors: call "
-    "shardtrace.full_state_dict and full_optimizer_state_dict, their load_ relatives, or save_checkpoint"
+    "is sharded, and what only one rank owns is no DTensor: call shardtrace.full_state_dict and "
+    "full_optimizer_state_dict, their load_ relatives, or save_checkpoint"
 )
 
 
 @functools.cache  # once for each process
 def refuse_wrappers() -> None:
-    """Make the data parallel wrappers of torch and Thunder, and torch's functions for distributed state dicts of
-    optimizers and of owned parameters, raise RuntimeError if they are given a sharded model, on every rank.
+    """Make the data parallel wrappers of torch and Thunder raise RuntimeError if they are given a sharded model, and
+    torch's functions for distributed state dicts if they are given one with owned parameters, on every rank.
 
     DistributedDataParallel would send the first rank's rows to all. They have no hooks. Therefore methods are replaced,
     which derived classes have, too, and the function that all those for state dicts call first.
@@ -51,8 +50,8 @@ def refuse_wrappers() -> None:
 
     @functools.wraps(verify)
     def verify_options(model: nn.Module, optimizers: Any, *args: Any, **options: Any) -> Any:
-        owned = any(e.home.placement is Placement.OWNER for s in states_in(unjitted(model)) for e in s.entries)
-        return (refusing if owned or optimizers else verify)(model, optimizers, *args, **options)
+        owned = any(state.owns for state in states_in(unjitted(model)))
+        return (refusing if owned else verify)(model, optimizers, *args, **options)
 
     torchs_state_dict._verify_options = verify_options  # type: ignore[assignment]
 

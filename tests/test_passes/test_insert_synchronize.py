@@ -1,4 +1,5 @@
 import shardtrace
+from passes.plan import Placement
 
 import pytest
 import thunder
@@ -14,9 +15,14 @@ def two_linear():
 
 
 def synchronized(cmodel):
-    """The members of each bucket, and whether they are reduced."""
+    """The members of each bucket, and whether they are reduced; of replicated ones after ``replicated``."""
     lines = [b for b in stage(cmodel, "insert_synchronize").bound_symbols if b.sym.name == "synchronize"]
-    return {b.args[1].label: {m.parameter.name: m.trainable for m in b.args[1].members} for b in lines}
+    buckets = [b.args[1] for b in lines]
+    kinds = ["replicated " * (b.plan.placement is Placement.REPLICATE) for b in buckets]
+    return {
+        kind + b.label: {m.parameter.name: m.trainable for m in b.members}
+        for kind, b in zip(kinds, buckets, strict=True)
+    }
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 128])
@@ -51,7 +57,8 @@ def test_zoo_of_parameters(fake_ranks):
         "embedding..root": {"embedding.weight": True, "position": True, "offset": True},
         "blocks.0": {f"blocks.0.{k}": v for k, v in block.items()},
         "blocks.1": {f"blocks.1.{k}": v for k, v in block.items()},
-        "root": {"scale": True, "frozen": False, "row": True},
+        "replicated root": {"scale": True},
+        "root": {"frozen": False, "row": True},
     }
 
 
@@ -76,7 +83,7 @@ def test_no_grad_use_is_not_reduced_and_a_returned_parameter_is_whole(fake_ranks
     (loss + returned.sum()).backward()
     assert synchronized(cmodel) == {"root": {"quiet": False, "used": True, "returned": True}}
     assert cmodel.quiet.grad is None
-    assert cmodel.returned.grad.shape == (2, 2)
+    assert cmodel.returned.grad.to_local().shape == (2, 2)
 
 
 def test_dtypes_get_buckets_of_their_own(fake_ranks):

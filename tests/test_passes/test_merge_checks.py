@@ -27,13 +27,13 @@ check_len(kwargs, 0)
 input: "cpu f32[3, 6]" = args[0]
 module0: "Any" = globals()['__function_obj']
 module: "Any" = thunder.core.module.get_thunder_module(module0)
-(t_0_weight, t_0_bias, t_2_weight, t_2_bias) = fetch_parameters(module, names_0)
+(t_0_weight_dtensor, t_0_bias_dtensor, t_2_weight_dtensor, t_2_bias_dtensor) = fetch_parameters(module, names_0)
 t_2_num_batches_tracked: "cpu i64[]" = module.get_buffer('2.num_batches_tracked')
 t_2_running_mean: "cpu f32[4]" = module.get_buffer('2.running_mean')
 t_2_running_var: "cpu f32[4]" = module.get_buffer('2.running_var')
 check_value(strides_of_t_0, (input,))
 check_value(memory_of_arguments, (input,))
-check_tensors((input, t_0_weight, t_0_bias, t_2_num_batches_tracked, t_2_running_mean, t_2_running_var, t_2_weight, t_2_bias), metadata)
+check_tensors((input, t_0_weight_dtensor, t_0_bias_dtensor, t_2_num_batches_tracked, t_2_running_mean, t_2_running_var, t_2_weight_dtensor, t_2_bias_dtensor), metadata)
 cache_info: "Any" = thunder._get_cache_info()
 cache_info_default_dtype: "<class 'torch.dtype'>" = cache_info['default_dtype']
 check_literal_like(cache_info_default_dtype, torch.float32)
@@ -47,6 +47,7 @@ cache_info_is_grad_enabled: "bool True" = cache_info['is_grad_enabled']
 check_number_type_and_value(cache_info_is_grad_enabled, True)
 cache_info_no_grad_sync: "bool False" = cache_info['no_grad_sync']
 check_number_type_and_value(cache_info_no_grad_sync, False)
+(t_0_weight, t_0_bias, t_2_weight, t_2_bias) = rows_of(model_0, t_0_weight_dtensor, t_0_bias_dtensor, t_2_weight_dtensor, t_2_bias_dtensor)
 check_value(last_guard_0, args)
 return ((input, t_0_bias, t_0_weight, t_2_bias, t_2_num_batches_tracked, t_2_running_mean, t_2_running_var, t_2_weight), ())""",
     )

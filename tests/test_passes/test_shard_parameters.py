@@ -40,10 +40,10 @@ def test_the_prologue_checks_shards(fake_ranks):
         "\n".join(checks),
         """\
 prims.check_tensor_shape_and_metadata(input, (3, 6), 'cpu', torch.float32, False)
-prims.check_tensor_shape_and_metadata(t_0_weight, (32, 6), 'cpu', torch.float32, True)
-prims.check_tensor_shape_and_metadata(t_0_bias, (32,), 'cpu', torch.float32, True)
-prims.check_tensor_shape_and_metadata(t_2_weight, (3, 64), 'cpu', torch.float32, True)
-prims.check_tensor_shape_and_metadata(t_2_bias, (3,), 'cpu', torch.float32, True)""",
+prims.check_tensor_shape_and_metadata(t_0_weight_dtensor, (64, 6), 'cpu', torch.float32, True)
+prims.check_tensor_shape_and_metadata(t_0_bias_dtensor, (64,), 'cpu', torch.float32, True)
+prims.check_tensor_shape_and_metadata(t_2_weight_dtensor, (5, 64), 'cpu', torch.float32, True)
+prims.check_tensor_shape_and_metadata(t_2_bias_dtensor, (5,), 'cpu', torch.float32, True)""",
     )
 
 

@@ -54,7 +54,7 @@ def test_a_script_for_ddp():
 @on_ranks(2)
 def test_options_of_fsdp():
     wrapped = DDP(net(), sharding_strategy="zero3", bucket_cap_mb=25)
-    assert wrapped.module[0].weight.shape == (3, 4)
+    assert wrapped.module[0].weight.to_local().shape == (3, 4)
     with wrapped.no_sync():
         wrapped(torch.ones(2, 4)).sum().backward()
     assert wrapped.module[0].weight.grad is None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from golden import compile_fake
+from sharded_training import local
 from torch import nn
 
 ROOT = Path(__file__).parents[3]
@@ -245,8 +246,8 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
 
     memory = step_liveness(*traces(cmodel))
     kept = memory.forward.lines[0].total - memory.forward.lines[0].inputs  # errors of the steps before
-    whole = sum(p.numel() for p in cmodel.parameters() if p.dim() > 1)  # elements of this rank's shards
-    assert kept == pytest.approx(2 * whole if "error_feedback" in wires else 0, rel=0.01)  # sent to the other rank
+    elements = sum(local(p).numel() for p in cmodel.parameters() if p.dim() > 1)
+    assert kept == pytest.approx(2 * elements if "error_feedback" in wires else 0, rel=0.01)  # sent to the other rank
     for part, levels in ((memory.forward, forward_levels), (memory.backward, backward_levels)):
         before = part.lines[0].inputs + kept
         assert part.peak.during - before == pytest.approx(max(levels), rel=0.1)
@@ -254,7 +255,7 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
         totals = [row.total - row.inputs - kept for row in part.lines]
         changes = [new for old, new in itertools.pairwise(totals) if new != old]
         assert_passed_through(changes, levels)
-    shards = sum(p.numel() * p.element_size() for p in cmodel.parameters())
+    shards = sum(local(p).nbytes for p in cmodel.parameters())
     padding = 0.01 if wires else 0  # rounded gradients are views of whole blocks
     assert memory.backward.lines[-1].gradients == pytest.approx(shards + kept, rel=padding)
 

@@ -32,7 +32,7 @@ def exchange_bucket(dtype):
     plan = BucketPlan("Model", world_size=ranks, rank=rank, direct=True, runtime=PlainRuntime(group))
     home = Home(Placement.SHARD, group)
     kind = getattr(torch, dtype)
-    shapes = [(300, 512), (5,), (901, 512), (), (1, 2**18)]  # the last one's shard is padding on all ranks but one
+    shapes = [(300, 512), (5,), (901, 512), (1,), (1, 2**18)]  # the last one's shard is padding on all ranks but one
     members = tuple(Member(ShardedParameter(plan, f"p{i}", s, ""), True) for i, s in enumerate(shapes))
     bucket = Bucket("root", "b_root", plan, members, dtypes.to_dtype(kind))
     assert bucket.layout.large == (0, 2, 4)

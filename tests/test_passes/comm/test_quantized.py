@@ -25,6 +25,8 @@ def bucket_of(group, placement=Placement.SHARD, dtype=torch.float32, *, direct=T
     rank, ranks = group.rank(), group.size()
     plan = BucketPlan("M", ranks, rank, placement=placement, direct=direct, runtime=PlainRuntime(group), **plan)
     kind = dtypes.to_dtype(dtype)
+    if placement is Placement.SHARD:
+        shapes = [s or (1,) for s in shapes]  # a scalar has no rows to share
     members = tuple(
         Member(ShardedParameter(plan, f"p{i}", s, "", dtype=kind, owner=i % ranks, index=i), True)
         for i, s in enumerate(shapes)
@@ -40,9 +42,9 @@ def shards_of(bucket, full):
     )
 
 
-def tensors(dtype=torch.float32, seed=0):
+def tensors(bucket, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    return [torch.randn(s).to(dtype) for s in SHAPES]
+    return [torch.randn(m.parameter.full_shape).to(dtype) for m in bucket.members]
 
 
 @on_ranks(2)
@@ -78,7 +80,7 @@ def exchange(group, *, direct):
 def gathers_equal_values_on_all_ranks(plain, format):
     bucket = plain.carried_by(gather_wire(format))
     dtype = bucket.layout.dtype
-    full = tensors(dtype)
+    full = tensors(bucket, dtype)
     got = gathered(bucket, full)
     packing = bucket.prepared
     assert (packing.rounded, packing.exact) == ((0, 2, 4), (1, 3))
@@ -138,12 +140,12 @@ def adds_up_what_was_rounded_once(plain, format):
     bucket = plain.carried_by(reduction_wire(format))
     plan, dtype = bucket.plan, bucket.layout.dtype
     ranks = plan.world_size
-    got = reduced(bucket, tensors(dtype, seed=plan.rank))
-    all_grads = [tensors(dtype, seed=rank) for rank in range(ranks)]
+    got = reduced(bucket, tensors(bucket, dtype, seed=plan.rank))
+    all_grads = [tensors(bucket, dtype, seed=rank) for rank in range(ranks)]
     for i, value in enumerate(got):
         whole = [grads[i] for grads in all_grads]
         mean = sum(g.float() for g in whole) / ranks
-        expected = shards_of(bucket, [mean.reshape(SHAPES[i]) for _ in SHAPES])[i]
+        expected = shards_of(bucket, [mean] * len(got))[i]
         if plan.placement is Placement.REPLICATE:
             same_everywhere(value, plan.group)
         assert value.shape == expected.shape
@@ -164,7 +166,7 @@ def computes_in_another_dtype(group, *, direct):
     """Shards in fp32 are rounded once, not cast before."""
     bucket = bucket_of(group, direct=direct, param_dtype=dtypes.bfloat16).carried_by(gather_wire(INT8))
     exact = bucket_of(group, direct=direct).carried_by(gather_wire(INT8))
-    for got, expected in zip(gathered(bucket, tensors()), gathered(exact, tensors()), strict=True):
+    for got, expected in zip(gathered(bucket, tensors(bucket)), gathered(exact, tensors(bucket)), strict=True):
         assert torch.equal(got, expected.bfloat16())
 
 
@@ -172,7 +174,7 @@ def keeps_an_overflow(group, *, direct):
     """A gradient that is not finite on one rank is not finite in the sum of its block."""
     bucket = bucket_of(group, dtype=torch.float16, direct=direct).carried_by(reduction_wire(INT4))
     for bad in (float("inf"), float("nan")):
-        grads = tensors(torch.float16)
+        grads = tensors(bucket, torch.float16)
         if group.rank() == group.size() - 1:
             grads[0][0, 0] = grads[1][0] = bad
         got = reduced(bucket, grads)
@@ -187,7 +189,7 @@ def feeds_errors_back(group, *, direct):
     rounded, corrected = (
         bucket_of(group, direct=direct).carried_by(reduction_wire(INT4, error_feedback=on)) for on in (False, True)
     )
-    grads = tensors(seed=group.rank())
+    grads = tensors(plain, seed=group.rank())
     exact = reduced(plain, grads)
     for i in (0, 2):
         sums = {True: 0, False: 0}

@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         shardtrace.full_optimizer_state_dict(model, optimizer)
     optimizer.state.clear()
     if dist.get_rank() == 0:
-        optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 4)
+        optimizer.state[model.weight]["momentum_buffer"] = torch.ones_like(model.weight)
     with pytest.raises(shardtrace.CheckpointError, match="the ranks differ in the state of the SGD to gather"):
         shardtrace.full_optimizer_state_dict(model, optimizer)
     group = {**optimizer.state_dict()["param_groups"][0]}

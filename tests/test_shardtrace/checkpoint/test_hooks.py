@@ -43,7 +43,7 @@ def test_shards_are_dtensors_for_torchs_functions(tmp_path):
     whole = StateDictOptions(full_state_dict=True)
     for state in (get_model_state_dict(model, options=whole), cmodel.original_state_dict()):
         torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=0)
-    set_model_state_dict(model, other, options=whole)
+    set_model_state_dict(model, dict(other), options=whole)  # which makes its values DTensors
     holds(other)
     cmodel.load_state_dict(torch.load(path, weights_only=False))
     holds(expected)

@@ -70,7 +70,9 @@ def test_stages(shown):
     assert set(scheduled.changes) == {"kept", "moved"}
     prologue = shown.stages[-1]
     assert prologue.phase == "prologue"
-    checked = "check_tensors((input, t_0_weight, t_0_bias, t_2_weight, t_2_bias), metadata)"
+    checked = (
+        "check_tensors((input, t_0_weight_dtensor, t_0_bias_dtensor, t_2_weight_dtensor, t_2_bias_dtensor), metadata)"
+    )
     assert checked in [line.code for line in prologue.lines]
 
 

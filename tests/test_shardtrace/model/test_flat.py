@@ -9,7 +9,9 @@ from passes.plan.layout import ShardLayout
 
 import torch
 from models import Zoo
+from sharded_training import local
 from thunder.core import dtypes
+from torch import nn
 
 
 def flat_row(shards):
@@ -22,8 +24,9 @@ def flat_row(shards):
 def buffers(model):
     """Names of the parameters in each shared buffer."""
     by_storage = {}
-    for name, p in model.named_parameters():
-        by_storage.setdefault(p.untyped_storage().data_ptr(), []).append(name)
+    for entry in model._shardtrace.entries:
+        assert local(entry.shard).data_ptr() == entry.rows.data_ptr()
+        by_storage.setdefault(entry.rows.untyped_storage().data_ptr(), []).append(entry.name)
     return [names for names in by_storage.values() if len(names) > 1]
 
 
@@ -31,11 +34,20 @@ def test_the_shards_of_a_block_share_a_buffer_without_gaps(fake_ranks):
     fake_ranks(2)
     model = shardtrace.fsdp(Zoo())
     assert ["blocks.0.norm", "blocks.0.down", "blocks.0.up.weight", "blocks.0.up.bias"] in buffers(model)
-    block = list(model.blocks[0].parameters())
-    row = flat_row([p.detach() for p in block])
-    assert row.data_ptr() == block[0].data_ptr()
-    assert row.numel() == sum(p.numel() for p in block)
-    assert torch.equal(row, torch.cat([p.detach().reshape(-1) for p in block]))
+    block = [entry.rows for entry in model._shardtrace.entries if entry.block == "blocks.0"]
+    row = flat_row(block)
+    assert row.data_ptr() == block[0].data_ptr() == model.blocks[0].norm.to_local().data_ptr()
+    assert row.numel() == sum(t.numel() for t in block)
+    assert torch.equal(row, torch.cat([t.reshape(-1) for t in block]))
+
+
+def test_a_parameter_is_saved_without_the_others(fake_ranks, tmp_path):
+    fake_ranks(2)
+    model = shardtrace.fsdp(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 63)), bucketing_strategy=100)
+    assert buffers(model)
+    for value in model.state_dict().values():
+        torch.save(value.to_local(), tmp_path / "saved")
+        assert (tmp_path / "saved").stat().st_size < value.to_local().nbytes + 2000
 
 
 def test_each_parameter_has_its_own_where_each_travels_alone(fake_ranks):
@@ -59,7 +71,7 @@ def test_a_copy_of_the_model_has_buffers_of_its_own(fake_ranks):
     model = shardtrace.fsdp(Zoo())
     again = copy.deepcopy(model)
     assert buffers(again) == buffers(model)
-    assert again.blocks[0].norm.untyped_storage().data_ptr() != model.blocks[0].norm.untyped_storage().data_ptr()
+    assert again.blocks[0].norm.to_local().data_ptr() != model.blocks[0].norm.to_local().data_ptr()
 
 
 def test_other_memory_is_packed():

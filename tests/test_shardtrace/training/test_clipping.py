@@ -57,7 +57,7 @@ def test_what_is_not_finite_on_one_rank(value):
     for norm_type, norm_name in ((2.0, "2"), (float("inf"), "inf")):
         thunder.jit(model)(torch.ones(2, 4)).sum().backward()
         if dist.get_rank() == 1:
-            model.bias.grad[0] = value
+            model.bias.grad.to_local()[0] = value
         before = model.weight.grad.clone()
         with pytest.raises(RuntimeError, match="is non-finite"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)

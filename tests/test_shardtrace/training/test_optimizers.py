@@ -1,4 +1,4 @@
-"""Optimizers that compute with whole tensors: right where a rank has them, refused where it has a shard."""
+"""Optimizers: those that mix elements are right on DTensors, and refused where each tensor is on one rank."""
 
 import copy
 import pickle
@@ -33,22 +33,18 @@ def net():
     return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("Muon", "zero3"), ("Muon", "zero2"), ("Adafactor", "zero3"), ("Adafactor", "owner"), ("LBFGS", "owner")],
-)
-def test_refused_on_shards(fake_ranks, name, strategy):
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
+def test_refused_on_owned_parameters(fake_ranks, name):
     fake_ranks(2)
     model = net()
     before = build(name, model.parameters())
-    shardtrace.fsdp(model, sharding_strategy=strategy)
+    shardtrace.fsdp(model, sharding_strategy="owner")
     values = [p.detach().clone() for p in with_gradients(model).parameters()]
-    alternatives = '"owner" or "ddp"' if name == "Muon" else '"ddp"'
     for optimizer in (before, build(name, model.parameters())):
         with pytest.raises(
             RuntimeError,
-            match=f"{name} computes with whole tensors and would be wrong on parameter '0.weight' of Sequential"
-            f".*call fsdp.. with sharding_strategy={alternatives}.*AdamW",
+            match=f"{name} computes with all tensors together and would be wrong on parameter '0.weight' of "
+            'Sequential, which only one rank owns: call fsdp.. with another sharding_strategy than "owner"',
         ):
             optimizer.step(lambda: torch.zeros(()))
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
@@ -77,21 +73,21 @@ def test_a_step_with_gradients_of_an_aborted_reduction(fake_ranks, monkeypatch, 
 
 def test_a_subclass_and_one_of_another_library(fake_ranks):
     fake_ranks(2)
-    model = with_gradients(shardtrace.fsdp(net()))
+    model = with_gradients(shardtrace.fsdp(net(), sharding_strategy="owner"))
 
     class Mine(torch.optim.Adafactor):
         pass
 
-    with pytest.raises(RuntimeError, match="Mine computes with whole tensors"):
+    with pytest.raises(RuntimeError, match="Mine computes with all tensors together"):
         Mine(model.parameters()).step()
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(RuntimeError, match="Adafactor computes with whole tensors"):
+    with pytest.raises(RuntimeError, match="Adafactor computes with all tensors together"):
         transformers.Adafactor(model.parameters()).step()
 
 
 def test_a_rule_may_leave_a_parameter_whole(fake_ranks):
     fake_ranks(2)
-    model = with_gradients(shardtrace.fsdp(net(), sharding_strategy={"0.*": "ddp", "*": "zero3"}))
+    model = with_gradients(shardtrace.fsdp(net(), sharding_strategy={"0.*": "ddp", "*": "owner"}))
     build("Adafactor", model[0].parameters()).step()
     with pytest.raises(RuntimeError, match=r"parameter '2.weight'"):
         build("Adafactor", model.parameters()).step()
@@ -115,24 +111,26 @@ def test_optimizers_copy_and_pickle(fake_ranks):
         copied.step()
 
 
-def train(model, optimizer, x):
+def train(model, optimizer, x, steps=3):
     def closure():
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         return loss
 
-    for _ in range(3):
+    for _ in range(steps):
         optimizer.step(closure)
 
 
 def on_each_rank(name, strategy):
-    """Training equals that of the single process."""
-    x = torch.ones(2, 4)
+    """Training equals that of the single process, but for the rounding of Muon, which computes in bf16."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     single, model = net(), shardtrace.fsdp(net(), sharding_strategy=strategy)
-    train(single, build(name, single.parameters()), x)
-    train(thunder.jit(model), build(name, model.parameters()), x)
-    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))
+    rounds = name == "Muon" and strategy == "zero3"
+    for one, called in ((single, single), (model, thunder.jit(model))):
+        train(called, build(name, one.parameters()), x, steps=1 if rounds else 3)
+    rounding = {"atol": 1e-2, "rtol": 0} if rounds else {}
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()), **rounding)
 
 
 class Small(nn.Module):
@@ -192,7 +190,12 @@ def test_muon_on_owned_matrices_and_adamw_on_the_rest(tmp_path):
     torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("Muon", "ddp"), ("Adafactor", "ddp"), ("LBFGS", "ddp"), ("Muon", "zero3"), ("LBFGS", "zero3"), ("Muon", "owner")
+    ],
+)  # fmt: skip
 def test_right_with(two_ranks, name, strategy):
     two_ranks.run(on_each_rank, name=name, strategy=strategy)
 
@@ -220,12 +223,65 @@ def test_a_step_count_is_no_whole_state(fake_ranks, strategy, shape):
         optimizer.step()
 
 
-def test_whole_state_behind_a_scale(fake_ranks):
-    fake_ranks(2)
-    model = with_gradients(Scaled())
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
-    with_gradients(shardtrace.fsdp(model))
-    with pytest.raises(RuntimeError, match=r"AdamW has the state of the whole parameter 'layer\.weight' of Scaled"):
-        optimizer.step()
+@on_ranks(2)
+def test_an_optimizer_that_has_run_before():
+    """It goes on with the new parameters, and its part of the state."""
+    for strategy in ("zero3", "owner", {"layer.*": "ddp", "*": "zero3"}):
+        torch.manual_seed(0)
+        models = [Scaled(), Scaled()]
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, amsgrad=True) for m in models]
+        for step in range(3):
+            if step == 1:
+                shardtrace.fsdp(models[1], sharding_strategy=strategy)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                with_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = models[0].state_dict()
+        torch.testing.assert_close(dict(shardtrace.full_state_dict(models[1])), dict(expected))
+        now = set(map(id, models[1].parameters()))
+        assert set(map(id, optimizers[1].param_groups[0]["params"])) == set(map(id, optimizers[1].state)) == now
+
+
+ELEMENTWISE = [
+    ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "fused": True}), ("Adam", {"amsgrad": True}),
+    ("AdamW", {"foreach": True}), ("AdamW", {"fused": True, "lr": torch.tensor(0.1)}), ("Adagrad", {"fused": True}),
+    ("Adadelta", {"foreach": True}), ("Adamax", {"foreach": True}), ("ASGD", {}), ("NAdam", {"foreach": True}),
+    ("RAdam", {}), ("RMSprop", {"foreach": True}),
+]  # fmt: skip
+
+
+@on_ranks(2)
+def test_elementwise_optimizers():
+    x = torch.ones(2, 4)
+    for name, options in ELEMENTWISE:
+        single, model = net(), shardtrace.fsdp(net())
+        for one in (single, model):
+            train(one, getattr(torch.optim, name)(one.parameters(), **{"lr": 0.1, **options}), x)
+        torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()), msg=name)
+
+
+@on_ranks(2)
+def test_dtensors_beside_plain_tensors():
+    """Those that are ignored, and those without elements."""
+
+    class Odd(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.nothing, self.own = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(4))
+
+    torch.manual_seed(0)
+    single, model = Odd(), Odd()
+    model.load_state_dict(single.state_dict())
+    shardtrace.fsdp(model, ignored_params=[model.own])
+    for one in (single, model):
+        optimizers = [
+            torch.optim.AdamW(one.parameters(), lr=0.1),
+            torch.optim.SGD([one.layer.weight, one.nothing], fused=True),
+        ]
+        for optimizer in optimizers:
+            with_gradients(one)
+            torch.nn.utils.clip_grad_norm_([p for p in one.parameters() if p.numel()], 0.1)
+            optimizer.step()
+    torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(single.state_dict()))

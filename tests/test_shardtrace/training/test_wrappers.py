@@ -37,12 +37,12 @@ def test_each_is_refused(fake_ranks):
         RuntimeError, match=r"the ModuleList around it has parameters that are not.*after get_peft_model"
     ):
         DistributedDataParallel(nn.ModuleList([model, nn.Linear(2, 2)]))
-    assert all(map(torch.equal, before, model.parameters()))
-    optimizer = torch.optim.SGD(model.parameters())
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
     owned = shardtrace.fsdp(nn.Sequential(nn.Linear(4, 4)), sharding_strategy="owner")
+    optimizer = torch.optim.SGD(owned.parameters())
     for call in (
-        lambda: get_optimizer_state_dict(cmodel, optimizer),
-        lambda: get_state_dict(model, optimizer),
+        lambda: get_optimizer_state_dict(thunder.jit(owned), optimizer),
+        lambda: get_state_dict(owned, optimizer),
         lambda: get_model_state_dict(owned),
     ):
         with pytest.raises(RuntimeError, match=r"Sequential is sharded.*call shardtrace.full_state_dict"):
