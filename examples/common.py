@@ -18,6 +18,7 @@ import shardtrace  # before thunder: makes it importable on the newest torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
@@ -115,12 +116,18 @@ def _cell(value: Any) -> str:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    """Of this rank."""
+    return sum(_local(p).numel() * p.element_size() for p in model.parameters())
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
     state = (value for values in optimizer.state.values() for value in values.values())
-    return sum(t.numel() * t.element_size() for t in state if isinstance(t, Tensor))
+    return sum(_local(t).numel() * t.element_size() for t in state if isinstance(t, Tensor))
+
+
+def _local(t: Tensor) -> Tensor:
+    rows: Tensor = t.to_local() if isinstance(t, DTensor) else t
+    return rows
 
 
 def peak_memory(device: torch.device) -> int:
