@@ -15,6 +15,7 @@ from passes.analysis.symbols import differentiated, identity, properties
 from passes.comm.properties import Property
 from passes.compat.lines import shape_of
 from passes.kernels import executor as kernels
+from passes.kernels.aten import counts_flops, flops_of, operator_of
 from passes.kernels.attention import attention_backward_flops, attention_flops
 from passes.kernels.convolution import convolution_flops
 from passes.kernels.linear import product
@@ -27,6 +28,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.executors import sdpaex
+from torch._ops import OpOverload
 
 
 def flops(bsym: BoundSymbol) -> int:
@@ -45,6 +47,9 @@ def work(bsym: BoundSymbol) -> Work:
             count = attention_backward_flops([(), *shapes], []) if backward else attention_flops(shapes, [])
             return _attention(count, _tensors(bsym.flat_proxy_outs))
         return _products(call.reads.flops * (2 if backward else 1), _tensors(bsym.flat_proxy_outs))
+    operator = operator_of(bsym.sym)
+    if operator is not None:
+        return _of_operator(operator, bsym)
     function = differentiated(bsym.sym)
     found = identity(bsym.sym) if function is None else function
     rule = FLOPS.get(found)
@@ -63,6 +68,16 @@ def work(bsym: BoundSymbol) -> Work:
     for part in lines_within(bsym):
         total += work(part)
     return total
+
+
+def _of_operator(operator: OpOverload, bsym: BoundSymbol) -> Work:
+    name, outs = operator._schema.name.partition("::")[2], _tensors(bsym.flat_proxy_outs)
+    if counts_flops(operator):
+        count = flops_of(operator, bsym.args, bsym.kwargs, bsym.output)
+        return (_attention if "attention" in name else _products)(count, outs)
+    if name.strip("_").removesuffix("_data").removesuffix("_backward") in SPECIAL_NAMES:
+        return Work(special=max(map(_elements, outs), default=0))
+    return Work()
 
 
 def _products(count: int, outs: Sequence[TensorProxy]) -> Work:
@@ -84,7 +99,8 @@ def is_library_call(sym: Symbol) -> bool:
     call = call_of(sym)
     if call is not None:
         return call.reads.flops > 0 or not call.reads.known or isinstance(call.function, CausalAttention)
-    return identity(sym) in FLOPS
+    operator = operator_of(sym)
+    return identity(sym) in FLOPS if operator is None else counts_flops(operator)
 
 
 def is_free(bsym: BoundSymbol) -> bool:
@@ -206,16 +222,17 @@ FLOPS: Mapping[Hashable, Flops] = {
 ATTENTIONS = frozenset({attention_flops, attention_backward_flops})
 
 
-def _special(names: str) -> frozenset[Hashable]:
+def _special(names: Iterable[str]) -> frozenset[Hashable]:
     """The symbols of Thunder, torch and shardtrace for functions with these names."""
-    prims = {PrimIDs[name.upper()] for name in names.split() if name.upper() in PrimIDs.__members__}
+    prims = {PrimIDs[name.upper()] for name in names if name.upper() in PrimIDs.__members__}
     prefixes = ("torch.", "torch.nn.functional.")
-    kernels = (kernel_id(name + suffix) for name in names.split() for suffix in ("", "_backward"))
-    return frozenset({*prims, *(prefix + name for prefix in prefixes for name in names.split()), *kernels})
+    kernels = (kernel_id(name + suffix) for name in names for suffix in ("", "_backward"))
+    return frozenset({*prims, *(prefix + name for prefix in prefixes for name in names), *kernels})
 
 
 # Functions of one element that take far longer than an addition on a CPU.
-SPECIAL = _special(
-    "cos erf exp exp2 expm1 log log1p log2 pow rsqrt sin sqrt tanh sigmoid softplus "
-    "elu gelu log_sigmoid logsigmoid mish selu silu softmax log_softmax"
+SPECIAL_NAMES = frozenset(
+    """cos erf exp exp2 expm1 log log1p log2 pow rsqrt sin sqrt tanh sigmoid softplus
+    elu gelu log_sigmoid logsigmoid mish selu silu softmax log_softmax""".split()  # noqa: SIM905
 )
+SPECIAL = _special(SPECIAL_NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
@@ -11,6 +11,7 @@ from passes.comm.properties import Property
 from passes.comm.sequence import SEQUENCE_WAITS, Part, issue_to_heads, issue_to_positions
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, keep_shards, synchronize, wait_copies
 from passes.compat.lines import differentiating_executor, fake_argument, has_grad_rule
+from passes.kernels.aten import draws, operator_of
 from passes.kernels.registration import executor as kernels
 from passes.kernels.torch_call import Line
 from passes.plan import Bucket
@@ -133,6 +134,8 @@ DROPOUT_AT = {scaled_dot_product_attention.id: 4, sdpaex.sdpea_gradfwd.id: 4, sd
 def is_random(bsym: BoundSymbol) -> bool:
     """True if a line may draw random numbers."""
     sym = bsym.sym
+    if (operator_called := operator_of(sym)) is not None:
+        return draws(operator_called, bsym.args, bsym.kwargs)
     if isinstance(sym.id, Line):  # backward inherits the tags of its forward line, and draws nothing
         return Property.RANDOM in properties(sym)
     if (place := DROPOUT_AT.get(identity(sym))) is not None and _dropout_of_attention(bsym, place) == 0:
@@ -143,15 +146,6 @@ def is_random(bsym: BoundSymbol) -> bool:
     named = is_foreign(sym) and any(random in sym.name for random in RANDOM_NAMES)
     tagged = prims.OpTags.RANDOM_OP in bsym.tags
     return Property.RANDOM in known or named or tagged or any(map(is_random, bsym.subsymbols))
-
-
-def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of PyTorch's operator draws random numbers. One of attention does not without dropout."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
-    takes_dropout = any(a.name == "dropout_p" for a in operator._schema.arguments)
-    return not takes_dropout or given.get("dropout_p", 0.0) != 0
 
 
 class _WatchDraws(TorchDispatchMode):

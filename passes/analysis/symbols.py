@@ -26,7 +26,7 @@ from thunder.torch.default_torch_ops import torch_auto_registered_ops
 
 # Executors whose operators the table covers: each is like a symbol, calls a torch function, or is listed below. Calls
 # of torch tell what they do by their tags.
-EXECUTORS = frozenset({"python", "sdpa", "shardtrace", "torch", "torch_calls", "torch_kernels"})
+EXECUTORS = frozenset({"aten", "python", "sdpa", "shardtrace", "torch", "torch_calls", "torch_kernels"})
 
 # Tags that Thunder sets on some of the symbols that have the property.
 TAGS: Mapping[Hashable, Property] = {OpTags.IN_PLACE: Property.IN_PLACE, OpTags.RANDOM_OP: Property.RANDOM}

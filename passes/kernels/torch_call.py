@@ -12,16 +12,16 @@ ZeRO-3 no gathered parameter is saved. Backward empties the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from operator import attrgetter
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.comm.properties import Property
 from passes.compat.lines import symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
+from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, storage
 from passes.plan.step import Unused
 
 import thunder.torch as ltorch
@@ -33,41 +33,12 @@ from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import OperatorExecutor
+from torch._ops import OpOverload
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class Meta(NamedTuple):
-    """A tensor without its values. ``grad``: whether a gradient flows through it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    grad: bool
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> Meta:
-        return cls(tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
-
-    def proxy(self, device: torch.device | None = None) -> TensorProxy:
-        """A new proxy, on ``device`` if that is given."""
-        return TensorProxy(
-            shape=self.shape,
-            dtype=dtypes.to_dtype(self.dtype),
-            device=to_device(device or self.device),
-            requires_grad=self.grad,
-        )
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    def zeros(self) -> torch.Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Autocast(NamedTuple):
@@ -187,6 +158,10 @@ class TorchCall:
     # ---- at run time ----
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        return self._called(tensors)[0]
+
+    def _called(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, type | None]:
+        """The results; and what the function returns if they are all of that: a tensor, or a tuple of tensors."""
         flat, into = list(self.flat), {id(tensors[n]): tensors[n].clone() for n in self.written}
         for i, t in zip(self.places, tensors, strict=True):
             flat[i] = into.get(id(t), t)
@@ -198,7 +173,9 @@ class TorchCall:
         clones = [flat[self.places[n]] for n in sorted(self.written)]
         same = {id(t) for t in (*flat, *tensors)}  # inputs that the function returns as they are, and what is written
         made = (t for t in pytree.tree_leaves(found) if id(t) not in same)
-        return tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
+        results = tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
+        returned, kind = (found, tuple) if isinstance(found, tuple | list) else ((found,), torch.Tensor)
+        return results, kind if list(map(id, returned)) == list(map(id, results)) and not clones else None
 
     def run(self, *tensors: torch.Tensor) -> Tensors:
         """The line where nothing is differentiated."""
@@ -270,15 +247,23 @@ class TorchCall:
     # ---- at compile time ----
 
     @cached_property
+    def program(self) -> Program | None:
+        """The operators that the call and its backward run; None if it has to keep a graph of autograd."""
+        if resolve_name(self.function) is None and not isinstance(self.function, OpOverload):
+            return None  # a function of Python may keep what it likes for backward
+        key = _Key(self)
+        return _program(key) if key.parts is not None else None
+
+    @cached_property
     def reads(self) -> Reads:
         """Found by a run on fake tensors. If torch has no fake kernel, backward gets all inputs."""
-        return self._find_reads()
+        return Reads((), self.program.flops) if self.program is not None else self._find_reads()
 
     def _find_reads(self) -> Reads:
         read: set[int] = set()
         everything = range(len(self.inputs))
         try:
-            with Fakes(allow_non_fake_inputs=True), _flop_counter() as counter:
+            with Fakes(allow_non_fake_inputs=True), flop_counter() as counter:
                 *_, saved = self._forward([m.empty() for m in self.inputs], everything, read)
         except Exception as error:  # whatever the function raises on fake tensors
             if self.hooked and "saved tensor hooks" in str(error):  # it calls torch.func.grad
@@ -304,12 +289,27 @@ class TorchCall:
 
     def execute(self, *tensors: TensorProxy) -> Any:
         """Adds the line that makes the call where nothing is differentiated."""
-        return self._lowered("", self.proxies, self.run)(*tensors)
+        return self._lowered("", self.proxies, self._direct() or self.run)(*tensors)
+
+    def _direct(self) -> Callable[..., Tensors] | None:
+        """A function of the tensors that does no more than to call torch's function, with the constants in their
+        places; None if the call needs more."""
+        if self.autocast or self.program is None or self.program.returns is None:
+            return None
+        names = {place: f"t{i}" for i, place in enumerate(self.places)}
+        constants = {f"c{i}": x for i, x in enumerate(self.flat) if i not in names}
+        flat = [_Name(names.get(i, f"c{i}")) for i in range(len(self.flat))]
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+        called = f"tuple(f({given}))" if self.program.returns is tuple else f"(f({given}),)"
+        return eval(f"lambda {', '.join(names.values())}: {called}", {"f": self.function, **constants})
 
     def differentiate(self, *tensors: TensorProxy) -> Any:
         """The grad rule of the line."""
         if not self.returned:
             return self.execute(*tensors)
+        if self.program is not None:
+            return self._by_program(self.program, tensors)
 
         def forward_meta(*tensors: TensorProxy) -> tuple[Any, ...]:
             return (*self.proxies(), AnyProxy(None, prefix="saved"))
@@ -323,6 +323,61 @@ class TorchCall:
         for i, gradient in zip(self.wanted, gradients, strict=True):
             put_grad(tensors[i], gradient)
         return tuple(outs)
+
+    def _by_program(self, program: Program, tensors: Sequence[TensorProxy]) -> tuple[TensorProxy, ...]:
+        """Adds the lines of the program, and its gradients."""
+        values: dict[int, TensorProxy] = dict(enumerate(tensors))
+        if program.whole and not self.autocast:
+            values |= zip(program.results, self.execute(*tensors), strict=True)
+        else:
+            program.write(program.forward, values, self.absent)
+        outs: list[TensorProxy] = []
+        for n in program.results:
+            is_new = n >= len(tensors) and all(values[n] is not out for out in outs)
+            outs.append(values[n] if is_new else prims.shallow_copy(values[n]))
+        values |= {n: get_grad(outs[i]) for i, n in zip(self.returned, program.gradients, strict=True)}
+        program.write(program.backward, values, self.absent)
+        for i, n in zip(self.wanted, program.found, strict=True):
+            if n is not None:
+                put_grad(tensors[i], values[n])
+        return tuple(outs)
+
+
+class _Name(str):
+    """A name that prints as it is."""
+
+    __repr__ = str.__str__
+
+
+class _Key:
+    """What the program of a call depends on. ``parts`` are None if that cannot be said."""
+
+    def __init__(self, call: TorchCall) -> None:
+        self.call, self.parts = call, None
+        constants = [(type(x), repr(x)) for i, x in enumerate(call.flat) if i not in call.places]
+        if all(issubclass(kind, (*CONSTANTS, slice, type(...), torch.Size)) for kind, _ in constants):
+            self.parts = (
+                call.function, tuple(constants), str(call.spec), tuple(call.places), tuple(call.inputs),
+                tuple(call.returned), tuple(call.written), tuple(call.autocast), _switches(),
+            )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.parts == other.parts
+
+
+def _switches() -> tuple[Any, ...]:
+    """The settings of torch by which functions choose their operators."""
+    kinds = ("flash", "mem_efficient", "math", "cudnn")
+    attentions = (getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds)
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *attentions
+
+
+@lru_cache(maxsize=1024)
+def _program(key: _Key) -> Program | None:
+    return find_program(key.call._called, key.call.inputs, key.call.returned)
 
 
 class Line(NamedTuple):
@@ -371,28 +426,6 @@ def add_executor(data: Any) -> None:
     """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
     if executor not in data.executors_list:
         data.executors_list = (executor, *data.executors_list)
-
-
-# torch's counter does not know them; the second stands in for the first where transformers cannot call it
-GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
-
-
-def _flop_counter() -> FlopCounterMode:
-    known: dict[Any, Any] = {}
-    for name in GROUPED_PRODUCTS:
-        with suppress(AttributeError):  # transformers is not imported
-            known[attrgetter(name)(torch.ops)] = _grouped_flops
-    return FlopCounterMode(display=False, custom_mapping=known)
-
-
-def _grouped_flops(a: Sequence[int], b: Sequence[int], *others: Any, **options: Any) -> int:
-    """(m, k) x (g, k, n) -> (m, n), or with groups of other dimensions. Each row is taken to be in a group."""
-    groups = a[0] if len(a) == len(b) == 3 else 1
-    return 2 * groups * a[-2] * a[-1] * b[-1]
-
-
-def storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

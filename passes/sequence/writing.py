@@ -11,7 +11,8 @@ from passes.analysis.gradients import differentiated
 from passes.analysis.recognise import is_random
 from passes.compat.lines import renamed
 from passes.compat.versions import Fakes
-from passes.kernels.torch_call import Meta, TorchCall, call_of
+from passes.kernels.aten import Meta
+from passes.kernels.torch_call import TorchCall, call_of
 from passes.sequence.order import gathers_first
 
 import torch

@@ -66,7 +66,7 @@ def _obstacle(bsym: BoundSymbol, inputs: set[str]) -> str:
         where = f"{function} in {module}" if module else function
         if isinstance(call.function, Eager):
             return f"PyTorch runs {where}, which may read values of tensors: leave it out of the model"
-        if call.returned:
+        if call.returned and call.program is None:
             return (
                 f"torch's own autograd differentiates {where}, and keeps objects of Python for backward: compute it "
                 "with other functions"

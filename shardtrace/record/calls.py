@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from passes.kernels import torch_call
+from passes.kernels import aten
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.effects import Change
 from shardtrace.record.watcher import CodeWatcher
@@ -104,4 +104,4 @@ def storage(t: torch.Tensor) -> int:
     """A key that tensors share if they share memory."""
     if t.layout != torch.strided:
         raise NotImplementedError("forward makes a sparse tensor: keep its indices and values in dense ones")
-    return torch_call.storage(t)
+    return aten.storage(t)

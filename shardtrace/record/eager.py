@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.compat.messages import NoMessages
-from passes.kernels.torch_call import Meta, storage
+from passes.kernels.aten import Meta, storage
 from shardtrace.record.calls import tensors_of
 from shardtrace.record.effects import FIXED, Change, Effects
 from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from passes.kernels.torch_call import Meta
+from passes.kernels.aten import Meta
 from shardtrace.record.calls import Call, Record, Span, storage
 from shardtrace.record.results import PLAIN
 

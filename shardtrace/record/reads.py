@@ -14,7 +14,8 @@ from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
-from passes.kernels.torch_call import Autocast, Meta, laid_out
+from passes.kernels.aten import Meta
+from passes.kernels.torch_call import Autocast, laid_out
 from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage
 from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, on_real_tensors, try_function
 

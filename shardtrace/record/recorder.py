@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from passes.analysis.recognise import draws
 from passes.compat.messages import NAMESPACES
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
+from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_of
 from shardtrace.record.checks import check_of, token

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 from weakref import ref
 
-from passes.kernels.torch_call import Meta
+from passes.kernels.aten import Meta
 from shardtrace.record.calls import DEVICES, Call, Place, Record
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects

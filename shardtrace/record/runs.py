@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from passes.compat.failures import add_note
-from passes.kernels.torch_call import storage
+from passes.kernels.aten import storage
 from shardtrace.record.calls import Call
 from shardtrace.record.eager import EagerModule, is_named
 from shardtrace.record.effects import Change
