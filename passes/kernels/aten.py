@@ -46,7 +46,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 Shape = Sequence[int]
 CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
-RELY_ON_STRIDES = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided"})
+# They rely on strides; the last one gives no workspace where its fake kernel does.
+UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "mkldnn_rnn_layer"})
 NOT_FUNCTIONAL = frozenset({"resize", "resize_as", "set"})
 
 
@@ -266,7 +267,7 @@ class _Log(TorchDispatchMode):
         results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         if not results and not func._schema.is_mutable:
             return ""  # a question
-        if func.namespace not in ("aten", "prims") or name in RELY_ON_STRIDES:
+        if func.namespace not in ("aten", "prims") or name in UNFIT:
             return f"{func} is no function of values"
         if any(t.layout != torch.strided or t.is_conj() or t.is_neg() for t in results):
             return f"{func} gives a tensor of another kind"
@@ -314,7 +315,8 @@ def without_writing(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     """The operator that gives what ``operator`` writes into its first argument, with its arguments; None if there is
     none."""
     name, schema = operator._schema.name.partition("::")[2], operator._schema
-    writes_self = name.endswith("_") and name[:-1] not in NOT_FUNCTIONAL
+    changes_shape = torch.Tag.inplace_view in operator.tags  # also of what the caller holds
+    writes_self = name.endswith("_") and name[:-1] not in NOT_FUNCTIONAL and not changes_shape
     packet = getattr(torch.ops.aten, name[:-1], None) if writes_self else None
     takes = [(a.name, str(a.type)) for a in schema.arguments]
     for overload in packet.overloads() if packet is not None else ():
@@ -464,7 +466,10 @@ def binding_of(operator: OpOverload) -> Callable[..., Any]:
         return _reshape
     if name == "_to_copy":
         return torch.Tensor.to
-    if overload in ("default", "Tensor", "Scalar", "int", "dim", "dim_IntList"):
+    takes = [str(a.type) for a in operator._schema.arguments]
+    deprecated = overload == "Scalar" and len(takes) > 2  # torch.add(a, number, alpha)
+    parsed = not deprecated and "List[Optional[Tensor]]" not in takes
+    if parsed and overload in ("default", "Tensor", "Scalar", "int", "dim", "dim_IntList"):
         for home in (torch, torch._C._nn, torch.Tensor):
             found = getattr(home, name, None)
             if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):

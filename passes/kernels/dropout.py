@@ -11,7 +11,7 @@ from passes.kernels.registration import Differentiated, implements, is_floating,
 import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
-from thunder.core.devices import to_device
+from thunder.core.devices import DeviceType, to_device
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 
@@ -40,4 +40,11 @@ def _supported(a: TensorProxy, p: float, training: bool, inplace: bool) -> bool:
 
 @implements(ltorch.dropout, supported=_supported)
 def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Differentiated:
-    return masked(a, dropout_mask(tuple(a.shape), p, a.device.device_str()), 1 / (1 - p))
+    return masked(a, dropout_mask(tuple(a.shape), p, a.device.device_str()), _scale(a, p))
+
+
+def _scale(a: TensorProxy, p: float) -> float:
+    """What is kept is multiplied by this. Torch's kernel of a CPU rounds it to the dtype."""
+    if a.device.devicetype is not DeviceType.CPU:
+        return 1 / (1 - p)
+    return torch.ones((), dtype=dtypes.to_torch_dtype(a.dtype)).div_(1 - p).item()

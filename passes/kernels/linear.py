@@ -6,7 +6,6 @@ import math
 
 from passes.kernels.registration import Differentiated, Flops, Gradients, implements, is_floating, kernel, like
 
-import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from thunder.core import prims
@@ -42,6 +41,10 @@ linear_backward_weight = kernel(
     lambda grad, a: _rows(grad).t() @ _rows(a),
     flops=lambda tensors, outs: 2 * math.prod(tensors[0]) * tensors[1][-1],
 )
+# (rows, out) -> (out). A sum over several dimensions would depend on the strides of the gradient.
+linear_backward_bias = kernel(
+    "linear_backward_bias", lambda grad: like(grad, grad.shape[-1:]), lambda grad: _rows(grad).sum(0)
+)
 
 
 @implements(prims.linear, supported=lambda a, weight, bias: is_floating(a, weight, bias) and a.ndim > 0)
@@ -50,6 +53,6 @@ def linear(a: TensorProxy, weight: TensorProxy, bias: TensorProxy | None) -> Dif
         yield a, linear_backward_input(grad, weight)
         yield weight, linear_backward_weight(grad, a)
         if bias is not None:
-            yield bias, ltorch.sum(grad, tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+            yield bias, linear_backward_bias(grad) if grad.ndim > 1 else grad
 
     return linear_forward(a, weight, bias), gradients

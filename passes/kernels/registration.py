@@ -56,7 +56,7 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
         self.flops: dict[Hashable, Flops] = {}  # of products, convolutions and attention, by the id of the kernel
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
-        return not (bsym.sym.id in self.fusible and _is_beside_fusions()) and super().can_execute(bsym)
+        return not (bsym.sym.id in self.fusible and is_beside_fusions()) and super().can_execute(bsym)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         return False
@@ -68,7 +68,8 @@ class KernelExecutor(OperatorExecutor, FusionExecutor):
         return new
 
 
-def _is_beside_fusions() -> bool:
+def is_beside_fusions() -> bool:
+    """True if an executor of the running compilation compiles regions of a trace."""
     data, _ = compile_data_and_stats()
     return data is not None and any(map(fuses, data.executors_list))
 

@@ -158,9 +158,9 @@ class TorchCall:
     # ---- at run time ----
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        return self._called(tensors)[0]
+        return self.called(tensors)[0]
 
-    def _called(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, type | None]:
+    def called(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, type | None]:
         """The results; and what the function returns if they are all of that: a tensor, or a tuple of tensors."""
         flat, into = list(self.flat), {id(tensors[n]): tensors[n].clone() for n in self.written}
         for i, t in zip(self.places, tensors, strict=True):
@@ -377,7 +377,7 @@ def _switches() -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def _program(key: _Key) -> Program | None:
-    return find_program(key.call._called, key.call.inputs, key.call.returned)
+    return find_program(key.call.called, key.call.inputs, key.call.returned)
 
 
 class Line(NamedTuple):

@@ -15,11 +15,12 @@ from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
 from passes.kernels.aten import Meta
+from passes.kernels.registration import is_beside_fusions
 from passes.kernels.torch_call import TorchCall, add_executor, laid_out
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
 from shardtrace.record.memory import Memory
-from shardtrace.record.symbols import NotTrusted, name_of, value, value_in_place
+from shardtrace.record.symbols import NotTrusted, check_rounding, name_of, value, value_in_place
 from shardtrace.record.values import Values
 
 import torch
@@ -188,6 +189,8 @@ class Replay:
     def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
+        if not is_beside_fusions():
+            check_rounding(call.function, call.args, call.kwargs)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
         if call.written:
             if not in_place or any(t is not call.args[0] for t in call.results):

@@ -1,6 +1,9 @@
 """The functions of torch for which a line has Thunder's symbol: values and gradients are known to be torch's.
 
 For any other function, and for arguments that are not known to be safe, the line calls torch's own function.
+
+Note [Rounding]. Thunder's symbols for some functions compute the same in another order, in which other bits are lost.
+An executor that fuses needs the symbols. Without one the line calls torch's function, and rounds as eager does.
 """
 
 from __future__ import annotations
@@ -82,6 +85,38 @@ QUERIES = frozenset(
 
 class NotTrusted(Exception):
     """Why a line calls torch's function."""
+
+
+# Note [Rounding]: by torch's names without underscores
+ROUNDED = frozenset({"group_norm", "logsigmoid", "mean", "pow", "reciprocal", "rms_norm", "rtruediv", "var"})
+ROUNDED_IN_HALF = frozenset(
+    "cos div erf exp expm1 itruediv log log1p log2 rsqrt sin sqrt true_divide truediv".split()  # noqa: SIM905
+)
+SUMS = frozenset({"add", "iadd", "isub", "radd", "rsub", "sub"})
+ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "truediv"}
+HALF = (torch.bfloat16, torch.float16)
+
+
+def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch. The arguments are a recorded call's."""
+    name = name_of(function).strip("_")
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    in_half = any(t.dtype in HALF for t in tensors)
+    if (
+        name in ROUNDED
+        or (in_half and name in ROUNDED_IN_HALF)
+        or (name in SUMS and ("alpha" in kwargs or (in_half and len(tensors) == 1)))
+        or (name in ELEMENTWISE and len({t.shape for t in tensors}) > 1)  # the sum over what is broadcast
+        or (name == "matmul" and any(t.ndim == 1 for t in tensors))
+        or (name == "scaled_dot_product_attention" and in_half and not tensors[0].is_cuda and _drops(*args, **kwargs))
+    ):
+        raise NotTrusted("Thunder's symbol rounds otherwise")
+
+
+def _drops(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+) -> bool:
+    return dropout_p != 0
 
 
 @functools.cache

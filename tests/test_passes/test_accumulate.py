@@ -42,7 +42,7 @@ clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
 t1 = linear_backward_weight(t0, input)
-t2 = torch.sum(t0, (0,), False, dtype=None)
+t2 = linear_backward_bias(t0)
 accumulate((t1, t2), b_root)
 return (None, None, None)""",
     )
@@ -61,7 +61,7 @@ clear_mutable_collection(cotangents)
 input, = C0
 clear_mutable_collection(C0)
 t1 = linear_backward_weight(t0, input)
-t2 = torch.sum(t0, (0,), False, dtype=None)
+t2 = linear_backward_bias(t0)
 (t3, t4) = accumulated((t1, t2), b_root)
 ft5 = reduce_scatter((t3, t4), b_root)
 (t6, t7) = wait_reduce_scatter(ft5, b_root)

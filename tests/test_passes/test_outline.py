@@ -59,27 +59,23 @@ ft0 = all_gather((t_scale,), b_root)
 ft1 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
 (t2,) = wait_all_gather(ft0, b_root)
 del ft0
-t3 = torch.unsqueeze(t2, 0)
+(t3,) = torch_mul_0(x, t2)
 del t2
-t4 = Tensor.expand(t3, (2, 4))
-del t3
-t5 = torch.mul(x, t4)
-del t4
-ft6 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
-(t7, t8, t9) = wait_all_gather(ft1, b_blocks_0)
+ft4 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
+(t5, t6, t7) = wait_all_gather(ft1, b_blocks_0)
 del ft1
-(t10, saved49) = Block_forward(t5, t7, t8, t9)
-del t7, t8, t9
-ft11 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
-(t12, t13, t14) = wait_all_gather(ft6, b_blocks_1)
-del ft6
-(t15, saved67) = Block_forward(t10, t12, t13, t14)
-del t12, t13, t14
-(t16, t17, t18) = wait_all_gather(ft11, b_blocks_2)
-del ft11
-(t19, saved85) = Block_forward(t15, t16, t17, t18)
-del t16, t17, t18
-return {'output': (t19,), 'flat_args': [x, t_blocks_0_down_weight, t_blocks_0_up_bias, t_blocks_0_up_weight, t_blocks_1_down_weight, t_blocks_1_up_bias, t_blocks_1_up_weight, t_blocks_2_down_weight, t_blocks_2_up_bias, t_blocks_2_up_weight, t_scale], 'flat_output': (t19,)}, ((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t15, t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t10, t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t5, x), (saved85, saved67, saved49))""",
+(t8, saved44) = Block_forward(t3, t5, t6, t7)
+del t5, t6, t7
+ft9 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
+(t10, t11, t12) = wait_all_gather(ft4, b_blocks_1)
+del ft4
+(t13, saved62) = Block_forward(t8, t10, t11, t12)
+del t10, t11, t12
+(t14, t15, t16) = wait_all_gather(ft9, b_blocks_2)
+del ft9
+(t17, saved80) = Block_forward(t13, t14, t15, t16)
+del t14, t15, t16
+return {'output': (t17,), 'flat_args': [x, t_blocks_0_down_weight, t_blocks_0_up_bias, t_blocks_0_up_weight, t_blocks_1_down_weight, t_blocks_1_up_bias, t_blocks_1_up_weight, t_blocks_2_down_weight, t_blocks_2_up_bias, t_blocks_2_up_weight, t_scale], 'flat_output': (t17,)}, ((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight, t13, t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t8, t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t3, x), (saved80, saved62, saved44))""",
     )
     assert_expected_inline(
         text(backward),
@@ -95,7 +91,7 @@ t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight, t2, \\
 t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight, t3, x, = C0
 clear_mutable_collection(C0)
 del C0
-saved85, saved67, saved49, = C1
+saved80, saved62, saved44, = C1
 clear_mutable_collection(C1)
 del C1
 bw_ft4 = all_gather((t_blocks_2_up_weight, t_blocks_2_up_bias, t_blocks_2_down_weight), b_blocks_2)
@@ -104,39 +100,41 @@ bw_ft5 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_w
 del t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight
 (bw_t6, bw_t7, bw_t8) = wait_all_gather(bw_ft4, b_blocks_2)
 del bw_t7, bw_ft4
-(t9, t10, t11, t12) = Block_backward(saved85, t1, bw_t6, bw_t8, t0)
-del saved85, t1, bw_t6, bw_t8, t0
+(t9, t10, t11, t12) = Block_backward(saved80, t1, bw_t6, bw_t8, t0)
+del saved80, t1, bw_t6, bw_t8, t0
 ft13 = reduce_scatter((t10, t11, t12), b_blocks_2)
 del t10, t11, t12
 (bw_t14, bw_t15, bw_t16) = wait_all_gather(bw_ft5, b_blocks_1)
 del bw_t15, bw_ft5
 bw_ft17 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
 del t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight
-(t18, t19, t20, t21) = Block_backward(saved67, t2, bw_t14, bw_t16, t9)
-del saved67, t2, bw_t14, bw_t16, t9
+(t18, t19, t20, t21) = Block_backward(saved62, t2, bw_t14, bw_t16, t9)
+del saved62, t2, bw_t14, bw_t16, t9
 (t22, t23, t24) = wait_reduce_scatter(ft13, b_blocks_2)
 del ft13
 ft25 = reduce_scatter((t19, t20, t21), b_blocks_1)
 del t19, t20, t21
 (bw_t26, bw_t27, bw_t28) = wait_all_gather(bw_ft17, b_blocks_0)
 del bw_t27, bw_ft17
-(t29, t30, t31, t32) = Block_backward(saved49, t3, bw_t26, bw_t28, t18)
-del saved49, t3, bw_t26, bw_t28, t18
+(t29, t30, t31, t32) = Block_backward(saved44, t3, bw_t26, bw_t28, t18)
+del saved44, t3, bw_t26, bw_t28, t18
 ft33 = reduce_scatter((t30, t31, t32), b_blocks_0)
 del t30, t31, t32
-t34 = torch.mul(x, t29)
-del x, t29
-t35 = torch.sum(t34, (0,), False, dtype=None)
+t34 = aten_mul_Tensor(t29, x)
+del t29, x
+t35 = aten_sum_dim_IntList(t34, [0], True)
 del t34
-(t36, t37, t38) = wait_reduce_scatter(ft25, b_blocks_1)
-del ft25
-ft39 = reduce_scatter((t35,), b_root)
+t36 = aten_view(t35, [4])
 del t35
-(t40, t41, t42) = wait_reduce_scatter(ft33, b_blocks_0)
+(t37, t38, t39) = wait_reduce_scatter(ft25, b_blocks_1)
+del ft25
+ft40 = reduce_scatter((t36,), b_root)
+del t36
+(t41, t42, t43) = wait_reduce_scatter(ft33, b_blocks_0)
 del ft33
-(t43,) = wait_reduce_scatter(ft39, b_root)
-del ft39
-return (None, t42, t41, t40, t38, t37, t36, t24, t23, t22, t43)""",
+(t44,) = wait_reduce_scatter(ft40, b_root)
+del ft40
+return (None, t43, t42, t41, t39, t38, t37, t24, t23, t22, t44)""",
     )
     assert_expected_inline(
         text(functions(cmodel)["Block_forward"].trace),
@@ -168,7 +166,7 @@ t6 = torch.add(t2, t5, alpha=1)
 del t2, t5
 t7 = linear_backward_weight(t4, t8)
 del t8
-t9 = torch.sum(t4, (0,), False, dtype=None)
+t9 = linear_backward_bias(t4)
 del t4
 return (t6, t7, t9, t3)""",
     )

@@ -70,7 +70,7 @@ del bw_t4, bw_ft2
 t5 = linear_backward_input(t0, bw_t3)
 del bw_t3
 t6 = linear_backward_weight(t0, t1)
-t7 = torch.sum(t0, (0,), False, dtype=None)
+t7 = linear_backward_bias(t0)
 del t0
 ft8 = reduce_scatter((t6, t7), b_2)
 del t6, t7
@@ -78,7 +78,7 @@ t9 = tanh_backward(t5, t1)
 del t5, t1
 t10 = linear_backward_weight(t9, input)
 del input
-t11 = torch.sum(t9, (0,), False, dtype=None)
+t11 = linear_backward_bias(t9)
 del t9
 ft12 = reduce_scatter((t10, t11), b_0)
 del t10, t11

@@ -88,7 +88,7 @@ def test_two_linear(fake_ranks):
     312 |        72         0       120        96        24  t3 = linear_backward_input(t4, bw_t1)  #
     312 |         0         0       120        96        24  del bw_t1
     304 |         0         0       120        96        88  t5 = linear_backward_weight(t4, t6)  # t
-    312 |         0         0       120        96        96  t7 = torch.sum(t4, (0,), False, dtype=No
+    312 |         0         0       120        96        96  t7 = linear_backward_bias(t4)  # t7: "cp
     312 |         0         0       120        96        72  del t4
     396 |         0       108       120        96        72  ft8 = reduce_scatter((t5, t7), b_2)  # f
     396 |         0       108       120        96         0  del t5, t7

@@ -32,7 +32,7 @@ def kernels(executors, monkeypatch):
 ENTROPY = {"log_softmax", "log_softmax_backward", "nll_loss", "nll_loss_backward"}
 ATTENTION = {"scaled_dot_product_attention", "scaled_dot_product_attention_backward"}
 FUSIBLE = {"layer_norm", "layer_norm_backward", "gelu", "gelu_backward"}
-LINEAR = {"linear", "linear_backward_input", "linear_backward_weight"}
+LINEAR = {"linear", "linear_backward_input", "linear_backward_weight", "linear_backward_bias"}
 
 
 @pytest.mark.parametrize("named", [executor, "torch_kernels"])

@@ -1,0 +1,252 @@
+"""The operators of a call and of its backward give eager's values and gradients to the last bit."""
+
+import shardtrace
+from passes.analysis.flops import bytes_moved, flops, work
+from passes.analysis.recognise import is_random, is_repeatable
+from passes.analysis.symbols import is_foreign, properties
+from passes.comm.properties import Property
+from passes.kernels.aten import Meta, Value, binding_of, find_program, operator_of, symbol_of
+from passes.kernels.torch_call import Line
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from golden import compile_fake, text
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+from torch import nn
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+
+def tensor(*shape, dtype=torch.float32, grad=True):
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
+
+
+def program_of(function, *tensors):
+    """The program of a function, and which of its results have a gradient."""
+    outs = [t for t in pytree.tree_leaves(function(*tensors)) if isinstance(t, torch.Tensor)]
+    returned = [i for i, t in enumerate(outs) if t.requires_grad]
+
+    def run(leaves):
+        return [t for t in pytree.tree_leaves(function(*leaves)) if isinstance(t, torch.Tensor)], None
+
+    return find_program(run, [Meta.of(t) for t in tensors], returned), returned
+
+
+def interpret(operations, values):
+    for operator, args, kwargs, results in operations:
+        args, kwargs = pytree.tree_map(lambda x: values[x.number] if isinstance(x, Value) else x, (args, kwargs))
+        found = binding_of(operator)(*args, **kwargs)
+        for place, made in zip(pytree.tree_leaves(results), pytree.tree_leaves(found), strict=True):
+            if isinstance(place, Value):
+                values[place.number] = made
+
+
+def run(program, tensors, gradients):
+    """The results and the gradients, from what backward may read."""
+    values = dict(enumerate(tensors))
+    interpret(program.forward, values)
+    outs = [values[n] for n in program.results]
+    if program.whole:
+        values = {n: values[n] for n in (*range(len(tensors)), *program.results)}
+    values |= zip(program.gradients, gradients, strict=True)
+    interpret(program.backward, values)
+    return outs, [None if n is None else values[n] for n in program.found]
+
+
+def check(function, *tensors, seed=0, transposed=False):
+    """Compares with eager. ``transposed``: gradients arrive with other strides than the results have."""
+    program, returned = program_of(function, *tensors)
+    assert program is not None
+    torch.manual_seed(seed)
+    expected = [t for t in pytree.tree_leaves(function(*tensors)) if isinstance(t, torch.Tensor)]
+    grads = [torch.randn(expected[i].shape).to(expected[i].dtype) for i in returned]
+    if transposed:
+        grads = [g.mT.contiguous().mT if g.ndim > 1 else g for g in grads]
+    wanted = [t for t in tensors if t.requires_grad]
+    gradients = torch.autograd.grad([expected[i] for i in returned], wanted, grads, allow_unused=True)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        outs, found = run(program, [t.detach() for t in tensors], grads)
+    for a, b in zip((*outs, *found), (*expected, *gradients), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+    return program
+
+
+FUNCTIONS = {
+    "addmm": (torch.addmm, [(4,), (3, 5), (5, 4)]),
+    "linear": (F.linear, [(2, 3, 5), (4, 5), (4,)]),
+    "einsum": (lambda a, b: torch.einsum("bij,bkj->bik", a, b), [(2, 3, 5), (2, 4, 5)]),
+    "product with a vector": (torch.matmul, [(2, 3, 5), (5,)]),
+    "broadcast": (torch.mul, [(2, 3, 5), (3, 1)]),
+    "root mean square": (lambda x, w: F.rms_norm(x, (5,), w), [(2, 3, 5), (5,)]),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [(2, 3, 5), (5,), (5,)]),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), [(2, 4, 5), (4,)]),
+    "softmax": (lambda x: torch.softmax(x, -1), [(2, 3, 5)]),
+    "gelu": (lambda x: F.gelu(x, approximate="tanh"), [(2, 3, 5)]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q * 2, q, is_causal=True), [(1, 2, 4, 8)]),
+    "attention of floats": (lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), [(1, 2, 4, 8), (4, 4)]),
+    "convolution": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 3, 5, 5), (4, 3, 3, 3), (4,)]),
+    "pooling": (lambda x: F.max_pool2d(x, 2), [(2, 3, 6, 6)]),
+    "interpolation": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(1, 2, 4, 4)]),
+    "several results": (lambda x: x.split([2, 3], -1), [(2, 5)]),
+    "sorted": (lambda x: torch.sort(x, -1), [(2, 5)]),
+    "unused": (lambda x, y: x * x, [(2, 3), (3,)]),
+    "an input": (lambda x: (x, x * 2), [(2, 3)]),
+    "a view": (lambda x: x.transpose(0, 1), [(2, 3)]),
+    "no dimensions": (lambda x, y: x * y, [(), (3, 4)]),
+    "powers": (lambda x: x.abs() ** 1.7, [(2, 3)]),
+    "scan": (lambda x: torch.logcumsumexp(x, -1), [(2, 3)]),
+    "inverse": (lambda x: torch.linalg.inv(x + 3 * torch.eye(3)), [(3, 3)]),
+    "pad": (lambda x: F.pad(x, (1, 2), mode="reflect"), [(2, 3, 5)]),
+    "index": (lambda x: x[:, :, torch.arange(3) // 2], [(2, 3, 4)]),
+    "written": (lambda x: torch.zeros(2, 3).copy_(x).mul_(2).add_(1), [(2, 3)]),
+    "dropout": (lambda x: F.dropout(x, 0.3), [(4, 5)]),
+    "dropout by half": (lambda x: F.dropout(x), [(4, 5)]),
+    "feature dropout": (lambda x: F.dropout1d(x, 0.4), [(2, 4, 5)]),
+    "alpha dropout": (lambda x: F.alpha_dropout(x, 0.4, training=True), [(4, 5)]),
+    "attention with dropout": (lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.3), [(1, 2, 4, 8)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_eagers(name, dtype):
+    if dtype is torch.bfloat16 and name in ("inverse", "scan", "no dimensions"):
+        pytest.skip("torch computes it in float32 only")
+    function, shapes = FUNCTIONS[name]
+    check(function, *(tensor(*shape, dtype=dtype) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", ["addmm", "linear", "layer norm", "softmax", "attention", "convolution", "a view"])
+def test_gradients_with_other_strides(name):
+    function, shapes = FUNCTIONS[name]
+    check(function, *(tensor(*shape) for shape in shapes), transposed=True)
+
+
+def test_integers_and_frozen_inputs():
+    check(lambda i, w: F.embedding(i, w), torch.tensor([[0, 2], [2, 1]]), tensor(3, 4))
+    check(torch.addmm, tensor(4, grad=False), tensor(3, 5), tensor(5, 4))
+
+
+@pytest.mark.parametrize("name", ["addmm", "softmax", "root mean square", "attention"])
+def test_whole(name):
+    """Forward may be one line of torch's function: of attention backward needs a value that is no result."""
+    function, shapes = FUNCTIONS[name]
+    program, _ = program_of(function, *(tensor(*shape) for shape in shapes))
+    assert program.whole == (name in ("addmm", "softmax"))
+
+
+CONSTANT = torch.ones(3)
+WITHOUT = {
+    "strides": lambda x: x.as_strided((2, 2), (2, 1)),
+    "complex numbers": lambda x: torch.fft.rfft(x).conj().abs(),
+    "numbers of a tensor": lambda x: x * x.sum().item(),
+    "a tensor from nowhere": lambda x: x * CONSTANT,
+    "a part that is written": lambda x: (lambda y: (y[0].zero_(), y)[1])(x * 2),
+    "a list": lambda x: x[:, [0, 2, 2]],
+    "a generator": lambda x: x * torch.rand(3, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_calls_without_a_program(name):
+    tensors = [tensor(3, 3)]
+    assert find_program(lambda leaves: ([WITHOUT[name](*leaves)], None), list(map(Meta.of, tensors)), [0]) is None
+
+
+def proxy(*shape):
+    return TensorProxy(shape=shape, dtype=thunder.dtypes.float32, device=thunder.devices.cpu)
+
+
+def line(operator, *args, **kwargs):
+    """A line that calls an operator, with results by its fake kernel."""
+    trace = TraceCtx()
+    with tracectx(trace):
+        symbol_of(operator)(*(proxy(*a) if isinstance(a, tuple) else a for a in args), **kwargs)
+    [made] = trace.bound_symbols
+    assert operator_of(made.sym) is operator
+    assert not is_foreign(made.sym)
+    return made
+
+
+def test_what_is_known_of_lines():
+    product = line(aten.mm.default, (2, 3), (3, 4))
+    assert tuple(product.output.shape) == (2, 4)
+    assert (flops(product), work(product).full) == (2 * 2 * 3 * 4,) * 2
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert work(line(attention, (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8))).attention == 2 * 2 * 4 * 4 * 16
+    assert work(line(aten.gelu_backward.default, (2, 3), (2, 3))).special == 6
+    assert Property.VIEW in properties(line(aten.t.default, (2, 3)).sym)
+    assert bytes_moved(line(aten.view.default, (2, 3), [6])) == 0
+    assert bytes_moved(line(aten._to_copy.default, (2, 3), dtype=torch.bfloat16)) == 24 + 12
+    noise = line(aten.bernoulli.p, (2, 3), 0.5)
+    assert is_random(noise)
+    assert not is_repeatable(noise)
+    assert not is_random(product)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.addmm(x, x, self.weight.t())
+
+
+def test_no_view_of_a_gathered_parameter_is_saved(fake_ranks):
+    fake_ranks(2)
+    cmodel = compile_fake(Net, torch.ones(4, 4))
+    forward, backward = thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]
+    assert_expected_inline(
+        text(forward),
+        """\
+ft0 = all_gather((t_weight,), b_root)
+(t1,) = wait_all_gather(ft0, b_root)
+del ft0
+t2 = torch.permute(t1, (1, 0))
+del t1
+(t3,) = torch_addmm_0(x, x, t2)
+del t2
+return {'output': (t3,), 'flat_args': [x, t_weight], 'flat_output': (t3,)}, ((x,), ())""",
+    )
+    assert_expected_inline(
+        text(backward, dels=False),
+        """\
+C0, C1, = saved_for_backward
+clear_mutable_collection(saved_for_backward)
+clear_mutable_collection(C1)
+t0, = cotangents
+clear_mutable_collection(cotangents)
+x, = C0
+clear_mutable_collection(C0)
+t1 = aten_t(t0)
+t2 = aten_mm(t1, x)
+t3 = aten_t(t2)
+t4 = torch.permute(t3, (1, 0))
+ft5 = reduce_scatter((t4,), b_root)
+(t6,) = wait_reduce_scatter(ft5, b_root)
+return (None, t6)""",
+    )
+    assert not any(isinstance(b.sym.id, Line) and b.sym.id.kind for b in forward.bound_symbols)
+
+
+def test_no_gradient_stays_none(single_rank):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return torch.addcmul(x, self.used, x), torch.where(x > 5, self.unused, x)
+
+    model = shardtrace.fsdp(Unused())
+    model(torch.ones(3))[0].sum().backward()
+    assert model.used.grad is not None
+    assert model.unused.grad is None
