@@ -1,4 +1,4 @@
-"""CPU milliseconds of a step on tiny tensors: what a GPU would wait for. Eager PyTorch, FSDP2, ZeRO-3 on two fake ranks.
+"""CPU milliseconds of a step on tiny tensors, for which a GPU would wait: eager PyTorch, FSDP2, ZeRO-3 on fake ranks.
 
 python examples/benchmarks/host_time.py                  # the table, and seconds of the first step
 python examples/benchmarks/host_time.py --gradients      # one process: gradients and loss beside eager's, bit for bit
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     world = 1 if options.gradients else 2
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    rows = []
+    rows: list[str] = []
     for name in tqdm([n for n in MODELS if re.search(options.only, n)], unit="model"):
         if options.gradients:
             rows.extend(gradients(name, dtype) for dtype in (torch.float32, torch.bfloat16))

@@ -337,9 +337,9 @@ class TorchCall:
             outs.append(values[n] if is_new else prims.shallow_copy(values[n]))
         values |= {n: get_grad(outs[i]) for i, n in zip(self.returned, program.gradients, strict=True)}
         program.write(program.backward, values, self.absent)
-        for i, n in zip(self.wanted, program.found, strict=True):
-            if n is not None:
-                put_grad(tensors[i], values[n])
+        for i, found in zip(self.wanted, program.found, strict=True):
+            if found is not None:
+                put_grad(tensors[i], values[found])
         return tuple(outs)
 
 
