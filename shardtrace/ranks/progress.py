@@ -42,24 +42,28 @@ class _Says(threading.Thread):
     def __init__(self, what: str, *, until_compiled: bool) -> None:
         super().__init__(name=NAME, daemon=True)
         self.stage = ""
-        self._what, self._worker, self._until_compiled = what, threading.get_ident(), until_compiled
-        self._over = threading.Event()
+        self._what, self._worker, self.until_compiled = what, threading.get_ident(), until_compiled
+        self._over, self._begin, self._due = threading.Event(), monotonic(), SILENCE
+
+    def begins(self, what: str) -> None:
+        """Another compilation has begun before a look has seen that the last one ended."""
+        self._what, self._begin, self._due = what, monotonic(), SILENCE
 
     def run(self) -> None:
-        begin, due, said, in_place = monotonic(), SILENCE, False, sys.stderr.isatty()
+        said, in_place = False, sys.stderr.isatty()
         while not self._over.wait(LOOK_UP):
             stage = self.stage
             if not stage:
                 places = _places(self._worker)
-                if self._until_compiled and COMPILES not in places:
+                if self.until_compiled and COMPILES not in places:
                     break
                 stage = _stage(module for module, _ in places)
-            seconds = monotonic() - begin
-            if seconds >= due:
+            seconds = monotonic() - self._begin
+            if seconds >= self._due:
                 line = f"shardtrace: {self._what} for {seconds:.0f} s: {stage}"
                 sys.stderr.write(f"\r\x1b[K{line}" if in_place else f"{line}\n")
                 sys.stderr.flush()
-                said, due = True, seconds if in_place else 2 * seconds
+                said, self._due = True, seconds if in_place else 2 * seconds
         if said and in_place:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -78,6 +82,8 @@ def compiling(name: str, group: dist.ProcessGroup) -> Iterator[None]:
         says = _Says(f"compiling {name}", until_compiled=True)
         if is_alone(group) or dist.get_rank(group) == 0:
             says.start()
+    elif says.until_compiled:
+        says.begins(f"compiling {name}")
     says.stage = RECORDING
     try:
         yield

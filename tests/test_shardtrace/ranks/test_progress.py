@@ -59,6 +59,15 @@ def test_the_first_rank_alone(fake_ranks, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_two_models_between_two_looks(fake_ranks, monkeypatch, capfd):
+    monkeypatch.setattr(module, "LOOK_UP", 0.2)
+    fake_ranks(2)
+    compile_fake(lambda: torch.nn.Linear(4, 4), torch.ones(2, 4))
+    compile_fake(Zoo, *tokens(2))
+    assert ended()
+    assert ": compiling Zoo for" in capfd.readouterr().err.splitlines()[-1]
+
+
 def test_planning(capfd):
     shardtrace.plan(torch.nn.Linear(64, 64), torch.zeros(2, 64), world_size=2, device="cpu", memory=1e9)
     assert ended()
