@@ -59,7 +59,7 @@ def shard_parameters(
     found = [p for p in chosen.places if stand_ins[p.name].numel()]
     rows = {p.name: p.parameter.detach() for p in found}
     shapes = {p.name: tuple(stand_ins[p.name].shape) for p in found}
-    shards = {p.name: as_parameter(p.parameter, rows[p.name], shapes[p.name], homes[p.name]) for p in found}
+    shards = {p.name: as_parameter(p.name, p.parameter, rows[p.name], shapes[p.name], homes[p.name]) for p in found}
     for p in found:
         for owner in p.owners:
             owner.module._parameters[owner.attribute] = shards[p.name]

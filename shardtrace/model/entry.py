@@ -94,7 +94,7 @@ class Entry:
         before = self.before
         if not isinstance(new, DTensor):
             before = () if self.home.mesh is None else (ref(new),)
-            new = as_parameter(new, rows, self.full_shape, self.home)
+            new = as_parameter(self.name, new, rows, self.full_shape, self.home)
             self._put(new)
         used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
         stand_in = nn.Parameter(torch.empty_like(self.stand_in, dtype=used or new.dtype), new.requires_grad)
@@ -137,12 +137,14 @@ class Entry:
         whole, shard = self.whole(self.shard), self.shard
         if self.home.mesh is None:
             rows, grad, shard.grad = shard.data, shard.grad, None
+            owned = vars(shard).pop("owned", None)
             replace_data(shard, whole)
 
             def restore() -> torch.Tensor:
                 values, shard.grad = shard.data, None
                 replace_data(shard, rows)
                 shard.grad = grad
+                vars(shard).update({"owned": owned} if owned else {})
                 return values
 
             return restore

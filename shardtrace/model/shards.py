@@ -1,8 +1,8 @@
 """Sharded parameters as a script sees them: DTensors of the whole shape, which know their mesh and placement.
 
 Their local tensors are views, without the padding, of the rows that the compiled steps read. torch's own functions are
-therefore right for them: norms, optimizers that mix elements, clipping, state dicts, ``full_tensor()``. What only one
-rank owns stays a plain tensor, for which DTensor has no placement.
+therefore right for them: norms, optimizers that mix elements, clipping, state dicts, ``full_tensor()``. DTensor has no
+placement for what one rank owns: see :class:`OwnedParameter`.
 
 Note [Forwarding]: a Parameter cannot become a DTensor in place, because their objects are laid out differently. The
 modules get a new one, as with FSDP2. Whatever else holds the old one, such as an optimizer that was built before, goes
@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from passes.kernels.torch_call import extent
+from passes.plan import Placement
 from shardtrace.model.home import Home
 from shardtrace.model.materialize import replace_data
 
@@ -64,11 +65,16 @@ def local_rows(t: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torc
     return torch.cat([local, local.new_zeros(missing, *local.shape[1:])]) if missing else local
 
 
-def as_parameter(old: nn.Parameter, rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> nn.Parameter:
+def as_parameter(
+    name: str, old: nn.Parameter, rows: torch.Tensor, full_shape: tuple[int, ...], home: Home
+) -> nn.Parameter:
     """The parameter on ``rows``: ``old`` itself with other data, or a DTensor with its attributes and hooks, to which
     ``old`` forwards from here on."""
     if home.mesh is None:
         replace_data(old, rows)
+        if home.placement is Placement.OWNER and home.group.size() > 1:
+            old.__class__ = OwnedParameter
+            old.__dict__["owned"] = name, home.owner
         return old
     new = nn.Parameter(distributed(rows, full_shape, home), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
@@ -78,6 +84,43 @@ def as_parameter(old: nn.Parameter, rows: torch.Tensor, full_shape: tuple[int, .
         new.register_post_accumulate_grad_hook(hook)
     forward(old, new)
     return new
+
+
+class OwnedParameter(nn.Parameter):
+    """A Parameter that is whole on the rank that owns it, and has no rows on the others. ``owned``: its name and that
+    rank; absent while it is whole on each.
+
+    Optimizers change it without gradients, as any other. What autograd would differentiate, such as a penalty in the
+    loss, would have another value on each rank: it raises.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and isinstance(found, torch.Tensor) and found.grad_fn is not None:
+            given = torch.utils._pytree.tree_leaves((args, kwargs))
+            for name, owner in (
+                vars(p)["owned"] for p in given if isinstance(p, OwnedParameter) and "owned" in vars(p)
+            ):
+                called = getattr(function, "__name__", function)
+                raise RuntimeError(
+                    f"parameter {name!r} is on rank {owner} alone (sharding_strategy='owner'): {called} outside of "
+                    "forward has another value on each rank. Compute it inside shardtrace.full_params, or in a method "
+                    "that register_forward_method knows, or give the parameter another sharding_strategy"
+                )
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        new: nn.Parameter = super().__deepcopy__(memo)
+        new.__dict__.update(self.__dict__)
+        new.__class__ = OwnedParameter if "owned" in vars(self) else nn.Parameter
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.data, self.requires_grad)
+        plain.__dict__.update((key, value) for key, value in self.__dict__.items() if key != "owned")
+        return plain.__reduce_ex__(protocol)
 
 
 @functools.cache  # once for each process

@@ -383,3 +383,20 @@ def test_what_a_conversion_keeps():
     model.to(torch.bfloat16)(batch(0, rank).bfloat16()).sum().backward()
     assert seen == [("hook", torch.bfloat16), ("post", torch.bfloat16)]
     assert model.a.weight.tag == "kept"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_penalty_on_what_one_rank_owns_raises(fake_ranks, rank):
+    """On each rank, also on that one."""
+    fake_ranks(2, rank)
+    model = shardtrace.fsdp(nn.Linear(4, 4), sharding_strategy="owner")
+    for penalty in (lambda p: p.norm(), lambda p: (p**2).sum(), lambda p: p.clone(), lambda p: p + torch.ones(1)):
+        with pytest.raises(RuntimeError, match=r"parameter 'weight' is on rank \d alone .* outside of forward"):
+            penalty(model.weight)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    assert frozen.weight.norm().isfinite()
+    with pytest.raises(RuntimeError, match="'weight' is on rank"):
+        copy.deepcopy(model).weight.norm()
+    assert type(pickle.loads(pickle.dumps(model.weight))) is nn.Parameter
