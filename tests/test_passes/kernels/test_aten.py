@@ -86,12 +86,17 @@ FUNCTIONS = {
     "broadcast": (torch.mul, [(2, 3, 5), (3, 1)]),
     "root mean square": (lambda x, w: F.rms_norm(x, (5,), w), [(2, 3, 5), (5,)]),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [(2, 3, 5), (5,), (5,)]),
+    "rms norm of two dims": (lambda x: F.rms_norm(x, (3, 5), eps=1e-3), [(2, 3, 5)]),
     "group norm": (lambda x, w: F.group_norm(x, 2, w), [(2, 4, 5), (4,)]),
+    "group norm, transposed": (lambda x, w, b: F.group_norm(x.mT, 3, w, b), [(2, 5, 6), (6,), (6,)]),
     "softmax": (lambda x: torch.softmax(x, -1), [(2, 3, 5)]),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), [(2, 3, 5)]),
     "attention": (lambda q: F.scaled_dot_product_attention(q, q * 2, q, is_causal=True), [(1, 2, 4, 8)]),
     "attention of floats": (lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m), [(1, 2, 4, 8), (4, 4)]),
     "convolution": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 3, 5, 5), (4, 3, 3, 3), (4,)]),
+    "convolution in one dim": (lambda x, w: F.conv1d(x, w, stride=2), [(2, 4, 7), (3, 4, 3)]),
+    "convolution of groups": (lambda x, w: F.conv3d(x, w, groups=2, dilation=2), [(1, 4, 5, 5, 5), (2, 2, 2, 2, 2)]),
+    "convolution, transposed": (lambda x, w: F.conv_transpose2d(x, w, stride=2), [(2, 3, 4, 4), (3, 2, 3, 3)]),
     "pooling": (lambda x: F.max_pool2d(x, 2), [(2, 3, 6, 6)]),
     "interpolation": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(1, 2, 4, 4)]),
     "several results": (lambda x: x.split([2, 3], -1), [(2, 5)]),
@@ -132,6 +137,9 @@ def test_gradients_with_other_strides(name):
 def test_integers_and_frozen_inputs():
     check(lambda i, w: F.embedding(i, w), torch.tensor([[0, 2], [2, 1]]), tensor(3, 4))
     check(torch.addmm, tensor(4, grad=False), tensor(3, 5), tensor(5, 4))
+    program = check(F.conv2d, tensor(2, 3, 5, 5, grad=False), tensor(4, 3, 3, 3), tensor(4))
+    [backward] = program.backward
+    assert backward.args[-1] == [False, True, True]  # what is computed
 
 
 @pytest.mark.parametrize("name", ["addmm", "softmax", "root mean square", "attention"])
