@@ -12,6 +12,7 @@ import shardtrace
 import thunder
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT
@@ -38,7 +39,8 @@ def train(strategy):
     first, kept, _ = metered(lambda: build(strategy))
     step, model = first
     _, _, peak = metered(step)
-    shards = sum(p.numel() * p.element_size() for p in model.parameters())
+    rows = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    shards = sum(p.numel() * p.element_size() for p in rows)
     return shardtrace.memory(model, persistent=2 * shards).peak, kept + peak  # AdamW keeps two numbers for each
 
 

@@ -53,6 +53,8 @@ TORCH = (
     Private("torch", "ops.aten._grouped_mm", "its fake kernel"),
     Private("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "attention on a CPU"),
     Private("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "attention on a CPU"),
+    Private("torch", "ops.aten._fused_rms_norm", "RMSNorm in one kernel"),
+    Private("torch", "ops.aten._fused_rms_norm_backward", "RMSNorm in one kernel"),
     Private("torch", "ops.aten._softmax", "softmax in one kernel"),
     Private("torch", "ops.aten._softmax_backward_data", "softmax in one kernel"),
     Private("torch", "ops.aten._log_softmax", "softmax in one kernel"),

@@ -46,8 +46,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 Shape = Sequence[int]
 CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
-# They rely on strides; the last one gives no workspace where its fake kernel does.
-UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "mkldnn_rnn_layer"})
+# They rely on strides; view_as_real on a conjugation that is computed; the last one gives no workspace where its fake
+# kernel does.
+UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "view_as_real", "mkldnn_rnn_layer"})
 NOT_FUNCTIONAL = frozenset({"resize", "resize_as", "set"})
 
 
@@ -252,7 +253,7 @@ class _Log(TorchDispatchMode):
         return number
 
     def number(self, t: torch.Tensor) -> int | None:
-        return self._numbers.get(_place(t))
+        return self._numbers.get(_place(t)) if t.layout == torch.strided else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -16,6 +16,8 @@ from thunder.core.proxies import TensorProxy
 
 aten = torch.ops.aten
 
+Mask = tuple[bool, ...]
+
 
 def _same(*results: TensorProxy | None) -> tuple[TensorProxy | None, ...]:
     """Gradients have the shapes of what they are gradients of."""
@@ -72,6 +74,64 @@ def layer_norm(
     def gradients(grad: TensorProxy) -> Gradients:
         found = layer_norm_backward(grad, a, shape, mean, rstd, weight, bias, present(a, weight, bias))
         return zip((a, weight, bias), found, strict=True)
+
+    return out, gradients
+
+
+# ---- rms_norm ----
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, a: torch.Tensor, shape: Any, rstd: torch.Tensor, weight: torch.Tensor | None, wanted: Mask
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """With ``n = a * rstd``, ``r = rstd`` and ``g = grad * weight``: da = r (g - n mean(g n)), dw = sum(grad n)."""
+    if a.device.type == "cuda":
+        found: tuple[torch.Tensor | None, torch.Tensor | None] = aten._fused_rms_norm_backward(
+            grad, a, shape, rstd, weight, wanted
+        )
+        return found
+    dims = tuple(range(a.ndim - len(shape), a.ndim))
+    grad = grad.to(rstd.dtype)
+    normalized = a * rstd
+    of_weight = None
+    if wanted[1] and weight is not None:
+        product = grad * normalized
+        of_weight = product.sum(tuple(range(a.ndim - len(shape)))).to(weight.dtype) if len(shape) < a.ndim else product
+        del product
+    if not wanted[0]:
+        return None, of_weight
+    scaled = grad * weight if weight is not None else grad.clone()
+    mean = (scaled * normalized).mean(dims, keepdim=True)
+    return scaled.addcmul_(normalized, mean, value=-1).mul_(rstd).to(a.dtype), of_weight
+
+
+rms_norm_forward = kernel(
+    "rms_norm",
+    lambda a, shape, weight, eps: (
+        like(a), like(a, _kept(a, shape), dtypes.float32 if a.dtype in HALF else a.dtype),
+    ),
+    lambda a, shape, weight, eps: aten._fused_rms_norm(a, shape, weight, eps),
+)  # fmt: skip
+rms_norm_backward = kernel(
+    "rms_norm_backward",
+    lambda grad, a, shape, rstd, weight, wanted: _same(a, weight),
+    _rms_norm_backward,
+    masked=True,
+)
+
+
+@implements(
+    ltorch.rms_norm,
+    supported=lambda a, weight, **others: hasattr(aten, "_fused_rms_norm") and is_floating(a, weight),
+)
+def rms_norm(
+    a: TensorProxy, normalized_shape: Sequence[int], weight: TensorProxy | None = None, eps: float | None = None
+) -> Differentiated:
+    shape = tuple(normalized_shape)
+    out, rstd = rms_norm_forward(a, shape, weight, eps)
+
+    def gradients(grad: TensorProxy) -> Gradients:
+        return zip((a, weight), rms_norm_backward(grad, a, shape, rstd, weight, present(a, weight)), strict=True)
 
     return out, gradients
 

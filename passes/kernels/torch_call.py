@@ -251,8 +251,11 @@ class TorchCall:
         """The operators that the call and its backward run; None if it has to keep a graph of autograd."""
         if resolve_name(self.function) is None and not isinstance(self.function, OpOverload):
             return None  # a function of Python may keep what it likes for backward
-        key = _Key(self)
-        return _program(key) if key.parts is not None else None
+        return _program(self.key) if self.key.parts is not None else None
+
+    @cached_property
+    def key(self) -> Key:
+        return Key(self)
 
     @cached_property
     def reads(self) -> Reads:
@@ -349,7 +352,7 @@ class _Name(str):
     __repr__ = str.__str__
 
 
-class _Key:
+class Key:
     """What the program of a call depends on. ``parts`` are None if that cannot be said."""
 
     def __init__(self, call: TorchCall) -> None:
@@ -365,7 +368,7 @@ class _Key:
         return hash(self.parts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.parts == other.parts
+        return isinstance(other, Key) and self.parts == other.parts
 
 
 def _switches() -> tuple[Any, ...]:
@@ -376,7 +379,7 @@ def _switches() -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _program(key: _Key) -> Program | None:
+def _program(key: Key) -> Program | None:
     return find_program(key.call.called, key.call.inputs, key.call.returned)
 
 

@@ -60,7 +60,8 @@ class Numbers:
         if operation == "draw":
             count, operation, constants = cast(tuple[int, Hashable, Hashable], constants)
             draw = f" (draw {count})"
-        name = operation if isinstance(operation, str) else getattr(operation, "name", str(operation))
+        named = operation if isinstance(operation, str) else getattr(operation, "name", None)
+        name = named if isinstance(named, str) else str(operation)
         inside = [self.text(n, depth - 1) for n in operands] if depth else ["..."] * bool(operands)
         if isinstance(constants, Arguments) and depth:
             inside = constants.texts(iter(inside))

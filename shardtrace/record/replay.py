@@ -87,6 +87,7 @@ class Replay:
         self.values = Values(self._take, self._put, self._keep)
         self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
         self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
+        self._names: dict[Any, str] = {}
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -190,7 +191,8 @@ class Replay:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
         if not is_beside_fusions():
-            check_rounding(call.function, call.args, call.kwargs)
+            device = self._absent or next((t.device for t in call.results), torch.device("cpu"))
+            check_rounding(call.function, call.args, call.kwargs, device)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
         if call.written:
             if not in_place or any(t is not call.args[0] for t in call.results):
@@ -265,15 +267,24 @@ class Replay:
         ]
         of_results = [Meta.of(t)._replace(grad=grad and _differentiable(t)) for t in results]
         call = TorchCall(
-            name=self._unique(function), function=function, flat=flat, spec=spec, places=places, inputs=of_inputs,
-            results=of_results, absent=self._absent, **options,
+            name="", function=function, flat=flat, spec=spec, places=places, inputs=of_inputs, results=of_results,
+            absent=self._absent, **options,
         )  # fmt: skip
+        call.name = self._name(call)
         add_executor(get_compile_data())
         with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on
             return call.symbol(*proxies)
 
+    def _name(self, call: TorchCall) -> str:
+        """A name for the lines of a call, the same one for equal calls: Thunder finds a line's function by its name."""
+        if call.program is None:  # its lines keep what they save
+            return self._unique(call.function)
+        key = get_tracectx(), call.key
+        if key not in self._names:
+            self._names[key] = self._unique(call.function)
+        return self._names[key]
+
     def _unique(self, function: Callable[..., Any]) -> str:
-        """A name for the lines of a function: Thunder finds a line's function by its name, the last one of each."""
         trace = get_tracectx()
         name = "torch_" + (re.sub(r"\W", "_", name_of(function)).strip("_") or "call")
         number = 0

@@ -88,7 +88,7 @@ class NotTrusted(Exception):
 
 
 # Note [Rounding]: by torch's names without underscores
-ROUNDED = frozenset({"group_norm", "logsigmoid", "mean", "pow", "reciprocal", "rms_norm", "rtruediv", "var"})
+ROUNDED = frozenset({"group_norm", "logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
 ROUNDED_IN_HALF = frozenset(
     "cos div erf exp expm1 imul itruediv log log1p log2 mul rmul rsqrt sin sqrt true_divide truediv".split()  # noqa: SIM905
 )
@@ -97,18 +97,21 @@ ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "
 HALF = (torch.bfloat16, torch.float16)
 
 
-def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch. The arguments are a recorded call's."""
+def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> None:
+    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch on this device. The arguments are a recorded
+    call's."""
     name = name_of(function).strip("_")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     in_half = any(t.dtype in HALF for t in tensors)
+    on_cpu = device.type == "cpu"  # where torch has no kernel for all of it
     if (
-        name in ROUNDED
+        (name in ROUNDED and (in_half or not (name == "pow" and args[1:] == (2,))))
         or (in_half and name in ROUNDED_IN_HALF)
         or (name in SUMS and ("alpha" in kwargs or (in_half and len(tensors) == 1)))
         or (name in ELEMENTWISE and len({t.shape for t in tensors}) > 1)  # the sum over what is broadcast
         or (name == "matmul" and any(t.ndim == 1 for t in tensors))
-        or (name == "scaled_dot_product_attention" and in_half and not tensors[0].is_cuda and _drops(*args, **kwargs))
+        or (on_cpu and name == "rms_norm" and not in_half)
+        or (on_cpu and name == "scaled_dot_product_attention" and in_half and _drops(*args, **kwargs))
     ):
         raise NotTrusted("Thunder's symbol rounds otherwise")
 
