@@ -16,6 +16,7 @@ from models import Zoo, tokens
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
+    assert ended()  # that of a model which another test has compiled
     monkeypatch.setattr(module, "SILENCE", 0.01)
     monkeypatch.setattr(module, "LOOK_UP", 0.001)
 
