@@ -22,6 +22,7 @@ import shardtrace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
@@ -122,12 +123,15 @@ def step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def use_fsdp2(model: nn.Module) -> nn.Module:
-    """Shards each list of blocks, as its users do."""
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                fully_shard(block)
-    fully_shard(model)
+    """Shards the outermost lists of blocks, block by block, as its users do."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{block}.") for block in blocks):
+            blocks.extend(f"{name}.{i}" for i in range(len(module)))
+    for block in blocks:
+        fully_shard(model.get_submodule(block), mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 

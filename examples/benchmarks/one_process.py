@@ -21,13 +21,14 @@ sys.path.append(str(Path(__file__).parents[1] / "gpt2"))
 import shardtrace  # before thunder: makes it importable on the newest torch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.models.bert import BertConfig, BertForMaskedLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.resnet import ResNetConfig, ResNetForImageClassification
 from transformers.models.vit import ViTConfig, ViTForImageClassification
 
-from contenders import with_kernels
 from hf_llama import WithLoss
 from measure import interleaved
 from memory import metered
@@ -92,7 +93,7 @@ def compare(name: str, rounds: int, dtype: torch.dtype) -> Row:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     models = {"eager": eager, "kernels": copy.deepcopy(eager)}
-    callables: dict[str, Any] = {"eager": models["eager"], "kernels": with_kernels(models["kernels"])}
+    callables: dict[str, Any] = {"eager": models["eager"], "kernels": shardtrace.fsdp(models["kernels"])}
     cpu, peaks, steps = torch.device("cpu"), {}, {}
     for how, model in models.items():
         steps[how] = step = _step(callables[how], model, x, y)
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     print(f"torch {torch.__version__}, shardtrace {shardtrace.__version__}, ratios to eager PyTorch")
     for name, row in rows(args.only, args.rounds, getattr(torch, args.dtype)):
         print(f"{name:8}{row}", flush=True)

@@ -17,6 +17,7 @@ from passes.compat.lines import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
 from passes.kernels.attention import attention_backward_flops, attention_flops
+from passes.kernels.convolution import convolution_flops
 from passes.kernels.linear import product
 from passes.kernels.registration import Flops, Shapes, kernel_id
 from passes.kernels.sequence_attention import CausalAttention
@@ -192,11 +193,6 @@ def _grouped_product(tensors: Shapes, outs: Shapes) -> int:
     return product(0)(tensors, outs)
 
 
-def _convolution(tensors: Shapes, outs: Shapes) -> int:
-    """(n, c, ...) * (o, c / groups, kernel...) -> (n, o, ...)"""
-    return 2 * math.prod(outs[0]) * math.prod(tensors[1][1:])
-
-
 def _transposed_convolution(tensors: Shapes, outs: Shapes) -> int:
     """(n, c, ...) * (c, o / groups, kernel...) -> (n, o, ...)"""
     return 2 * math.prod(tensors[0]) * math.prod(tensors[1][1:])
@@ -210,8 +206,8 @@ FLOPS: Mapping[Hashable, Flops] = {
     **dict.fromkeys(("torch.mm", "torch.spmm", "torch.dsmm", "torch.hsmm"), product(0)),
     **dict.fromkeys(("torch.addmm", "torch.addmv", "torch.baddbmm"), product(1)),
     **dict.fromkeys((PrimIDs._GROUPED_MM, "torch._grouped_mm"), _grouped_product),
-    **dict.fromkeys((PrimIDs.CONVOLUTION, "torch.convolution"), _convolution),
-    **dict.fromkeys((f"torch.nn.functional.conv{n}d" for n in (1, 2, 3)), _convolution),
+    **dict.fromkeys((PrimIDs.CONVOLUTION, "torch.convolution"), convolution_flops),
+    **dict.fromkeys((f"torch.nn.functional.conv{n}d" for n in (1, 2, 3)), convolution_flops),
     **dict.fromkeys((f"torch.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
     **dict.fromkeys((f"torch.nn.functional.conv_transpose{n}d" for n in (1, 2, 3)), _transposed_convolution),
     "torch.nn.functional.scaled_dot_product_attention": attention_flops,

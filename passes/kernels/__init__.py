@@ -4,11 +4,13 @@ registers them when it is imported here."""
 from passes.kernels import (  # noqa: F401
     activations,
     attention,
+    convolution,
     dropout,
     linear,
     losses,
     norms,
     parts,
+    products,
     softmax,
 )
 from passes.kernels.registration import executor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,6 +133,46 @@ def rms_norm(
 
     def gradients(grad: TensorProxy) -> Gradients:
         return zip((a, weight), rms_norm_backward(grad, a, shape, rstd, weight, present(a, weight)), strict=True)
+
+    return out, gradients
+
+
+# ---- group_norm ----
+
+
+def _sizes(a: torch.Tensor) -> tuple[int, int, int]:
+    """Batch, channels, elements of a channel."""
+    return a.shape[0], a.shape[1], math.prod(a.shape[2:])
+
+
+group_norm_forward = kernel(
+    "group_norm",
+    lambda a, groups, weight, bias, eps: _with_statistics(a, (a.shape[0], groups), weight, bias),
+    lambda a, groups, weight, bias, eps: aten.native_group_norm(a.contiguous(), weight, bias, *_sizes(a), groups, eps),
+)
+group_norm_backward = kernel(
+    "group_norm_backward",
+    lambda grad, a, groups, mean, rstd, weight, bias, wanted: _same(a, weight, bias),
+    lambda grad, a, groups, mean, rstd, weight, bias, wanted: aten.native_group_norm_backward(
+        grad.contiguous(), a.contiguous(), mean, rstd, weight, *_sizes(a), groups, wanted
+    ),
+    masked=True,
+)
+
+
+@implements(ltorch.group_norm, supported=_accepts)
+def group_norm(
+    a: TensorProxy,
+    num_groups: int,
+    weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    eps: float = 1e-5,
+) -> Differentiated:
+    out, mean, rstd = group_norm_forward(a, num_groups, weight, bias, eps)
+
+    def gradients(grad: TensorProxy) -> Gradients:
+        found = group_norm_backward(grad, a, num_groups, mean, rstd, weight, bias, present(a, weight, bias))
+        return zip((a, weight, bias), found, strict=True)
 
     return out, gradients
 

@@ -55,7 +55,7 @@ TRUSTED = frozenset(
     to float half bfloat16 double long int bool type_as
     cat stack sum mean var cumsum argmax any all
     linear matmul mm bmm
-    layer_norm rms_norm group_norm batch_norm embedding dropout scaled_dot_product_attention
+    layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d dropout scaled_dot_product_attention
     cross_entropy
     zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full tril triu
     """.split()  # noqa: SIM905
@@ -90,7 +90,7 @@ class NotTrusted(Exception):
 # Note [Rounding]: by torch's names without underscores
 ROUNDED = frozenset({"group_norm", "logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
 ROUNDED_IN_HALF = frozenset(
-    "cos div erf exp expm1 imul itruediv log log1p log2 mul rmul rsqrt sin sqrt true_divide truediv".split()  # noqa: SIM905
+    "cos div erf exp expm1 itruediv log log1p log2 rsqrt sin sqrt true_divide truediv".split()  # noqa: SIM905
 )
 SUMS = frozenset({"add", "iadd", "isub", "radd", "rsub", "sub"})
 ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "truediv"}

@@ -73,6 +73,24 @@ def test_rms_norm_gradcheck(shape, normalized):
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 5), (2, 6, 3, 4)], ids=str)
+def test_group_norm(dtype, shape):
+    compare(
+        lambda a, w, b: F.group_norm(a, 3, w, b),
+        *(leaf(*s, dtype=dtype) for s in (shape, (6,), (6,))),
+        kernels=["group_norm", "group_norm_backward"],
+    )
+
+
+def test_group_norm_of_a_transposed_input():
+    compare(
+        lambda a, w, b: F.group_norm(a.transpose(1, 2), 3, w, b),
+        leaf(2, 5, 6), leaf(6), leaf(6),
+        kernels=["group_norm", "group_norm_backward"],
+    )  # fmt: skip
+
+
+@DTYPES
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm(dtype, training):
     def function(a, w, b):
