@@ -1,10 +1,14 @@
-"""Calls of torch as lines of a trace: torch's own function forward, torch's own autograd backward.
+"""Calls of torch as lines of a trace.
 
-    y = torch_silu_3(x)                           # as it was traced
-    y, saved = torch_silu_3_forward(x)            # after autodiff
-    gx = torch_silu_3_backward(saved, x, gy)
+    (y,) = torch_silu_0(x)                        # forward calls torch's own function
+    gx = aten_silu_backward(gy, x)                # backward: its program, see passes.kernels.aten
 
-The forward line runs the function under autograd and keeps the nodes of its graph. What these nodes save is in the list
+A call without a program, such as one of an autograd function, keeps what it may need for backward:
+
+    y, saved = torch_square_3_forward(x)
+    gx = torch_square_3_backward(saved, x, gy)
+
+Its forward line runs the function under autograd and keeps the nodes of its graph. What these nodes save is in the list
 ``saved``, except for inputs and results of the line: backward takes them as arguments, so that passes see them. In
 ZeRO-3 no gathered parameter is saved. Backward empties the list.
 """
