@@ -341,7 +341,7 @@ def test_targets_are_ratios_of_rounds(module):
     ]
 
 
-def test_one_process(module, monkeypatch):
+def test_one_process(module, monkeypatch, single_rank):
     one = module("one_process")
     config = one.GPTConfig(vocab_size=one.WORDS, block_size=one.TOKENS, n_layer=1, n_head=2, n_embd=16)
     monkeypatch.setitem(one.MODELS, "GPT", lambda: one.GPT(config))

@@ -226,8 +226,8 @@ def test_notebook_frame(browser, visit, zoo, tmp_path):
     page = visit(cell, ready="body")
     frame = page.frame_locator("iframe")
     frame.locator("html.js").wait_for()
-    frame.locator(".stage:visible", has_text="regather").click()
-    assert "regather" in frame.locator("#stage").inner_text()
+    frame.locator(".stage:visible", has_text="insert_synchronize").click()
+    assert "insert_synchronize" in frame.locator("#stage").inner_text()
     assert not page.is_visible(".shardtrace-plain")
 
 
