@@ -53,7 +53,7 @@ eight
 # first blocks recompute their cheap activations: all but the results of products and of attention.
 #
 # Each point of the curve is a step that no other one beats in both memory and time. From the left, blocks recompute
-# less and less. The slope is the price of memory: on the left a GiB saves about 8 ms, on the right less than 1.
+# less and less. The slope is the price of memory: on the left a GiB saves about 8 ms, on the right about 2.
 #
 # ## Another budget
 #
