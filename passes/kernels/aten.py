@@ -304,7 +304,7 @@ def storage(t: torch.Tensor) -> int:
 
 
 def _place(t: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in memory."""
+    """The memory, offset, shape, strides and dtype of a tensor: equal for equal views."""
     return storage(t), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
 
 

@@ -44,7 +44,7 @@ def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _scale(a: TensorProxy, p: float) -> float:
-    """What is kept is multiplied by this. Torch's kernel of a CPU rounds it to the dtype."""
+    """The factor of the elements that are kept. On a CPU, torch rounds it to the dtype."""
     if a.device.devicetype is not DeviceType.CPU:
         return 1 / (1 - p)
     return torch.ones((), dtype=dtypes.to_torch_dtype(a.dtype)).div_(1 - p).item()

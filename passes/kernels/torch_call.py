@@ -162,10 +162,15 @@ class TorchCall:
     # ---- at run time ----
 
     def call(self, tensors: Sequence[torch.Tensor]) -> Tensors:
-        return self.called(tensors)[0]
+        return self._found_and_results(tensors)[1]
 
     def called(self, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, type | None]:
         """The results; and what the function returns if they are all of that: a tensor, or a tuple of tensors."""
+        found, results = self._found_and_results(tensors)
+        returned, kind = (found, tuple) if isinstance(found, tuple | list) else ((found,), torch.Tensor)
+        return results, kind if list(map(id, returned)) == list(map(id, results)) and not self.written else None
+
+    def _found_and_results(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Tensors]:
         flat, into = list(self.flat), {id(tensors[n]): tensors[n].clone() for n in self.written}
         for i, t in zip(self.places, tensors, strict=True):
             flat[i] = into.get(id(t), t)
@@ -177,9 +182,7 @@ class TorchCall:
         clones = [flat[self.places[n]] for n in sorted(self.written)]
         same = {id(t) for t in (*flat, *tensors)}  # inputs that the function returns as they are, and what is written
         made = (t for t in pytree.tree_leaves(found) if id(t) not in same)
-        results = tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
-        returned, kind = (found, tuple) if isinstance(found, tuple | list) else ((found,), torch.Tensor)
-        return results, kind if list(map(id, returned)) == list(map(id, results)) and not clones else None
+        return found, tuple(t for t in (*made, *clones) if isinstance(t, torch.Tensor))
 
     def run(self, *tensors: torch.Tensor) -> Tensors:
         """The line where nothing is differentiated."""
@@ -357,7 +360,7 @@ class _Name(str):
 
 
 class Key:
-    """What the program of a call depends on. ``parts`` are None if that cannot be said."""
+    """All that the program of a call depends on. ``parts`` is None if an argument cannot be compared."""
 
     def __init__(self, call: TorchCall) -> None:
         self.call, self.parts = call, None
