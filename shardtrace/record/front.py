@@ -242,6 +242,11 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
     return traced
 
 
+# Whether models are told that they are being compiled, until one way can be recorded: some then do without the values of
+# tensors, and some make masks for lengths that they do not know, which take memory and the place of faster kernels.
+COMPILING = (False, True)
+
+
 class Recorded(NamedTuple):
     """A record, the inputs of its trace, what forward has set, the code that ran, how to record it again, and what
     remembers its plain values."""
@@ -266,7 +271,7 @@ class Front:
         self._impossible: set[nn.Module] = set()
         self._last: BaseException | None = None
         self._alone = ""  # why PyTorch cannot run the model itself
-        self._compiling: list[bool] = [True, False]  # what models are told: the first way in which they can be recorded
+        self._compiling = list(COMPILING)
         self.remarks: dict[str, None] = {}
         self._apart = ""  # why PyTorch cannot run the first module that it was to run
         self._caches = False
@@ -436,9 +441,9 @@ class Front:
         elif modules[-1] is self._module:
             self._alone = f"{type(error).__name__}: {error}".splitlines()[0]
         if len(self._compiling) > 1:
-            self._compiling = self._compiling[1:]  # a model may do without values, or without what a compiler lacks
+            self._compiling = self._compiling[1:]
             return
-        self._compiling = [True]
+        self._compiling = list(COMPILING)
         for module in reversed(modules):
             if module in self._eager:
                 if module is not self._module:

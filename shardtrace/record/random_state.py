@@ -90,7 +90,12 @@ class RandomStates:
 
 
 def _key(generator: Any) -> int:
-    return getattr(generator, "_cdata", id(generator))  # one of torch has several wrappers
+    """The same for all that share a state: wrappers of one of torch, a module and its hidden generator, those of numpy
+    and their bits."""
+    reads = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    owner = getattr(reads, "__self__", generator)
+    bits = getattr(owner, "bit_generator", None) or getattr(owner, "_bit_generator", owner)
+    return getattr(owner, "_cdata", id(bits))
 
 
 def _is_generator(value: object) -> bool:

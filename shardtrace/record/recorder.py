@@ -526,6 +526,18 @@ def _generators(refuse: Callable[..., Any]) -> type:
     return Generators("Generator", (original,), {})
 
 
+def _hidden_fakes(is_here: Callable[[], bool]) -> type:
+    """A class like FakeTensor, which torch alone finds to be the class of fakes."""
+    original = torch._subclasses.FakeTensor
+
+    class Hidden(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+            return isinstance(value, original) and (asks.partition(".")[0] == "torch" or not is_here())
+
+    return Hidden("FakeTensor", (original,), {})
+
+
 @contextmanager
 def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Lets the recorder see calls of modules, autograd functions and checkpoints, and tells models whether they are
@@ -570,6 +582,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
         (torch, "Generator", generators),
+        *([] if compiling else [(torch._subclasses, "FakeTensor", _hidden_fakes(here(lambda: True, lambda: False)))]),
         *([(FunctionMeta, "__getattribute__", here(attribute, type.__getattribute__))] if APPLIES_IN_CPP else []),
     ]
     with ExitStack() as stack:

@@ -108,9 +108,9 @@ def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any) -> None
         or (in_half and name in ROUNDED_IN_HALF)
         or (name in SUMS and ("alpha" in kwargs or (in_half and len(tensors) == 1)))
         or (name in ELEMENTWISE and len({t.shape for t in tensors}) > 1)  # the sum over what is broadcast
-        or (name == "matmul" and any(t.ndim == 1 for t in tensors))
+        or (name == "matmul" and (any(t.ndim == 1 for t in tensors) or all(t.ndim > 2 for t in tensors)))
         or (name == "rms_norm" and not in_half)
-        or (name == "scaled_dot_product_attention" and in_half and _drops(*args, **kwargs))
+        or (name == "scaled_dot_product_attention" and _drops(*args, **kwargs))
     ):
         raise NotTrusted("Thunder's symbol rounds otherwise")
 

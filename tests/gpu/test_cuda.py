@@ -133,7 +133,8 @@ def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
     torch.manual_seed(0)
     policy = CPUOffloadPolicy(pin_memory=pin_memory)
     model = shardtrace.fsdp(Zoo(), sharding_strategy=strategy, offload_policy=policy)
-    assert {e.shard.is_pinned() for e in model._shardtrace.entries} == {pin_memory}
+    in_host_memory = [e.shard for e in model._shardtrace.entries if e.home.host is not None and e.shard.numel()]
+    assert {shard.is_pinned() for shard in in_host_memory} == {pin_memory}
     cmodel = thunder.jit(model, executors=executors)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-2) for m in (expected, cmodel)]
     for step in range(4):  # with no wait but the step's own between writing shards and reading them
@@ -143,7 +144,9 @@ def test_shards_in_host_memory(nccl_of_one, executors, strategy, pin_memory):
             optimizer.zero_grad()
     for name, value in shardtrace.full_state_dict(cmodel).items():
         torch.testing.assert_close(value.cpu(), expected.state_dict()[name].cpu(), rtol=1e-4, atol=1e-5)
-    assert {t.device.type for s in optimizers[1].state.values() for t in s.values()} == {"cpu"}
+    for p, state in optimizers[1].state.items():
+        assert {t.device.type for t in state.values()} <= {p.device.type, "cpu"}  # steps are counted on the CPU
+    assert model.scale.is_cuda  # whole on each rank
     with pytest.raises(Exception, match=r"the device of parameter .* was cpu when fsdp\(\) sharded it and is cuda"):
         thunder.jit(model.cuda())(*on_cuda(0))
 

@@ -13,6 +13,10 @@ import torch
 from torch import nn
 
 RNG = random.Random(3)
+# names of one state each with another one that a forward reaches: they make no difference
+CHOICES, RAND = random.choices, numpy.random.rand
+GENERATOR = numpy.random.default_rng(0)
+BITS = GENERATOR.bit_generator
 
 
 def restored(m, x):
