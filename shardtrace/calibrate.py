@@ -63,7 +63,7 @@ class Effort:
 
     ``matmul``: rows and columns of the matrices; ``elements``: size of the fp32 tensors that are added; ``messages``:
     bytes of the unsharded buckets; ``repeats``: runs of each collective; ``seconds``: time for each measurement of the
-    device; ``queries``: of attention.
+    device; ``queries``: of attention, and their ``width``.
     """
 
     matmul: int
@@ -72,12 +72,13 @@ class Effort:
     repeats: int = 9
     seconds: float = 0.5
     queries: int = 256
+    width: int = 64
 
 
 # Too large for the processor's caches, small enough for seconds in total; on a GPU, large enough to fill it.
 EFFORTS = {
     "cpu": Effort(768, 2**22, (2**16, 2**20, 2**23)),
-    "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27), queries=4096),
+    "cuda": Effort(8192, 2**27, (2**20, 2**24, 2**27), queries=8192, width=128),
 }
 LINES = 16  # of a forward: tensors that come before one is used again
 MOST = 2**30  # bytes of these
@@ -202,7 +203,7 @@ class _Meter:
 
     def _attention(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """FLOPs, bytes and seconds of forward and backward with a causal mask, all scores counted."""
-        shape = (1, 8, self.effort.queries, 64)
+        shape = (1, 8, self.effort.queries, self.effort.width)
         q, k, v, grad = (torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True) for _ in range(4))
 
         def both() -> None:

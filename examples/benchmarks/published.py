@@ -32,7 +32,8 @@ MODELS = CONFIGS | {"Qwen3-8B": Config(width=4096, layers=36, heads=32, hidden=1
 
 class Run(NamedTuple):
     """A published run: ``speed`` in tokens/s of a GPU, ``memory`` in GiB reserved on a GPU, ``bandwidth`` in bytes/s of
-    its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks.
+    its memory if it differs from that of ``device``, ``tokens`` of a sequence, which is split over ``context`` ranks,
+    ``clock`` over that of ``device``.
     """
 
     model: str
@@ -46,11 +47,15 @@ class Run(NamedTuple):
     tokens: int = 8192
     context: int | None = None
     attention: str = "flash2"
+    clock: float = 1.0
 
 
+# Of an H100 that is limited to 500 W, with HBM2e, over one of 700 W: power grows with the clock and the square of the
+# voltage, which grows with the clock.
+WATTS_500 = (500 / 700) ** (1 / 3)
 # https://github.com/pytorch/torchtitan, docs/performance.md: the first of 2025, the others of 2024
 RUNS = (
-    Run("8B", 8, "h100-sxm", 2, "selective op", 5762, memory=82.4, bandwidth=2.4e12),  # HBM2e, 500 W
+    Run("8B", 8, "h100-sxm", 2, "selective op", 5762, memory=82.4, bandwidth=2.4e12, clock=WATTS_500),
     Run("8B", 64, "a100-80", 1, "selective op", 2973),
     Run("8B", 64, "a100-80", 1, "selective layer", 2904),
     Run("70B", 64, "a100-80", 1, "full", 331),
@@ -81,6 +86,10 @@ def predict(run: Run) -> TrainingPlan:
     cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None, attention=run.attention)
     if run.bandwidth is not None:
         cost = replace(cost, device=replace(cost.device, bandwidth=MEMORY * run.bandwidth))
+    device = cost.device
+    cost = replace(
+        cost, device=replace(device, flops=run.clock * device.flops, half_flops=run.clock * device.half_flops)
+    )
     fixed = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "sharding_strategy": "zero3",

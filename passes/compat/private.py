@@ -82,6 +82,7 @@ TORCH = (
     Private("torch._C", "_FunctionBase", "an autograd function is recorded as one call"),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "ranges of collectives only while someone looks"),
     Private("torch._dynamo", "is_compiling", "models are told that they are compiled"),
+    Private("torch", "_subclasses", "models are not told that they are recorded"),
     Private("torch._meta_registrations", "_create_grouped_mm_output_tensor", "grouped products in all dtypes"),
     Private("torch._subclasses.fake_tensor", "DataDependentOutputException", "forward needs the values of tensors"),
     Private("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "forward needs the values of tensors"),

@@ -74,6 +74,12 @@ def is_beside_fusions() -> bool:
     return data is not None and any(map(fuses, data.executors_list))
 
 
+def is_as_eager() -> bool:
+    """True if an executor of the running compilation has these kernels, and none compiles regions of a trace."""
+    data, _ = compile_data_and_stats()
+    return data is not None and executor in data.executors_list and not is_beside_fusions()
+
+
 def fuses(executor: Executor) -> bool:
     """True for an executor that compiles regions of a trace. Thunder's executor for cross entropy does nothing else."""
     return (

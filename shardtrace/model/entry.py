@@ -76,7 +76,7 @@ class Entry:
                 "tensors there (functional_call, prune, parametrizations) works inside shardtrace.full_params, or "
                 "before fsdp()"
             )
-        if new is self.shard and new.dtype == self.dtype and not self.has_moved:
+        if new is self.shard and (new.dtype, new.device) == (self.dtype, self.rest_device) and not self.has_moved:
             return self
         if new is self.shard and (new.dtype, new.device) == (self.dtype, self.rest_device) and self.local is not None:
             self.local.copy_(new._local_tensor)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 from passes.kernels import aten
@@ -95,8 +96,15 @@ class Record:
     watchers: list[CodeWatcher] = field(default_factory=list)
 
 
+PLAIN = (int, float, str, NoneType, torch.dtype, torch.device)
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) in (tuple, list):  # faster than torch's, and most values are
+        return [t for part in value if not isinstance(part, PLAIN) for t in tensors_of(part)]
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 

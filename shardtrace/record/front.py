@@ -242,8 +242,8 @@ def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, set
     return traced
 
 
-# Whether models are told that they are being compiled, until one way can be recorded: some then do without the values of
-# tensors, and some make masks for lengths that they do not know, which take memory and the place of faster kernels.
+# Whether models are told that they are being compiled, until one way can be recorded: some then do without the values
+# of tensors, and some make masks for lengths that they do not know, which take memory and the place of faster kernels.
 COMPILING = (False, True)
 
 

@@ -174,7 +174,14 @@ class Recorder(TorchFunctionMode):
         return self._make(func, args, kwargs)
 
     def _make(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls ``func`` and keeps the call."""
+        """Calls ``func`` and keeps the call. What runs meanwhile is no code of the model."""
+        self._watcher.pause()
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            self._watcher.resume()
+
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if (why := REFUSED.get(func)) is not None:
             raise NotImplementedError(f"forward calls {func.__name__} {why}")
         if func in GRADIENTS or (func in GRADIENT and args[0].is_leaf and args[0].requires_grad):
@@ -195,7 +202,6 @@ class Recorder(TorchFunctionMode):
             args, kwargs = kept_args, kept_kwargs
         before = {i: TensorState.of(t) for i, t in given.items() if t.layout == torch.strided}
         function, self._drawn, self._inside = func, False, self._inside + 1
-        self._watcher.pause()
         self._written = []
         try:
             result = func(*args, **kwargs)
@@ -206,7 +212,6 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
             self._written = []
-            self._watcher.resume()
         self._memory.use(given.values(), written=changed)
         if self._check_states(func, given, before, changed):
             self._keep(torch.Tensor.detach, kept_args, kept_kwargs, result, (), False, renewed=True)
@@ -313,9 +318,7 @@ class Recorder(TorchFunctionMode):
                     "call it again"
                 )
             return
-        self._watcher.pause()  # what reads the code of the frame is none of the model's
         names = assigned(_frame())
-        self._watcher.resume()
         grad = torch.is_grad_enabled() if grad is None else grad
         if not any(t.requires_grad for t in results) and name_of(function) in WITHOUT_GRADIENT:
             grad = False  # Thunder's symbols for them pass zeros on

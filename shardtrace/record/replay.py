@@ -15,7 +15,7 @@ from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
 from passes.kernels.aten import Meta
-from passes.kernels.registration import is_beside_fusions
+from passes.kernels.registration import is_as_eager
 from passes.kernels.torch_call import TorchCall, add_executor, laid_out
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
@@ -88,6 +88,7 @@ class Replay:
         self.torch_lines: list[tuple[str, str, str]] = []  # calls that are lines of torch: the function, why, where
         self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
         self._names: dict[Any, str] = {}
+        self._is_repeated = False  # in backward: the call that is written
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -95,8 +96,10 @@ class Replay:
         trace = get_tracectx()
         lines = trace.scopes[-1]
         starts = []  # of each call: the number of its first line
-        for call in calls:
+        repeated = {i for mark in marks if not mark.cheap for i in range(mark.begin, mark.end)}
+        for i, call in enumerate(calls, first):
             starts.append(len(lines))
+            self._is_repeated = call.checkpoint is not None or i in repeated
             trace.set_current_source_location(call.place.file, Positions(lineno=call.place.line))
             try:
                 with _grad_mode(call.grad):
@@ -190,9 +193,8 @@ class Replay:
     def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
-        on_cpu = self._absent is None and all(t.is_cpu for t in call.results)
-        if on_cpu and not is_beside_fusions():
-            check_rounding(call.function, call.args, call.kwargs)
+        if is_as_eager():
+            check_rounding(call.function, call.args, call.kwargs, repeated=self._is_repeated)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
         if call.written:
             if not in_place or any(t is not call.args[0] for t in call.results):

@@ -98,19 +98,21 @@ ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "
 HALF = (torch.bfloat16, torch.float16)
 
 
-def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch. The arguments are a recorded call's."""
+def check_rounding(function: Callable[..., Any], args: Any, kwargs: Any, *, repeated: bool) -> None:
+    """Raises NotTrusted if Thunder's symbol rounds otherwise than torch, or has casts of its own, which nothing fuses.
+    The arguments are a recorded call's. ``repeated``: in backward, which then repeats the parts of attention that draw
+    nothing."""
     name = name_of(function).strip("_")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     in_half = any(t.dtype in HALF for t in tensors)
     if (
         (name in ROUNDED and (in_half or not (name == "pow" and args[1:] == (2,))))
         or (in_half and name in ROUNDED_IN_HALF)
-        or (name in SUMS and ("alpha" in kwargs or (in_half and len(tensors) == 1)))
-        or (name in ELEMENTWISE and len({t.shape for t in tensors}) > 1)  # the sum over what is broadcast
+        or (name in SUMS and "alpha" in kwargs)
+        or (name in ELEMENTWISE and (in_half or len({t.shape for t in tensors}) > 1))  # the sum over what is broadcast
         or (name == "matmul" and (any(t.ndim == 1 for t in tensors) or all(t.ndim > 2 for t in tensors)))
         or (name == "rms_norm" and not in_half)
-        or (name == "scaled_dot_product_attention" and _drops(*args, **kwargs))
+        or (name == "scaled_dot_product_attention" and not repeated and _drops(*args, **kwargs))
     ):
         raise NotTrusted("Thunder's symbol rounds otherwise")
 

@@ -32,7 +32,7 @@ class CodeWatcher:
     """Context that collects the user's functions that run in this thread.
 
     Functions of torch, Thunder, the standard library, ``shardtrace`` and ``passes`` are ignored. A profiler that was
-    installed before is restored at the end. Nothing is collected between :meth:`pause` and :meth:`resume`.
+    installed before is restored at the end. Nothing is collected between :meth:`pause` and :meth:`resume`, which nest.
 
     Python's garbage collector is off meanwhile: its callbacks and finalizers would run among the user's functions, and
     what they read is no state of the forward.
@@ -44,6 +44,7 @@ class CodeWatcher:
     _previous: Any = None
     _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
+    _pauses: int = 0
     _collects: bool = False
 
     def __enter__(self) -> CodeWatcher:
@@ -54,7 +55,7 @@ class CodeWatcher:
                 sys.gettrace(),
             )  # torch's profiler with_stack cannot be put back
         gc.disable()
-        self.resume()
+        self._install(self._called)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -68,11 +69,13 @@ class CodeWatcher:
             previous.enable()
 
     def pause(self) -> None:
-        if self._active:
+        self._pauses += 1
+        if self._active and self._pauses == 1:
             self._install(None)
 
     def resume(self) -> None:
-        if self._active:
+        self._pauses -= 1
+        if self._active and not self._pauses:
             self._install(self._called)
 
     def _called(self, frame: FrameType, event: str, arg: object) -> None:

@@ -237,7 +237,7 @@ def test_layers_that_are_dropped(single_rank):
 
 def test_what_remains_refused_names_the_line_that_ended_the_recording(single_rank):
     def forward(m, x):
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             return m.fc(x) * m.fc(x).sum().item()
         m.seen = m.fc(x).sum().item()
         return m.fc(x)
