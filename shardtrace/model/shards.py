@@ -125,20 +125,23 @@ class OwnedParameter(nn.Parameter):
 
 @functools.cache  # once for each process
 def complete_operators() -> None:
-    """Registers operators for DTensors that torch 2.13 has left out: foreach and fused functions, all of them element
-    by element, which optimizers of other libraries call, and what anomaly mode asks of each gradient. Other releases
-    raise for what they leave out."""
+    """Registers operators for DTensors that torch has left out: foreach and fused functions, all of them element by
+    element, which optimizers call, and what anomaly mode asks of each gradient."""
     whole = [([Replicate()], [Replicate()])]
     register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
     pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
-    register = getattr(pointwise, "_register_single_dim_pointwise", None)
-    if register is None:
-        return
     known = DTensor._op_dispatcher.sharding_propagator
+    register = getattr(pointwise, "_register_single_dim_pointwise", None)
+    if register is None:  # before torch 2.13
+        several = pointwise.RuntimeSchemaInfo(needs_pytree=True)
+
+        def register(op: Any) -> None:
+            pointwise.register_op_strategy(op, schema_info=several)(pointwise.list_pointwise_strategy)
+
     for name in (n + end for n in TOGETHER for end in ("", "_")):
         packet = getattr(torch.ops.aten, f"_{name}")
         for op in (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")):
-            if op not in known.op_single_dim_strategy_funcs and op not in known.op_strategy_funcs:
+            if op not in getattr(known, "op_single_dim_strategy_funcs", ()) and op not in known.op_strategy_funcs:
                 register(op)
 
 
