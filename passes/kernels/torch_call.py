@@ -1,6 +1,6 @@
 """Calls of torch as lines of a trace.
 
-    (y,) = torch_silu_0(x)                        # forward calls torch's own function
+    y = torch_silu_0(x)                           # forward calls torch's own function
     gx = aten_silu_backward(gy, x)                # backward: its program, see passes.kernels.aten
 
 A call without a program, such as one of an autograd function, keeps what it may need for backward:
@@ -299,11 +299,14 @@ class TorchCall:
 
     def execute(self, *tensors: TensorProxy) -> Any:
         """Adds the line that makes the call where nothing is differentiated."""
-        return self._lowered("", self.proxies, self._direct() or self.run)(*tensors)
+        direct = self._direct()
+        if direct is None or self.program.returns is tuple:  # type: ignore[union-attr]
+            return self._lowered("", self.proxies, direct or self.run)(*tensors)
+        return (self._lowered("", lambda *tensors: self.proxies()[0], direct)(*tensors),)
 
-    def _direct(self) -> Callable[..., Tensors] | None:
+    def _direct(self) -> Callable[..., Any] | None:
         """A function of the tensors that does no more than to call torch's function, with the constants in their
-        places; None if the call needs more."""
+        places: it returns a tensor if that does. None if the call needs more."""
         if self.autocast or self.program is None or self.program.returns is None:
             return None
         names = {place: f"t{i}" for i, place in enumerate(self.places)}
@@ -311,7 +314,7 @@ class TorchCall:
         flat = [_Name(names.get(i, f"c{i}")) for i in range(len(self.flat))]
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-        called = f"tuple(f({given}))" if self.program.returns is tuple else f"(f({given}),)"
+        called = f"tuple(f({given}))" if self.program.returns is tuple else f"f({given})"
         return eval(f"lambda {', '.join(names.values())}: {called}", {"f": self.function, **constants})
 
     def differentiate(self, *tensors: TensorProxy) -> Any:

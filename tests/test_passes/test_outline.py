@@ -59,7 +59,7 @@ ft0 = all_gather((t_scale,), b_root)
 ft1 = all_gather((t_blocks_0_up_weight, t_blocks_0_up_bias, t_blocks_0_down_weight), b_blocks_0)
 (t2,) = wait_all_gather(ft0, b_root)
 del ft0
-(t3,) = torch_mul_0(x, t2)
+t3 = torch_mul_0(x, t2)
 del t2
 ft4 = all_gather((t_blocks_1_up_weight, t_blocks_1_up_bias, t_blocks_1_down_weight), b_blocks_1)
 (t5, t6, t7) = wait_all_gather(ft1, b_blocks_0)

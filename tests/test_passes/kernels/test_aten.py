@@ -218,7 +218,7 @@ def test_no_view_of_a_gathered_parameter_is_saved(fake_ranks):
 ft0 = all_gather((t_weight,), b_root)
 (t1,) = wait_all_gather(ft0, b_root)
 del ft0
-(t2,) = torch_addmm_0(x, x, t1)
+t2 = torch_addmm_0(x, x, t1)
 del t1
 return {'output': (t2,), 'flat_args': [x, t_weight], 'flat_output': (t2,)}, ((t_weight, x), ())""",
     )

@@ -239,7 +239,7 @@ def test_golden(fake_ranks):
 ft0 = all_gather((t_weight,), b_root)
 (t1,) = wait_all_gather(ft0, b_root)
 del ft0
-(t2,) = torch_einsum_0(x, t1)
+t2 = torch_einsum_0(x, t1)
 del t1
 return {'output': (t2,), 'flat_args': [x, t_weight], 'flat_output': (t2,)}, ((x,), ())""",
     )
