@@ -30,7 +30,7 @@ from shardtrace.checkpoint import (
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.inspector.snapshot import MemorySnapshot, memory_snapshot
-from shardtrace.model.empty_weights import init_empty_weights
+from shardtrace.model.materialize import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
@@ -41,15 +41,13 @@ from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.rendezvous import init_process_group
 from shardtrace.report import block_traces, collectives, memory
-from shardtrace.training.accumulation import no_sync
+from shardtrace.training.batches import join, shard_sequence
 from shardtrace.training.buffers import sync_buffers
-from shardtrace.training.clipping import clip_grad_norm_
 from shardtrace.training.full import full_gradients, full_params, full_state_dict, load_full_state_dict
 from shardtrace.training.generation import Generator
-from shardtrace.training.join import join
+from shardtrace.training.gradients import clip_grad_norm_, no_sync
 from shardtrace.training.methods import register_forward_method
-from shardtrace.training.sequence import shard_sequence
-from shardtrace.training.split import split_parameters
+from shardtrace.training.optimizers import split_parameters
 
 __version__ = "0.1.0"
 

@@ -13,11 +13,10 @@ from shardtrace.checkpoint.hooks import add_hooks
 from shardtrace.checkpoint.state import model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
-from shardtrace.model.choose import choose, choose_gathers, find_target
+from shardtrace.model.choose import choose, choose_gathers, find_target, with_plan
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
-from shardtrace.model.from_plan import with_plan
 from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.refusal import compare_models, refuse, refuse_shared
 from shardtrace.model.shards import complete_operators
@@ -32,11 +31,9 @@ from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh
 from shardtrace.ranks.rendezvous import leave_in_peace
 from shardtrace.trainers.accelerate import join_trainers
-from shardtrace.training.clipping import share_norms
-from shardtrace.training.methods import METHODS
+from shardtrace.training.gradients import share_norms, share_overflows
+from shardtrace.training.methods import METHODS, refuse_wrappers
 from shardtrace.training.optimizers import refuse_wrong_steps
-from shardtrace.training.scaling import share_overflows
-from shardtrace.training.wrappers import refuse_wrappers
 
 import thunder
 import torch.distributed as dist

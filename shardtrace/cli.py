@@ -37,8 +37,8 @@ from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_c
 from shardtrace.inspector.target import TargetError, make, model_and_inputs, script_of
 from shardtrace.model.state import state_of, states_in
 from shardtrace.model.whole import whole_copy
-from shardtrace.options.extras import needs
 from shardtrace.options.policies import POLICIES, grouped
+from shardtrace.options.values import needs
 from shardtrace.planner import plan
 
 import thunder

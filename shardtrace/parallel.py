@@ -10,7 +10,7 @@ from typing import Any
 from shardtrace.api import fsdp
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.mesh import Mesh
-from shardtrace.training.accumulation import no_sync, set_sync, syncs
+from shardtrace.training.gradients import no_sync, set_sync, syncs
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs

@@ -15,14 +15,14 @@ from unittest import mock
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import files, writer
+from shardtrace.checkpoint import files, storage
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 # The file operations of a save. After a kill the system still writes all that it was given: the test is their order.
-OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (writer, "save_file"), (writer, "checksum")]
+OPERATIONS = [(files.os, "fsync"), (files.shutil, "rmtree"), (storage, "save_file"), (storage, "checksum")]
 OPERATIONS += [(Path, name) for name in ("mkdir", "rename", "unlink")]
 
 

@@ -17,8 +17,7 @@ from passes.compat.lines import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
 from passes.kernels.attention import attention_backward_flops, attention_flops
-from passes.kernels.convolution import convolution_flops
-from passes.kernels.linear import product
+from passes.kernels.linear import convolution_flops, product
 from passes.kernels.registration import Flops, Shapes, kernel_id
 from passes.kernels.sequence_attention import CausalAttention
 from passes.kernels.torch_call import Line, call_of

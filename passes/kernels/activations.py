@@ -1,15 +1,20 @@
-"""Activation functions. Each computes its gradient from its input, or from its result if that is enough."""
+"""Functions of single elements: activations, products, chunk, and dropout, which saves its mask, one byte for each
+element."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from passes.kernels.registration import Differentiated, implements, is_floating, kernel, like
+from passes.comm.properties import Property
+from passes.compat.lines import shape_of
+from passes.kernels.registration import HALF, Differentiated, implements, is_floating, kernel, like
 
 import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
-from thunder.core.prims import PrimIDs
+from thunder.core import dtypes
+from thunder.core.devices import DeviceType, to_device
+from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 
@@ -96,3 +101,72 @@ def elu(a: TensorProxy, alpha: float = 1.0, inplace: bool = False) -> Differenti
 @implements(ltorch.selu, supported=_out_of_place)
 def selu(a: TensorProxy, inplace: bool = False) -> Differentiated:
     return _from_input(ELU, a, SELU_ALPHA, SELU_SCALE)
+
+
+def _product_meta(a: TensorProxy, b: TensorProxy) -> TensorProxy:
+    return like(a, torch.broadcast_shapes(shape_of(a), shape_of(b)))
+
+
+mul_forward = kernel("mul", _product_meta, torch.mul)
+
+
+@implements(ltorch.mul, supported=lambda a, b: is_floating(a, b) and a.dtype in HALF)
+def mul(a: TensorProxy, b: TensorProxy) -> Differentiated:
+    return mul_forward(a, b), lambda grad: [
+        (a, _summed_to(a, mul_forward(grad, b))),
+        (b, _summed_to(b, mul_forward(grad, a))),
+    ]
+
+
+def _summed_to(a: TensorProxy, grad: TensorProxy) -> TensorProxy:
+    """The gradient of ``a``, which was broadcast to the shape of ``grad``."""
+    shape, new = shape_of(a), len(shape_of(grad)) - len(shape_of(a))
+    dims = [i for i, d in enumerate(shape_of(grad)) if i < new or shape[i - new] != d]
+    return ltorch.reshape(ltorch.sum(grad, dims), shape) if dims else grad
+
+
+def _chunk_meta(a: TensorProxy, chunks: int, dim: int) -> tuple[TensorProxy, ...]:
+    return tuple(like(a, part.shape) for part in torch.empty(shape_of(a), device="meta").chunk(chunks, dim))
+
+
+chunk_forward = kernel("chunk", _chunk_meta, torch.chunk, tags=(Property.VIEW,))
+
+
+@implements(ltorch.chunk, supported=lambda a, **others: is_floating(a))
+def chunk(a: TensorProxy, chunks: int, dim: int = 0) -> Differentiated:
+    return chunk_forward(a, chunks, dim), lambda *grads: [(a, ltorch.cat(grads, dim))]
+
+
+dropout_mask = kernel(
+    "dropout_mask",
+    lambda shape, p, device: TensorProxy(
+        shape=shape, dtype=dtypes.bool8, device=to_device(device), requires_grad=False
+    ),
+    lambda shape, p, device: torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p),
+    tags=(Property.RANDOM, OpTags.RANDOM_OP),
+)
+# a * mask * scale; its gradient is the same function of the result's gradient
+dropout_forward = kernel(
+    "dropout", lambda a, mask, scale: like(a), lambda a, mask, scale: torch.mul(a, mask).mul_(scale)
+)
+
+
+@implements(dropout_forward, supported=lambda a, mask, scale: True)
+def masked(a: TensorProxy, mask: TensorProxy, scale: float) -> Differentiated:
+    return dropout_forward(a, mask, scale), lambda grad: [(a, dropout_forward(grad, mask, scale))]
+
+
+def _supported(a: TensorProxy, p: float, training: bool, inplace: bool) -> bool:
+    return is_floating(a) and training and not inplace and isinstance(p, float) and 0 < p < 1
+
+
+@implements(ltorch.dropout, supported=_supported)
+def dropout(a: TensorProxy, p: float = 0.5, training: bool = True, inplace: bool = False) -> Differentiated:
+    return masked(a, dropout_mask(tuple(a.shape), p, a.device.device_str()), _scale(a, p))
+
+
+def _scale(a: TensorProxy, p: float) -> float:
+    """The factor of the elements that are kept. On a CPU, torch rounds it to the dtype."""
+    if a.device.devicetype is not DeviceType.CPU:
+        return 1 / (1 - p)
+    return torch.ones((), dtype=dtypes.to_torch_dtype(a.dtype)).div_(1 - p).item()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.agreement import agreement
-from shardtrace.checkpoint.files import CheckpointError, write_new
-from shardtrace.checkpoint.progress_bar import ProgressBar
+from shardtrace.checkpoint.files import CheckpointError, ProgressBar, write_new
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
 
 import torch

@@ -14,8 +14,8 @@ from passes.compat.jit import unjitted
 from passes.plan import Placement
 from shardtrace.model.entry import Entry
 from shardtrace.model.state import link_of, part_of, state_of, states_in
-from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
+from shardtrace.training.gradients import no_sync
 
 import torch
 from thunder.core.module import ThunderModule

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.agreement import agreement, together
-from shardtrace.checkpoint.codec import decode
-from shardtrace.checkpoint.files import INDEX, CheckpointError, checksum, find_checkpoint
-from shardtrace.checkpoint.index import Index, SavedTensor, check_files, read_index
+from shardtrace.checkpoint.files import INDEX, CheckpointError, ProgressBar, checksum, find_checkpoint
+from shardtrace.checkpoint.index import Index, SavedTensor, check_files, decode, read_index
 from shardtrace.checkpoint.optimizer import load_optimizer, new_tensors, optimizer_load
 from shardtrace.checkpoint.own import set_rng_state, set_sums
-from shardtrace.checkpoint.progress_bar import ProgressBar
-from shardtrace.checkpoint.reader import SafetensorsReader
 from shardtrace.checkpoint.state import Companions, ModelState, Optimizers, companions, model_state
+from shardtrace.checkpoint.storage import SafetensorsReader
 
 import torch
 import torch.distributed.checkpoint as dcp

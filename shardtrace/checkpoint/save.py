@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shardtrace.checkpoint.agreement import agreement, together
-from shardtrace.checkpoint.codec import encode
-from shardtrace.checkpoint.files import CheckpointError, step_directory
+from shardtrace.checkpoint.files import CheckpointError, ProgressBar, step_directory
+from shardtrace.checkpoint.index import encode
 from shardtrace.checkpoint.optimizer import of_owners, optimizer_state
 from shardtrace.checkpoint.own import rng_state, sums_of
-from shardtrace.checkpoint.progress_bar import ProgressBar
 from shardtrace.checkpoint.state import Companions, Keep, ModelState, Optimizers, companions, model_state
-from shardtrace.checkpoint.writer import Prepared, SafetensorsWriter
+from shardtrace.checkpoint.storage import Prepared, SafetensorsWriter
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.training.buffers import warn_of_differing_buffers
 

@@ -14,10 +14,9 @@ from typing import Any
 from passes.plan import Shape
 from shardtrace.checkpoint.agreement import agreement
 from shardtrace.checkpoint.export import SAFETENSORS_INDEX
-from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.checkpoint.progress_bar import ProgressBar
+from shardtrace.checkpoint.files import CheckpointError, ProgressBar
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.model.sample import sample
+from shardtrace.model.refusal import sample
 
 import torch
 from safetensors import SafetensorError, safe_open

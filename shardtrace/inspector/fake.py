@@ -12,8 +12,8 @@ from passes.compat.failures import deeper_recursion
 from passes.compat.jit import attention_of_gpus
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
-from shardtrace.options.counts import parse_count
 from shardtrace.options.policies import Checks, InitPolicy
+from shardtrace.options.values import parse_count
 from shardtrace.ranks.device import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, TypeVar
 
 from shardtrace.inspector.units import duration, size
-from shardtrace.options.extras import needs
+from shardtrace.options.values import needs
 
 T = TypeVar("T")
 MOST = 60  # rows that are printed

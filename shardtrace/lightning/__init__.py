@@ -9,7 +9,7 @@
 Needs Lightning: ``pip install 'shardtrace[lightning]'``.
 """
 
-from shardtrace.options.extras import needs
+from shardtrace.options.values import needs
 
 needs("lightning", extra="lightning", what="shardtrace.lightning")
 

@@ -18,9 +18,8 @@ from shardtrace.checkpoint import (
     save_checkpoint,
 )
 from shardtrace.checkpoint.agreement import agreement
-from shardtrace.checkpoint.codec import decode
 from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
-from shardtrace.checkpoint.index import read_index
+from shardtrace.checkpoint.index import decode, read_index
 from shardtrace.checkpoint.state import model_state
 from shardtrace.model.state import states_in
 from shardtrace.training.full import full_state_dict, load_full_state_dict

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from shardtrace.api import fsdp
-from shardtrace.model.empty_weights import init_empty_weights
+from shardtrace.model.materialize import init_empty_weights
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import Checks, InitPolicy, parse_context
 from shardtrace.ranks.rendezvous import init_process_group

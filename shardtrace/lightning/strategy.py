@@ -11,8 +11,7 @@ from typing import Any, Literal
 from passes.compat.jit import jitted_module
 from shardtrace.lightning import checkpoint
 from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
-from shardtrace.training.accumulation import no_sync
-from shardtrace.training.clipping import clip_grad_norm_
+from shardtrace.training.gradients import clip_grad_norm_, no_sync
 
 import thunder
 import torch

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
 from shardtrace.trainers.files import check_files
-from shardtrace.training.accumulation import no_sync
 from shardtrace.training.full import full_state_dict
+from shardtrace.training.gradients import no_sync
 
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy

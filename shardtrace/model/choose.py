@@ -1,9 +1,10 @@
-"""What the options choose in a model that is still whole, and where it is to live."""
+"""What the options, or a plan, choose in a model that is still whole, and where it is to live."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places
@@ -16,17 +17,40 @@ from shardtrace.options.blocks import (
     repeated_blocks,
 )
 from shardtrace.options.options import Options
+from shardtrace.options.planned import TrainingPlan, mesh_dim_names
+from shardtrace.options.spellings import canonical
 from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.options.wires import Travelling, assign_gathers, refuse_reductions
+from shardtrace.ranks.consensus import announced, compare
 from shardtrace.ranks.device import choose_device, use_device
 from shardtrace.ranks.failure import tell_others_of_failure
-from shardtrace.ranks.mesh import Groups, Mesh, backend_for, mesh_of_nodes, resolve_groups
+from shardtrace.ranks.mesh import Groups, Mesh, backend_for, is_2d, mesh_of_nodes, resolve_groups
 from shardtrace.record.absent import is_absent
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+def with_plan(
+    module: nn.Module, plan: TrainingPlan | str | Path, arguments: Mapping[str, Any], spelling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of ``fsdp`` with the options of a plan. Call it on all ranks."""
+    mesh = arguments["mesh"]
+    with announced(module, mesh):
+        given = canonical(arguments, spelling)
+        device = choose_device(given["init_policy"].device, mesh, next((p.device for p in module.parameters()), None))
+        timeout = given["checks"].timeout
+        group = resolve_groups(mesh, device, hybrid=is_2d(mesh), timeout=timeout).everyone
+        found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.from_json(plan)
+        found.check(module, group.size())
+        merged = found.merged(given)
+    compare(group, "the plan", [found.hash], timeout=timeout)
+    if mesh is None and found.mesh_shape is not None:
+        mesh = init_device_mesh(device.type, found.mesh_shape, mesh_dim_names=mesh_dim_names(merged))
+    return merged | {"mesh": mesh}
 
 
 class Chosen(NamedTuple):

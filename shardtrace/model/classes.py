@@ -1,27 +1,94 @@
 """The class of a sharded module: it compiles itself when it is called, and Thunder records it as a whole.
 
 The class of a sharded module is swapped for a subclass, and so are the classes of the submodules that have parameters.
-Both call their own compiled step (:mod:`shardtrace.model.compiled`), unless their forward is being recorded or their
-parameters are whole. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward``.
-"""
+Both call their own compiled step, unless their forward is being recorded or their
+parameters are whole. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward``."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from passes.compat.failures import interrupt_of
+from passes.compat.versions import functional_transform
 from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen
-from shardtrace.model.compiled import run
 from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ShardedState, own_state
-from shardtrace.model.tracing import recorded_in_place
+from shardtrace.model.state import ShardedState, own_state, part_of, state_of
+from shardtrace.model.tracing import recorded, recorded_in_place
 from shardtrace.model.whole import make_plain
+from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
+import thunder
+import torch
 from torch import nn
+
+
+@torch.compiler.disable  # torch.compile(model) leaves a sharded model to Thunder
+def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the sharded ``module``, or a part of one, as a jitted module. Its first call jits it."""
+    return _run(module, module, module, type(module).__name__, args, kwargs)
+
+
+def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of sharded modules and of parts of them. It runs a compiled step of its own while they hold shards."""
+    call = recorded(method)
+
+    @functools.wraps(method)
+    def compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self) or part_of(self)  # None for a plain copy
+        if state is None or not state.is_to_run():
+            return method(self, *args, **kwargs)
+        bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
+        return _run(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}", args, kwargs)
+
+    return compiled
+
+
+def _run(
+    module: nn.Module,
+    key: Hashable,
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    state = own_state(module)
+    try:
+        return _jitted(module, key, function, name)(*args, **kwargs)
+    except RankMismatchError:  # all ranks raise it
+        if state.variants is None:
+            raise
+        state.stop_reading()  # values that this rank or another has read may be the reason
+        return _run(module, key, function, name, args, kwargs)
+    except RuntimeError as error:
+        if (interrupt := interrupt_of(error)) is not None:
+            raise interrupt from None
+        raise
+
+
+def _jitted(module: nn.Module, key: Hashable, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The result of ``thunder.jit`` for ``function``, which is kept under ``key``."""
+    if (around := _transform_around()) is not None:
+        raise RuntimeError(
+            f"{around} cannot see into the compiled step of the sharded {name}: call it inside "
+            "shardtrace.full_params(model), where the model is a plain one"
+        )
+    state = own_state(module)
+    if key not in state.compiled:
+        state.compiled[key] = thunder.jit(function, **state.jit_options(name))
+    return state.compiled[key]
+
+
+def _transform_around() -> str | None:
+    """What is about to trace or transform the call of a model, if anything does."""
+    if functional_transform() is not None:
+        return "a transform of torch.func"
+    return "torch.jit.trace" if torch.jit.is_tracing() else None
+
 
 # By these, thunder.last_traces, compile_stats and their relatives read a jitted module.
 OF_JITTED = ("_lc_cd", "_lc_cs", "_lc_transforms")

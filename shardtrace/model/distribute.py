@@ -1,9 +1,10 @@
-"""From whole parameters to this rank's shards: the home of each parameter, and the move."""
+"""From whole parameters to this rank's shards: their owners, the home of each, and the move."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 from weakref import ref
 
 from passes.compat.jit import set_traced_device
@@ -13,10 +14,8 @@ from shardtrace.model.choose import Chosen, Target
 from shardtrace.model.entry import Entry
 from shardtrace.model.home import Home, shard, unshard
 from shardtrace.model.materialize import broadcast, has_meta, materialized, set_data
-from shardtrace.model.owners import Owned, assign_owners
 from shardtrace.model.places import Place
-from shardtrace.model.refusal import SEED_HINT
-from shardtrace.model.sample import sample
+from shardtrace.model.refusal import SEED_HINT, sample
 from shardtrace.model.shards import as_parameter
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
@@ -28,6 +27,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Owned(NamedTuple):
+    """A parameter that needs an owner, and the module that holds it."""
+
+    name: str
+    module: str
+    bytes: int
+
+
+def assign_owners(parameters: Iterable[Owned], ranks: int, evenness: float) -> dict[str, int]:
+    """The owner rank of each parameter, by its name.
+
+    Parameters that are kept together go, the largest first, to the rank that has the fewest bytes. No rank then has
+    more than 4/3 of the optimum (Graham, 1969, "Bounds on multiprocessing timing anomalies").
+
+    Args:
+        evenness: 1 assigns each tensor by itself, 0 keeps the tensors of a module together. In between, a module is
+            kept together if it has at most ``1 - evenness`` of a rank's even share of all bytes.
+    """
+    parameters = list(parameters)
+    share = sum(p.bytes for p in parameters) / ranks
+    modules: dict[str, list[Owned]] = {}
+    for p in parameters:
+        modules.setdefault(p.module, []).append(p)
+    parts: list[list[Owned]] = []
+    for members in modules.values():
+        together = evenness == 0 or sum(p.bytes for p in members) <= (1 - evenness) * share
+        parts += [members] if together else [[p] for p in members]
+    load = [0] * ranks
+    owners: dict[str, int] = {}
+    for part in sorted(parts, key=lambda part: -sum(p.bytes for p in part)):  # stable: the same on every rank
+        rank = load.index(min(load))
+        load[rank] += sum(p.bytes for p in part)
+        owners.update((p.name, rank) for p in part)
+    return owners
 
 
 def shard_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -10,7 +11,6 @@ from shardtrace.model.choose import Chosen
 from shardtrace.model.materialize import uninitializable
 from shardtrace.model.memory import REMEDY, ParameterMemory
 from shardtrace.model.places import Place, sparse_embedding
-from shardtrace.model.sample import sample
 from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
@@ -22,6 +22,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+ELEMENTS = 256  # of a tensor that are looked at
+
+
+def sample(values: torch.Tensor) -> str:
+    """A checksum of elements of a tensor, evenly spaced, as text. Empty if it has no values.
+
+    Weights that were drawn from another seed, or read from another file, differ in most elements.
+    """
+    if values.is_meta or not values.numel():
+        return ""
+    flat = values.detach().reshape(-1) if values.is_contiguous() else values.detach().flatten()
+    some = flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
+    return f", values {zlib.crc32(some.cpu().contiguous().view(torch.uint8).numpy().data):08x}"
+
 
 SEED_HINT = (
     "if only values differ: build the model after the same torch.manual_seed on all ranks, or pass "

@@ -6,43 +6,108 @@ in place, and records the call (:mod:`shardtrace.record`).
 
 from __future__ import annotations
 
+from typing import Any
+from passes.kernels import executor as kernels
+from passes.kernels.registration import fuses
+from thunder.extend import FusionExecutor
+from thunder.extend import TemporaryExecutor
+from thunder.extend import get_always_executors
+from thunder.extend import get_default_executors
+import os
+from pathlib import Path
+from passes.runner import Observe
+import torch.distributed as dist
+from thunder.core.trace import TraceCtx
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
-
-from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
-from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
-from passes.facts import Compilation, Facts
+from typing import TypeVar
+from passes.compat.failures import deeper_recursion
+from passes.compat.failures import raised
+from passes.compat.failures import without_log_of_fakes
+from passes.compat.jit import check_dtensors
+from passes.compat.jit import compile_data_and_stats
+from passes.compat.jit import live_buffers
+from passes.compat.jit import proxied_values
+from passes.compat.jit import refresh_modules
+from passes.facts import Compilation
+from passes.facts import Facts
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
-from passes.runner import FirstStage, Pass
-from shardtrace.model.context import check_alone, compare_batches, context_of, wholes
-from shardtrace.model.dump import dump
-from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
-from shardtrace.model.kernels import add_kernels
+from passes.runner import FirstStage
+from passes.runner import Pass
+from shardtrace.model.context import check_alone
+from shardtrace.model.context import compare_batches
+from shardtrace.model.context import context_of
+from shardtrace.model.context import wholes
+from shardtrace.model.graphs import makes_graphs
+from shardtrace.model.graphs import refuse_graphs
+from shardtrace.model.graphs import refuse_lines
 from shardtrace.model.memory import REMEDY
 from shardtrace.model.shards import current
-from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
+from shardtrace.model.state import ShardedState
+from shardtrace.model.state import link_of
+from shardtrace.model.state import own_state
+from shardtrace.model.state import refuse_shard
+from shardtrace.model.state import states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
 from shardtrace.record.numbers import Varying
-from shardtrace.record.recording import Comparison, Recording, is_comparable
-
+from shardtrace.record.recording import Comparison
+from shardtrace.record.recording import Recording
+from shardtrace.record.recording import is_comparable
 import torch
-from thunder.core.compile_data import get_cache_option, get_compile_data
+from thunder.core.compile_data import get_cache_option
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
-from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.transform_common import Transform
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
+
+
+def add_kernels(data: Any) -> None:
+    """Adds torch's own kernels to the executors of Thunder's ``data`` of a compilation.
+
+    Changes nothing if the user chose the executors, or if a default one fuses (nvFuser). They go ahead of Thunder's
+    executor for cross entropy, which would fuse nothing else, and after those with attention for CUDA.
+    """
+    own = tuple(e for e in data.executors_list if isinstance(e, TemporaryExecutor))
+    defaults, always = get_default_executors(), get_always_executors()
+    fusing = tuple(e for e in defaults if isinstance(e, FusionExecutor))
+    chosen = tuple(data.executors_list) != (*own, *defaults, *always)
+    if not chosen and not any(map(fuses, fusing)):
+        operators = tuple(e for e in defaults if e not in fusing)
+        data.executors_list = (*own, *operators, kernels, *fusing, *always)
+
+
+def dump() -> Observe | None:
+    """What writes the result of each pass, as ``08-forward-schedule.py``; numbers follow on those in the folder. None
+    if the environment does not ask for it, and on every rank but the first."""
+    folder = Path(os.environ.get("SHARDTRACE_DUMP", ""))
+    if folder == Path() or dist.get_rank() != 0:
+        return None
+
+    def write(what: str, name: str, trace: TraceCtx) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for _ in folder.glob("[0-9]*-*.py"))
+        (folder / f"{number:02d}-{what}-{name}.py").write_text(f"{trace}\n")
+
+    return write
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 KEPT = 64  # compiled steps of a jitted function

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
-from shardtrace.options.extras import needs
+from shardtrace.options.values import needs
 
 # ---- rows ----
 

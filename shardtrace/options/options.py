@@ -10,9 +10,9 @@ from typing import Any
 from passes.plan import Wire
 from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, parse_context
-from shardtrace.options.precision import parse_precision
 from shardtrace.options.spellings import canonical, ranks_after_forward
 from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
+from shardtrace.options.values import parse_precision
 from shardtrace.options.wires import WireRules, parse_gather_dtype, parse_reduce_wire
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from passes.pipeline import check_disabled
 from passes.plan import CostModel, Wire
 from shardtrace.options.blocks import Eager, Repeated
-from shardtrace.options.counts import parse_count
+from shardtrace.options.values import parse_count
 from shardtrace.options.wires import parse_gather_dtype, parse_reduce_wire
 
 import torch

@@ -11,8 +11,8 @@ from passes.comm.packing import ROUNDED, SMALLEST
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.plan import Placement, Wire, shard_shape
-from shardtrace.options.precision import parse_precision
 from shardtrace.options.strategy import Names, ShardingStrategy, refuse_conflict
+from shardtrace.options.values import parse_precision
 
 import torch
 from thunder.core.dtypes import to_dtype

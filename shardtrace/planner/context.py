@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from shardtrace.inspector.units import size
-from shardtrace.options.counts import parse_count
+from shardtrace.options.values import parse_count
 from shardtrace.planner.family import Point
 from shardtrace.planner.search import NOT_WORTH_IT, Search, fastest
 from shardtrace.planner.task import Task

@@ -13,11 +13,10 @@ from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.units import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED
-from shardtrace.options.counts import parse_count
-from shardtrace.options.extras import needs
 from shardtrace.options.front import Row, Rows
 from shardtrace.options.planned import NoPlanFitsError, TrainingPlan, choices_of, fingerprint, options_of
 from shardtrace.options.policies import flat
+from shardtrace.options.values import needs, parse_count
 from shardtrace.options.wires import NO_WIRES, parse_allowed
 from shardtrace.planner.compose import ComposedStep
 from shardtrace.planner.context import Context, Degree, explore_degrees

@@ -25,19 +25,155 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
 
 from passes.compat.failures import notes_of
-from passes.compat.versions import default_store, own_connection
-from shardtrace.ranks.abort import abort_groups, asynchronous_error
-from shardtrace.ranks.life import Life
+from passes.compat.versions import aborted_together, default_store, own_connection
 from shardtrace.ranks.mesh import is_alone
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import get_process_group_ranks as ranks_of
+
+TAG = 0x5AE  # of a message that nobody sends
+
+
+def abort_groups(timeout: float) -> None:
+    """Ends the collectives of all process groups, of nccl's in the kernels that wait for another rank.
+
+    As ``_abort_process_group`` of torch, but the groups stay known, so that code that cleans up may still ask for its
+    rank. Communicators are aborted together because one could wait for the kernels of another. An abort can hang, hence
+    the ``timeout`` in seconds. Gloo has no abort, but closes all connections of a group if a message does not come in
+    time. A message that nobody sends is therefore received for a millisecond.
+    """
+    thread = threading.Thread(target=_abort, name="shardtrace-abort", daemon=True)
+    thread.start()
+    thread.join(timeout)
+
+
+def _abort() -> None:
+    names = c10d._world.pg_names
+    groups = sorted(names, key=lambda group: names[group], reverse=True)
+    pairs = [(group, _backend(group)) for group in groups]
+    nccl = [pair for pair in pairs if isinstance(pair[1], getattr(c10d, "ProcessGroupNCCL", ()))]
+    with aborted_together(*nccl[0]) if nccl else contextlib.nullcontext():
+        for group in groups:
+            gloo: Any = _backend(group, "cpu")
+            with contextlib.suppress(RuntimeError):  # it may be gone; or what gloo raises when it closes connections
+                group.abort()
+                if type(gloo) is getattr(c10d, "ProcessGroupGloo", None) and group.size() > 1:
+                    other = (group.rank() + 1) % group.size()
+                    gloo.recv([torch.empty(1)], other, TAG).wait(timedelta(milliseconds=1))
+
+
+def asynchronous_error() -> str:
+    """The name of the error that has ended a collective of some group of nccl, such as "TIMEOUT"; empty if there is
+    none. Does not wait for the device."""
+    for group in list(c10d._world.pg_names):
+        get_error = getattr(_backend(group), "get_error", None)
+        name: str = get_error().name if get_error is not None else "SUCCESS"
+        if name != "SUCCESS":
+            return name
+    return ""
+
+
+def _backend(group: dist.ProcessGroup, device: str = "cuda") -> Any:
+    """What sends the tensors of a device for ``group``, by default of a GPU; None if nothing does."""
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+
+
+PULSE = "shardtrace/life"
+LEFT = "left"  # the last sign of a rank that ends as it should
+STOPPED, SILENT = 8, 300  # looks, one each second: at a stopped process, and at one that shows no sign
+
+
+class Life:
+    """The signs of one rank of ``size``, which looks for those of the next rank that has not left."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._shown = 0
+        self._first = ""  # a sign of the first rank
+        self._stopped = 0  # looks at the first rank since it was stopped
+        self._seen = "", 0  # a sign, and how often it was seen again
+
+    def look(self, store: dist.Store) -> str:
+        """Shows a sign. Returns the rank that is lost, with what is known about it, or an empty string."""
+        self._shown += 1
+        store.set(f"{PULSE}/{self._rank}", f"{_machine()} {os.getpid()} {self._shown}")
+        if self._rank and not self._first:
+            self._first = _sign(store, 0)
+        for other in range(self._rank + 1, self._rank + self._size):
+            rank = other % self._size
+            sign = _sign(store, rank)
+            if sign and sign != LEFT:
+                lost = self._judge(rank, sign)
+                return lost if lost and _sign(store, rank) != LEFT else ""  # it may have left meanwhile
+        return ""
+
+    def first_is_stopped(self) -> bool:
+        """True while the process of the first rank is stopped. If it holds the store, this would not answer."""
+        stopped = bool(self._first) and self._first != LEFT and _state(self._first) == "T"
+        self._stopped = self._stopped + 1 if stopped else 0
+        return stopped
+
+    def waited_for_first(self) -> str:
+        """What :meth:`look` returns, once the first rank has been stopped for too long."""
+        return _stopped(0) if self._stopped > STOPPED else ""
+
+    def leave(self, store: dist.Store) -> None:
+        """Shows that this rank ends as it should."""
+        store.set(f"{PULSE}/{self._rank}", LEFT)
+
+    def _judge(self, rank: int, sign: str) -> str:
+        self._seen = sign, self._seen[1] + 1 if sign == self._seen[0] else 0
+        state, looks = _state(sign), self._seen[1]
+        if state in ("", "Z", "X"):
+            return f"rank {rank}: its process is gone and left no word, so it may have been killed: see its output"
+        if state == "T" and looks >= STOPPED:
+            return _stopped(rank)
+        if state is None and looks >= SILENT:
+            return f"rank {rank}: it has shown no sign of life for {SILENT} s"
+        return ""
+
+
+def _stopped(rank: int) -> str:
+    return f"rank {rank}: its process has been stopped for {STOPPED} s"
+
+
+def _sign(store: dist.Store, rank: int) -> str:
+    key = f"{PULSE}/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+@cache
+def _machine() -> str:
+    """A name of the machine, or of the container, in which process numbers have a meaning. "-" if it has no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "-"
+
+
+def _state(sign: str) -> str | None:
+    """The state of the process that showed a sign, as ps prints it. Empty if there is none, None if nobody knows."""
+    machine, process, _ = sign.split()
+    if machine == "-" or machine != _machine():
+        return None
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
 
 KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
 WATCHING, HEARD = "shardtrace/watching", "shardtrace/heard"  # how many ranks look for this key, and have found it

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardtrace.checkpoint.full_optimizer import load_full_optimizer_state_dict
+from shardtrace.checkpoint.optimizer import load_full_optimizer_state_dict
 from shardtrace.model.state import state_of
 from shardtrace.trainers.files import after_first, check_files
 from shardtrace.trainers.optimizers import model_of, saved_whole

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardtrace.checkpoint.full_optimizer import full_optimizer_state_dict, own_optimizer_state_dict
+from shardtrace.checkpoint.optimizer import full_optimizer_state_dict, own_optimizer_state_dict
 from shardtrace.model.state import link_of
 
 from torch import nn

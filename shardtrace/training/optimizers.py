@@ -1,11 +1,4 @@
-"""The steps of optimizers: refused with gradients that are none, and with sums that no backward has reduced.
-``zero_grad`` drops such sums, too. An optimizer that was built before ``fsdp`` takes over the parameters of now.
-
-Note [Aborted reductions]: nccl reduces while the program goes on, so a reduction may end without a result after the
-line that waits for it. Each step of an optimizer that holds shards raises, before it changes them and before it
-returns, if a collective has been aborted by then. It does not wait for the device. A reduction that is aborted later
-leaves parameters without meaning, and the next communication raises: a run continues from its last checkpoint.
-"""
+"""Optimizers of shards: steps that are refused, and parameters for several of them."""
 
 from __future__ import annotations
 
@@ -14,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from passes.compat.jit import unjitted
 from passes.plan import Axis, Placement
 from shardtrace.model.entry import Entry
 from shardtrace.model.shards import current
@@ -24,6 +18,38 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+def split_parameters(
+    model: nn.Module, predicate: Callable[[str, nn.Parameter], bool]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters for which ``predicate(name, parameter)`` is true, and all others, each in the order of the model.
+
+    The predicate sees each parameter with its full shape, without values, also if the model is sharded: a rank holds a
+    0-dim parameter with shape (1,), and an owned one with no rows on the other ranks. ::
+
+        is_matrix = lambda name, p: p.ndim == 2 and "embed" not in name
+        shardtrace.fsdp(model, sharding_strategy={is_matrix: "owner", "*": "zero3"})
+        matrices, others = shardtrace.split_parameters(model, is_matrix)
+        optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+
+    Args:
+        model: sharded or not, before or after ``thunder.jit``.
+    """
+    module = unjitted(model)
+    chosen: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        (chosen if predicate(name, _whole(parameter)) else others).append(parameter)
+    return chosen, others
+
+
+def _whole(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the full shape, on the meta device."""
+    link = link_of(parameter)
+    shape = parameter.shape if link is None else link.entry.full_shape
+    return nn.Parameter(parameter.detach().new_empty(shape, device="meta"), requires_grad=parameter.requires_grad)
+
 
 # Optimizers that are wrong on parameters of which each is whole on one rank and empty elsewhere. Adafactor divides by a
 # tensor's number of elements. LBFGS takes inner products of all parameters together. They are known by name because

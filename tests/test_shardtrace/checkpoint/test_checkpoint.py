@@ -6,7 +6,7 @@ import random
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import progress_bar, writer
+from shardtrace.checkpoint import files, storage
 
 import numpy
 import pytest
@@ -281,7 +281,7 @@ def test_dtypes_buffers_and_extra_state(tmp_path):
 
 
 def test_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "FILE_BYTES", 300)
+    monkeypatch.setattr(storage, "FILE_BYTES", 300)
     before, after = trained(), new()
     path = shardtrace.save_checkpoint(tmp_path, *before, step=1)
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
@@ -345,8 +345,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("show", [True, False])
 def test_a_bar_for_what_takes_long(monkeypatch, show):
-    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    monkeypatch.setattr(files, "DELAY", 0.0)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with progress_bar.ProgressBar("save", show=show).of(3_000_000) as advance:
+    with files.ProgressBar("save", show=show).of(3_000_000) as advance:
         advance(3_000_000)
     assert ("save: 100%" in terminal.getvalue() and "B/s" in terminal.getvalue()) == show

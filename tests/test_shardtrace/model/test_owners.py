@@ -1,5 +1,5 @@
 import shardtrace
-from shardtrace.model.owners import Owned, assign_owners
+from shardtrace.model.distribute import Owned, assign_owners
 
 import pytest
 import torch

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from unittest import mock
 from unittest.mock import call
 
-from shardtrace.ranks import abort
-from shardtrace.ranks.abort import abort_groups, asynchronous_error
+from shardtrace.ranks import failure
+from shardtrace.ranks.failure import abort_groups, asynchronous_error
 
 import pytest
 
@@ -34,8 +34,8 @@ def groups(monkeypatch):
 
     def make(**backends):
         names = {group(name, seen, backend): str(i) for i, (name, backend) in enumerate(backends.items())}
-        monkeypatch.setattr(abort.c10d, "_world", SimpleNamespace(pg_names=names))
-        monkeypatch.setattr(abort.c10d, "ProcessGroupNCCL", Nccl, raising=False)
+        monkeypatch.setattr(failure.c10d, "_world", SimpleNamespace(pg_names=names))
+        monkeypatch.setattr(failure.c10d, "ProcessGroupNCCL", Nccl, raising=False)
         return seen
 
     return make
@@ -60,9 +60,9 @@ def test_nccl_of_torch_2_14_aborts_in_a_region_of_the_process_group(groups, monk
         seen.end()
 
     seen = groups(everyone=Nccl(), shard=Nccl())
-    monkeypatch.setattr(abort.c10d, "ProcessGroupNCCL", Nccl)
-    monkeypatch.setattr(abort.c10d._world, "pg_coalesce_state", {}, raising=False)
-    monkeypatch.setattr(abort.c10d, "_coalescing_manager", manager)
+    monkeypatch.setattr(failure.c10d, "ProcessGroupNCCL", Nccl)
+    monkeypatch.setattr(failure.c10d._world, "pg_coalesce_state", {}, raising=False)
+    monkeypatch.setattr(failure.c10d, "_coalescing_manager", manager)
     abort_groups(10.0)
     assert seen.mock_calls == [call.begin("cuda"), call.shard(), call.everyone(), call.end()]
 

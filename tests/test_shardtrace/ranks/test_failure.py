@@ -28,7 +28,7 @@ import time
 import shardtrace, thunder, torch
 import torch.distributed as dist
 from datetime import timedelta
-from shardtrace.ranks import failure, life
+from shardtrace.ranks import failure
 from torch import nn
 
 failure.GRACE = 100  # the machine may be busy
@@ -65,7 +65,7 @@ def end_without_threads():
     os._exit(int(hasattr(sys, "last_type")))
 
 def lost(rank, store, how, failing):
-    failure.LOOK_UP, failure.PATIENCE, life.STOPPED, sys.stderr = 0.1, 1.0, 3, sys.stdout
+    failure.LOOK_UP, failure.PATIENCE, failure.STOPPED, sys.stderr = 0.1, 1.0, 3, sys.stdout
     kind, _, backend = how.split()
     limit = timedelta(seconds=100)
     if backend == "gloo":
@@ -166,8 +166,8 @@ def killed(rank, store, how, failing):
     if rank == failing and how != "save":
         os._exit(1)  # as if it were killed: it leaves no word
     if rank == failing:
-        from shardtrace.checkpoint import writer
-        writer.save_file = lambda *args: os._exit(1)
+        from shardtrace.checkpoint import storage
+        storage.save_file = lambda *args: os._exit(1)
     calls = {
         "clip": lambda: shardtrace.clip_grad_norm_(model, 1.0),
         "save": lambda: shardtrace.save_checkpoint(store + "-checkpoints", model, step=1),

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 
-from shardtrace.ranks import life
-from shardtrace.ranks.life import Life
+from shardtrace.ranks import failure
+from shardtrace.ranks.failure import Life
 
 import pytest
 import torch.distributed as dist
@@ -35,13 +35,13 @@ def looks(one, store, number):
 
 def test_a_rank_that_is_busy_is_not_lost(monkeypatch, process):
     store, (mine, _) = ranks(monkeypatch, process)
-    assert looks(mine, store, life.SILENCE + 2) == []
+    assert looks(mine, store, failure.SILENT + 2) == []
 
 
 def test_a_rank_that_was_killed(monkeypatch, process):
     store, (mine, other) = ranks(monkeypatch, process)
     process.kill()
-    while life._state(store.get(f"{life.KEY}/1").decode()) not in ("Z", ""):
+    while failure._state(store.get(f"{failure.PULSE}/1").decode()) not in ("Z", ""):
         time.sleep(0.01)
     assert mine.look(store).startswith("rank 1: its process is gone")  # nobody has asked for its exit status
     process.wait()
@@ -53,9 +53,9 @@ def test_a_rank_that_was_killed(monkeypatch, process):
 def test_a_rank_that_is_stopped(monkeypatch, process):
     store, (mine, _) = ranks(monkeypatch, process)
     process.send_signal(signal.SIGSTOP)
-    while life._state(store.get(f"{life.KEY}/1").decode()) != "T":
+    while failure._state(store.get(f"{failure.PULSE}/1").decode()) != "T":
         time.sleep(0.01)
-    assert looks(mine, store, life.STOPPED) == []
+    assert looks(mine, store, failure.STOPPED) == []
     assert mine.look(store) == "rank 1: its process has been stopped for 8 s"
     process.send_signal(signal.SIGCONT)
 
@@ -72,15 +72,15 @@ def test_the_first_rank_is_stopped(monkeypatch, process):
     while not mine.first_is_stopped():
         time.sleep(0.01)
     assert mine.waited_for_first() == ""
-    assert all(mine.first_is_stopped() for _ in range(life.STOPPED))
+    assert all(mine.first_is_stopped() for _ in range(failure.STOPPED))
     assert mine.waited_for_first() == "rank 0: its process has been stopped for 8 s"
     process.send_signal(signal.SIGCONT)
 
 
 def test_a_rank_of_another_machine(monkeypatch, process):
     store, (mine, other) = ranks(monkeypatch, process)
-    monkeypatch.setattr(life, "_machine", lambda: "another")
-    assert looks(mine, store, life.SILENCE) == []
+    monkeypatch.setattr(failure, "_machine", lambda: "another")
+    assert looks(mine, store, failure.SILENT) == []
     assert mine.look(store) == "rank 1: it has shown no sign of life for 300 s"
     other.look(store)
     assert mine.look(store) == ""

@@ -1,11 +1,30 @@
-"""Mixed precision: the values of ``mp_policy``."""
+"""Values of arguments, as users pass them: whole numbers, mixed precision, and libraries that only some need."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def parse_count(name: str, value: Any, expected: str, *, least: int = 0) -> int:
+    """``value`` if it is a whole number of at least ``least``. Raises ValueError that says what is ``expected``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
+    return value
+
+
+def needs(library: str, *, extra: str, what: str) -> None:
+    """Raises ImportError that says what to install if ``library`` is missing. Call it before any work."""
+    if find_spec(library) is None:
+        raise ImportError(
+            f"{what} needs {library}, which is not installed: pip install {library}, or shardtrace's extra, "
+            f"pip install '.[{extra}]' in its folder",
+            name=library,
+        )
+
 
 _DTYPES = {
     "bf16": torch.bfloat16,

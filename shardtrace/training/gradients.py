@@ -1,0 +1,278 @@
+"""Gradients between backward and the step: accumulation, clipping by the norm of all, scaling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
+
+from passes.compat.jit import unjitted
+from passes.compat.versions import all_gather_single
+from passes.plan import Keep, Level, Placement
+from shardtrace.model.state import ShardedState, link_of, own_state, part_of, sharded_states, state_of, states_in
+from shardtrace.ranks.failure import communicating
+from shardtrace.ranks.mesh import is_alone
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+
+@contextmanager
+def no_sync(model: nn.Module, *, reduce_each: bool | Literal["shard"] = False) -> Iterator[None]:
+    """Add up gradients on each rank without reducing them. The first backward outside the context reduces the sums.
+
+    A backward inside keeps its gradients, wherever its forward ran, as with FSDP2. All forwards may come before the
+    first backward. ``model.no_sync()`` is the same. ::
+
+        for i, (x, y) in enumerate(batches):
+            with shardtrace.no_sync(model) if (i + 1) % 4 else nullcontext():
+                (cmodel(x, y) / 4).backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Thunder compiles one step for inside and one for the step that reduces. A backward on the other side than its
+    forward is compiled by itself. Every rank keeps the unsharded sums of all parameters from the first step inside
+    until they are reduced: 4 bytes per element (fp32, even if gradients have a lower precision, unless
+    ``CommPolicy.accumulation_dtype`` is None). No gradients are sent inside. ``zero_grad`` of an optimizer or a module
+    drops the sums of its parameters, and so does an exception that leaves the context. Setting ``.grad`` to None by
+    hand does not. ``optimizer.step()`` raises if its parameters have sums that are not reduced.
+
+    Args:
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``; or a
+            submodule of a sharded one, whose gradients are then kept and those of others reduced.
+        reduce_each: True: reduce in each step nevertheless, and add up this rank's shards in ``.grad``. This takes no
+            memory beyond the shards' gradients, and one reduction per step. The context then changes nothing.
+            "shard": with a hybrid strategy, reduce_scatter in each step, add up shards, and all_reduce them over the
+            replicas only in the step outside. Other strategies reduce in each step.
+
+    Raises:
+        ValueError: if the model is not sharded.
+        RuntimeError: at the next forward, if the step that reduces did not use a parameter that was used inside.
+    """
+    if reduce_each is True:
+        yield
+        return
+    keep = keep_of(model, Level.REPLICAS if reduce_each == "shard" else Level.WHOLE)
+    before = {state: state.runtime.keep for state in keep}
+    for state, now in keep.items():
+        state.runtime.keep = now
+    try:
+        yield
+    except BaseException:
+        for state in keep:
+            state.runtime.kept.clear()
+        raise
+    finally:
+        for state, kept in before.items():
+            state.runtime.keep = kept
+
+
+def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
+    """What the states of a model are to keep; those of its parameters, if it is a part of a sharded one."""
+    module = unjitted(model)
+    keep = {state: Keep(level) for state in states_in(module)}
+    outer = part_of(module) if state_of(module) is None else None
+    if outer is not None:
+        links = (link_of(p) for p in module.parameters())
+        mine = {id(link.entry) for link in links if link is not None and link.state is outer}
+        indices = frozenset(i for i, entry in enumerate(outer.entries) if id(entry) in mine)
+        if outer.runtime.keep is None:
+            keep[outer] = Keep(level, indices)
+    elif not keep:
+        raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
+    return keep
+
+
+def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:
+    """Until it is called again, backwards of a sharded model reduce gradients, or are as inside :func:`no_sync`."""
+    own_state(module).runtime.keep = None if sync else Keep(level)
+
+
+def syncs(module: nn.Module) -> bool:
+    """Whether steps of a sharded model reduce gradients in full."""
+    return own_state(module).runtime.keep is None
+
+
+TORCHS_NORM, TORCHS_CLIP = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+
+def clip_grad_norm_(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all of them, taken as one vector, is at most ``max_norm``.
+
+    ``torch.nn.utils.clip_grad_norm_`` for sharded models, which may be given the model itself. Each
+    element counts once, whichever ranks hold it. Unsharded parameters are taken to be equal on all ranks, and count
+    once. A collective: every rank must call it.
+
+    Args:
+        model_or_params: a sharded model, before or after ``thunder.jit``, or parameters of such models.
+        max_norm: the largest norm that is left unchanged.
+        norm_type: p of the p-norm, greater than 0; ``float("inf")`` is the largest absolute value.
+        error_if_nonfinite: raise if the norm is inf or NaN, and leave gradients unchanged.
+        foreach: as in torch: one kernel for many gradients.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor, equal on all ranks.
+
+    Raises:
+        ValueError: if ``norm_type`` is not positive.
+        RuntimeError: with ``error_if_nonfinite``, on every rank.
+    """
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be more than 0, not {norm_type}")
+    params = _parameters(model_or_params)
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    counted = [grad for p, grad in grads if grad.numel() or link_of(p) is not None]  # which other ranks may have
+    norm = torch.nn.utils.get_total_norm(counted, norm_type, foreach=foreach)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the {norm_type:g}-norm of all gradients is {norm.item()}: nothing was clipped; "
+            "error_if_nonfinite=False would scale gradients by it"
+        )
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+    return norm
+
+
+def _parameters(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(model_or_params, nn.Module):
+        return list(sharded_states(model_or_params)[0].parameters())
+    return [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
+
+
+@functools.cache  # once for each process
+def share_norms() -> WeakSet[ShardedState]:
+    """Make ``torch.nn.utils.clip_grad_norm_`` and the functions that it consists of right for all gradients of sharded
+    models, whoever imported it: beside DTensors there may be plain tensors, shards in host memory that the ranks cannot
+    send, and parameters that only one rank owns. Norms are plain tensors, and computed on the rows of each rank.
+
+    Returns the set of the models whose gradients are known.
+    """
+    states: WeakSet[ShardedState] = WeakSet()
+
+    @functools.wraps(TORCHS_NORM)
+    def get_total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        owned = {i: spread for state in states if state.owns for i, spread in _owned(state)}
+        spreads: dict[Spread, list[torch.Tensor]] = {}
+        for grad in grads:
+            spread = _spread(grad) if isinstance(grad, DTensor) else owned.get(id(grad), ALONE)
+            spreads.setdefault(spread, []).append(grad)
+        if spreads.keys() <= {ALONE}:
+            return TORCHS_NORM(grads, norm_type, error_if_nonfinite, foreach)
+        norms = [_norm(mine, spread, float(norm_type), foreach) for spread, mine in spreads.items()]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        return TORCHS_NORM([total], norm_type, error_if_nonfinite)  # raises on every rank
+
+    @functools.wraps(TORCHS_CLIP)
+    def clip_grads_with_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        mine = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for kind in (True, False):  # foreach functions take one of them
+            TORCHS_CLIP([p for p in mine if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
+
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = get_total_norm
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip_grads_with_norm_
+    return states
+
+
+class Spread(NamedTuple):
+    """The groups whose ranks hold different parts of a tensor, and the device whose tensors they can send."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device | None
+
+
+ALONE = Spread((), None)  # of tensors that are taken to be equal on all ranks
+
+
+def _spread(grad: DTensor) -> Spread:
+    dims = (dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+    return Spread(tuple(grad.device_mesh.get_group(dim) for dim in dims), torch.device(grad.device_mesh.device_type))
+
+
+def _owned(state: ShardedState) -> Iterator[tuple[int, Spread]]:
+    """The ids of the gradients of parameters that only one rank owns."""
+    for e in state.entries:
+        if e.home.placement is Placement.OWNER and e.shard.grad is not None:
+            yield id(e.shard.grad), Spread((state.group,), e.device)
+
+
+def _norm(grads: list[torch.Tensor], spread: Spread, norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm over all ranks of gradients that are spread alike."""
+    mine = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norm = TORCHS_NORM([grad for grad in mine if grad.numel()], norm_type, False, foreach)
+    for group in spread.groups:
+        norm = norm if is_alone(group) else _norm_over_ranks(norm.to(spread.device), norm_type, group)
+    return norm
+
+
+def _norm_over_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm of all ranks' norms. They are gathered, because some backends lose NaN in a reduction."""
+    norms = norm.new_empty(group.size())
+    with communicating("the norms of the gradients of all ranks", group):
+        all_gather_single(norms, norm.reshape(1), group=group)
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+Found = dict[torch.device, torch.Tensor]
+
+
+@functools.cache  # once for each process
+def share_overflows() -> None:
+    """Make every GradScaler, built before or after, find what any rank of a sharded model finds.
+
+    A rank has only the gradients of its shards. By itself it would skip the step and lower its scale, while others do
+    not. (torch asks the other ranks only if the first gradient is a shard, and not for shards in host memory.) The
+    method that looks for an inf or NaN has no hook, and is replaced. It is given the rows of this rank. The collective,
+    of one number, is sent when a scaler unscales the gradients of an optimizer: every rank must do so.
+    """
+    look = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(look)
+    def everywhere(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+        groups = [{"params": [_rows(p) for p in group["params"]]} for group in optimizer.param_groups]
+        mine: Any = SimpleNamespace(param_groups=groups)
+        return _anywhere(look(self, mine, *args, **kwargs), optimizer)
+
+    torch.amp.GradScaler._unscale_grads_ = everywhere  # type: ignore[method-assign]
+
+
+def _rows(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter that is a DTensor, and of its gradient."""
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    rows = parameter.detach().to_local()  # type: ignore[attr-defined]
+    rows.grad = parameter.grad.to_local()
+    return rows
+
+
+def _anywhere(found: Found, optimizer: torch.optim.Optimizer) -> Found:
+    """What any rank has found, on each device of this rank's gradients, and on one if it has none."""
+    links = [link_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    models = {link.state: link.entry.device for link in links if link is not None}
+    # to the device that computes: its tensors can be sent
+    groups = {state.group: device for state, device in models.items() if not is_alone(state.group)}
+    for group, device in groups.items():
+        anywhere = torch.zeros((), device=device)
+        for value in found.values():
+            anywhere = torch.maximum(anywhere, value.to(device))
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        found = {where: anywhere.to(where) for where in found or (device,)}
+    return found
