@@ -27,7 +27,7 @@ from textwrap import indent
 import passes
 from passes import BucketPlan, ShardedParameter, TracedParameters
 from passes.insert_synchronize import insert_synchronize
-from passes.regather import regather
+from passes.save import regather
 from passes.schedule import schedule
 from passes.shard_parameters import shard_parameters
 from shardtrace import CompilePolicy

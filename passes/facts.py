@@ -12,14 +12,13 @@ from contextvars import Context as Variables
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.insert_guards import Guard
+from passes.epilogue import Rebuild, Setter
+from passes.guards import Guard
 from passes.keep_secondary import Kept
 from passes.plan import TracedParameters
 from passes.plan.step import Unused
 from passes.proof.prove import Proof, Record
-from passes.rebuild_result import Rebuild
-from passes.save_shards import Swapped
-from passes.set_state import Setter
+from passes.save import Swapped
 from passes.split_sequence import Context
 
 from thunder.core.trace import TraceCtx

@@ -16,31 +16,21 @@ from typing import Literal, NamedTuple
 from passes.accumulate import accumulate_gradients
 from passes.analysis.calls import with_blocks
 from passes.analysis.verify import verify_schedule
-from passes.checkpoint_activations import checkpoint_activations
-from passes.compare_ranks import compare_ranks
 from passes.delay_writes import delay_writes
 from passes.drop_unused import drop_unused
+from passes.epilogue import keep_stream, rebuild_result, set_state, watch_backward
 from passes.facts import Compilation
-from passes.insert_guards import insert_guards
+from passes.guards import compare_ranks, insert_guards, merge_checks
 from passes.insert_synchronize import insert_synchronize
-from passes.keep_random import keep_random
 from passes.keep_secondary import keep_secondary
-from passes.keep_stream import keep_stream
-from passes.merge_checks import merge_checks
 from passes.outline import Inner, outline
-from passes.overlap_sequence import overlap_sequence
 from passes.proof.prove_step import prove_step
-from passes.rebuild_result import rebuild_result
-from passes.regather import regather
 from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
-from passes.save_shards import save_shards
-from passes.schedule import schedule
-from passes.set_state import set_state
+from passes.save import checkpoint_activations, keep_random, regather, save_shards
+from passes.schedule import schedule, wait_copies
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions
-from passes.split_sequence import split_sequence
-from passes.wait_copies import wait_copies
-from passes.watch_backward import watch_backward
+from passes.split_sequence import overlap_sequence, split_sequence
 
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform

@@ -18,7 +18,7 @@
 
 For what a called block saves, 4 and 6 hold too.
 
-A trace knows nothing of other ranks. :mod:`passes.compare_ranks` checks that all ranks issue the same collectives in
+A trace knows nothing of other ranks. :mod:`passes.guards` checks that all ranks issue the same collectives in
 the same order.
 """
 

@@ -6,74 +6,45 @@ in place, and records the call (:mod:`shardtrace.record`).
 
 from __future__ import annotations
 
-from typing import Any
-from passes.kernels import executor as kernels
-from passes.kernels.registration import fuses
-from thunder.extend import FusionExecutor
-from thunder.extend import TemporaryExecutor
-from thunder.extend import get_always_executors
-from thunder.extend import get_default_executors
-import os
-from pathlib import Path
-from passes.runner import Observe
-import torch.distributed as dist
-from thunder.core.trace import TraceCtx
 import functools
+import os
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TypeVar
-from passes.compat.failures import deeper_recursion
-from passes.compat.failures import raised
-from passes.compat.failures import without_log_of_fakes
-from passes.compat.jit import check_dtensors
-from passes.compat.jit import compile_data_and_stats
-from passes.compat.jit import live_buffers
-from passes.compat.jit import proxied_values
-from passes.compat.jit import refresh_modules
-from passes.facts import Compilation
-from passes.facts import Facts
+from pathlib import Path
+from typing import Any, TypeVar
+
+from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
+from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
+from passes.facts import Compilation, Facts
+from passes.kernels import executor as kernels
+from passes.kernels.registration import fuses
 from passes.pipeline import pipeline
 from passes.plan import ShardedParameter
-from passes.runner import FirstStage
-from passes.runner import Pass
-from shardtrace.model.context import check_alone
-from shardtrace.model.context import compare_batches
-from shardtrace.model.context import context_of
-from shardtrace.model.context import wholes
-from shardtrace.model.graphs import makes_graphs
-from shardtrace.model.graphs import refuse_graphs
-from shardtrace.model.graphs import refuse_lines
+from passes.runner import FirstStage, Observe, Pass
+from shardtrace.model.context import check_alone, compare_batches, context_of, wholes
+from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
 from shardtrace.model.memory import REMEDY
 from shardtrace.model.shards import current
-from shardtrace.model.state import ShardedState
-from shardtrace.model.state import link_of
-from shardtrace.model.state import own_state
-from shardtrace.model.state import refuse_shard
-from shardtrace.model.state import states_in
+from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
 from shardtrace.ranks.mesh import is_alone
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
 from shardtrace.record.numbers import Varying
-from shardtrace.record.recording import Comparison
-from shardtrace.record.recording import Recording
-from shardtrace.record.recording import is_comparable
+from shardtrace.record.recording import Comparison, Recording, is_comparable
+
 import torch
-from thunder.core.compile_data import get_cache_option
-from thunder.core.compile_data import get_compile_data
+import torch.distributed as dist
+from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import unwrap
-from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.jit_ext import register_general_jit_lookaside
+from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
+from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn

@@ -28,8 +28,7 @@ from passes.analysis.recognise import (
     is_wait,
 )
 from passes.plan import Bucket, BucketPlan, Wire
-from passes.schedule import schedule
-from passes.wait_copies import wait_copies
+from passes.schedule import schedule, wait_copies
 
 import thunder
 from thunder.core import prims

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
-from passes.insert_guards import check_value
+from passes.guards import check_value
 from shardtrace.record.absent import is_absent
 from shardtrace.record.calls import storage
 from shardtrace.record.memory import overlap

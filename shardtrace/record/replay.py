@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import Any
 
 from passes.analysis.origins import InModule
-from passes.checkpoint_activations import mark_block
 from passes.compat.failures import add_note
 from passes.compat.jit import name_as_user
 from passes.kernels.aten import Meta
 from passes.kernels.registration import is_as_eager
 from passes.kernels.torch_call import TorchCall, add_executor, laid_out
+from passes.save import mark_block
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
 from shardtrace.record.memory import Memory

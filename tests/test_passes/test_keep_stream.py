@@ -3,7 +3,7 @@
 from unittest import mock
 
 import shardtrace
-from passes import keep_stream as module
+from passes import epilogue as module
 
 import pytest
 import thunder

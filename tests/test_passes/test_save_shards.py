@@ -7,7 +7,7 @@ import shardtrace
 from passes import collectives
 from passes.analysis.recognise import bucket_of, is_issue, names, parameter_aliases
 from passes.analysis.verify import verify
-from passes.save_shards import Swapped, save_shards
+from passes.save import Swapped, save_shards
 
 import pytest
 import thunder

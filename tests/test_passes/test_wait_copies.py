@@ -2,7 +2,7 @@
 
 import shardtrace
 from passes.analysis.recognise import ends_copies
-from passes.wait_copies import wait_copies
+from passes.schedule import wait_copies
 from shardtrace.inspector.fake import compile_only
 
 import thunder

@@ -16,10 +16,10 @@ from passes.comm import direct, host_copies, kept_gradients, messages, native, q
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.compat.lines import symbol_that_calls
-from passes.overlap_sequence import overlap_sequence
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, host_memory
 from passes.plan.sequence import ContextPlan, Split
-from passes.wait_copies import wait_copies
+from passes.schedule import wait_copies
+from passes.split_sequence import overlap_sequence
 
 import pytest
 import torch

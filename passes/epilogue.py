@@ -1,4 +1,19 @@
-"""Pass over the epilogue: watches the backward of a step.
+"""Passes over the epilogue, which returns the results of a step to the script.
+
+``rebuild_result``: what the model returns is made of the tensors of the step.
+
+    result = rebuild(model_output, (t3, t4))
+
+Thunder itself can return tensors in tuples, lists and dicts.
+
+``set_state``: after each step the model's state is set as its forward has set it.
+
+    set_state(state_0, (t3, t4))        before the epilogue returns
+
+The tensors are results of the step, so that gradients flow through them. Tracing passes them by a line that packs a
+buffer (:func:`passes.compat.jit.pack_tensors`), which this pass replaces.
+
+``watch_backward``: watches the backward of a step.
 
     watch_backward((t0, t1), backward)      before an epilogue returns the outputs
 
@@ -11,11 +26,19 @@ from, and refuses what would be dropped or wrong silently:
   outputs belong to one node, so that no gradient passes from one to another.
 
 The node calls what :mod:`passes.choose_backward` chooses.
+
+``keep_stream``: runs a backward on the stream on which its forward ran, as autograd does for other functions.
+
+    keep_stream((t0,))        before an epilogue returns the outputs
+
+Thunder hides its backward from autograd's streams behind a tensor on the meta device. It would run on the stream on
+which ``loss.backward()`` is called, but autograd makes gradients ready, and reads the results, on forward's stream.
+Nothing would order the two. A backward on the stream of its forward costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -26,11 +49,69 @@ from passes.compat.jit import nodes_of_thunder, without_meta
 from passes.plan.step import Unused
 
 import torch
+from thunder.core import prims
 from thunder.core.codeutils import ContextObject
+from thunder.core.devices import DeviceType
 from thunder.core.prims import OpTags
-from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.proxies import AnyProxy, TensorProxy
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch.utils.hooks import unserializable_hook
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+
+
+def rebuild_result(epilogue: TraceCtx, *, rebuild: Rebuild | None) -> TraceCtx:
+    """Returns what the model returns, made of the tensors of the step.
+
+    Takes: an epilogue that returns a tuple of tensors.
+    Gives: ``rebuild(tensors)`` as its result.
+    No-op when: Thunder itself can return what the model returns.
+    """
+    if rebuild is None:
+        return epilogue
+    *lines, last = epilogue.bound_symbols
+    new = from_trace(epilogue)
+    with tracectx(new):
+        result = AnyProxy(None, prefix="result")
+    line = run_rebuild.bind(ContextObject("model_output", rebuild), tuple(last.args[0]), output=result)
+    new.bound_symbols = [*lines, line, last.from_bsym(args=(result,))]
+    return new
+
+
+def _run(rebuild: ContextObject, tensors: tuple[Any, ...]) -> Any:
+    return rebuild.obj(tensors)
+
+
+run_rebuild = symbol("rebuild", lambda rebuild, tensors: None, _run, tags=[OpTags.DONT_DCE])
+
+
+Setter = Callable[[tuple[torch.Tensor, ...]], None]
+
+
+def set_state(epilogue: TraceCtx, *, setters: Mapping[str, Setter]) -> TraceCtx:
+    """Sets after each step what forward sets on modules.
+
+    Takes: an epilogue in which tracing has packed the tensors.
+    Gives: a call of each setter in the place of the line that packed its tensors, by its name.
+    No-op when: there are no setters.
+    """
+    if not setters:
+        return epilogue
+    new = from_trace(epilogue)
+    for bsym in epilogue.bound_symbols:
+        name = str(bsym.args[1]).lstrip(".") if bsym.sym is prims.pack_buffer else ""
+        if name in setters:
+            bsym = run_setter.bind(ContextObject(name, setters[name]), tuple(bsym.args[2]), output=None)
+        new.bound_symbols.append(bsym)
+    return new
+
+
+def _run_set_state(setter: ContextObject, tensors: tuple[Any, ...]) -> None:
+    setter.obj(tensors)
+
+
+run_setter = symbol("set_state", lambda setter, tensors: None, _run_set_state, tags=[OpTags.DONT_DCE])
+
 
 Choose = Callable[[Callable[..., Any], list[Any], list[Any]], Any]  # runs one for a compiled backward
 
@@ -128,3 +209,56 @@ def _sees_gradient(hook: Any) -> bool:
 
 
 watch = symbol("watch_backward", lambda outputs, hook: None, _watch, tags=[OpTags.DONT_DCE])
+
+
+WITHOUT_STREAMS = (DeviceType.CPU, DeviceType.META)
+
+
+def keep_stream(epilogue: TraceCtx, *, models: Collection[str], record: Sequence[TraceCtx]) -> TraceCtx:
+    """Runs a backward on the stream on which its forward ran.
+
+    Takes: an epilogue, and the computation whose outputs it gets, last in ``record``.
+    Gives: a line that notes the current stream.
+    No-op when: no model was traced, or it computes no tensor on a device with streams.
+    """
+    *lines, last = epilogue.bound_symbols
+    outputs = results_of_step(epilogue, record[-1])
+    on_device = tuple(x for x in outputs if x.device.devicetype not in WITHOUT_STREAMS)
+    if not on_device or not models:
+        return epilogue
+    new = from_trace(epilogue)
+    new.bound_symbols = [*lines, keeping.bind(on_device, output=None), last]
+    return new
+
+
+class _Streams:
+    """The stream of a forward, and the one on which its backward is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._forward = self._module.current_stream(device)
+        self._called: Any = None
+
+    def enter(self, gradients: Any) -> None:
+        called = self._module.current_stream(self._device)
+        if called != self._forward:
+            self._called = called
+            self._forward.wait_stream(called)
+            self._module.set_stream(self._forward)
+
+    def leave(self, results: Any, gradients: Any) -> None:
+        called, self._called = self._called, None
+        if called is not None:
+            called.wait_stream(self._forward)
+            self._module.set_stream(called)
+
+
+def _note(outputs: tuple[torch.Tensor, ...]) -> None:
+    for node in nodes_of_thunder(outputs, of_backward=True):
+        streams = _Streams(outputs[0].device)
+        node.register_prehook(streams.enter)
+        node.register_hook(streams.leave)
+
+
+keeping = symbol("keep_stream", lambda outputs: None, _note, tags=[OpTags.DONT_DCE])

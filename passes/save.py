@@ -1,0 +1,443 @@
+"""Passes that decide what forward saves for backward, and what backward computes again.
+
+``checkpoint_activations``: the activations of chosen blocks are recomputed in backward instead of being saved.
+
+Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. This pass tags
+the lines of a block, except for those whose results other lines use, so that a block saves only its inputs. It treats
+the lines that Thunder tagged, because the model itself calls ``torch.utils.checkpoint``, in the same way. Note
+[Not twice] holds for both. Of a call that is cheap it tags only the lines that :mod:`passes.analysis.cheap` finds.
+
+Note [Not twice]. A random line would draw other numbers, and a line that reads or writes values that are updated in
+place would see or make other values. The results of such lines are saved. Random numbers are saved in their smallest
+form: a dropout saves its boolean mask, one byte for each element. A symbol with its own grad rule, such as attention
+with dropout on CUDA, saves its result and what the rule needs.
+
+``keep_random``: random numbers are drawn once, in forward; backward reads the same numbers.
+
+Thunder's fusions repeat cheap lines of forward in backward (thunder.core.rematerialization), except for lines that are
+tagged RANDOM_OP, and Thunder's own randn and randint are not tagged. A second draw would give other numbers and wrong
+gradients. This pass therefore tags every random line. If autodiff takes a line apart, only its random parts are tagged:
+the other parts, such as the product of a dropout, may be repeated.
+
+``regather``: values that are computed only from parameters are recomputed in backward instead of being saved.
+
+Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. The whole chain
+must carry the tag, from the gather to the last view or cast of a parameter. A chain that ends too early saves its last
+link, and with it the memory of the whole parameter.
+
+``save_shards``: saves the shard if a fusion would save a gathered parameter for backward.
+
+Thunder moves cheap lines from a fusion of forward into one of backward (thunder.core.rematerialization), together with
+their inputs. These include parameters that forward gathered, because Thunder does not know of the gather in backward.
+This pass lets backward read what its own gather brings, and adds a gather for a parameter that has none.
+
+The pass sees forward first. It tells the backward that follows what was swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from passes.analysis.cheap import cheap_lines
+from passes.analysis.recognise import (
+    applies_parameters,
+    bucket_of,
+    constant_inputs,
+    is_backward,
+    is_constant,
+    is_decomposed_by_autodiff,
+    is_deletion,
+    is_gather,
+    is_issue,
+    is_random,
+    is_repeatable,
+    is_return,
+    is_unpack,
+    is_wait,
+    may_be_taken_apart,
+    names,
+    nbytes,
+    updated_in_place,
+)
+from passes.comm.symbols import synchronize, unshard
+from passes.compat.lines import differentiating_executor
+from passes.kernels.registration import executor as kernels
+from passes.kernels.registration import lines_of_kernels
+from passes.plan import Bucket
+
+from thunder.core.prims import OpTags
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, TraceTag, from_trace, tracectx
+from thunder.core.transforms import is_constant_for_vjp
+from thunder.executors.passes import del_last_used
+
+
+class Call:
+    """A call of a checkpointed block, as a tag of its lines. ``cheap``: backward repeats only its cheap lines."""
+
+    def __init__(self, *, cheap: bool = False) -> None:
+        self.cheap = cheap
+
+
+def mark_block(lines: Iterable[BoundSymbol], *, cheap: bool = False) -> None:
+    """Marks lines that were just traced as those of one call. If blocks are nested, the outer one counts."""
+    call = Call(cheap=cheap)
+    for bsym in lines:
+        inner = {tag for tag in bsym.tags if isinstance(tag, Call)}
+        bsym.tags -= inner
+        bsym.tags.add(call)
+
+
+def checkpoint_activations(computation: TraceCtx) -> TraceCtx:
+    """Recomputes the activations of chosen blocks in backward instead of saving them.
+
+    Takes: a computation whose lines tell the checkpointed call that they belong to.
+    Gives: a tag on the lines that are to run again.
+    No-op when: no call is checkpointed.
+
+    If only some parts of a composite symbol may run twice, its parts replace it, as autodiff would do anyway.
+    """
+    lines = list(_taken_apart(computation.bound_symbols))
+    by_thunder = {o.name: o for b in lines for o in b.flat_proxy_outs if ProxyTag.RECOMPUTE_IN_BACKWARD in o.tags}
+    calls = [_call(b) for b in lines]
+    if not by_thunder and not any(calls):
+        return computation
+    new = from_trace(computation)
+    swap = _untagged(new, by_thunder)
+    facts = Facts(_results(lines, calls), frozenset(updated_in_place(computation)), set(), new)
+    chosen = _chosen(lines, calls, facts)
+    for i, bsym in enumerate(lines):
+        again = i in chosen or any(o.name in by_thunder for o in bsym.flat_proxy_outs)
+        new.bound_symbols += _tagged(bsym.from_bsym_swap_proxies(swap), facts, again=again)
+    return new
+
+
+def _taken_apart(lines: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines, with the parts of those of cheap calls that autodiff would take apart."""
+    for bsym in lines:
+        call = _call(bsym)
+        if call is not None and call.cheap and is_decomposed_by_autodiff(bsym):
+            yield from _taken_apart(part.from_bsym(tags=part.tags | bsym.tags) for part in bsym.subsymbols)
+        else:
+            yield bsym
+
+
+def _chosen(lines: Sequence[BoundSymbol], calls: Sequence[Call | None], facts: Facts) -> set[int]:
+    """The numbers of the lines that are to run again if they may."""
+    found: dict[Call, list[int]] = {}
+    for i, call in enumerate(calls):
+        if call is not None:
+            found.setdefault(call, []).append(i)
+    chosen: set[int] = set()
+    for call, numbers in found.items():
+        if call.cheap:
+            cheap = cheap_lines([lines[i] for i in numbers], facts.results, facts.trace.names)
+            numbers = [numbers[k] for k in cheap]
+        chosen.update(numbers)
+    return chosen
+
+
+class Facts(NamedTuple):
+    """Names of values: results of blocks that other lines use or the function returns, values that are updated in
+    place, and values that are computed only from random numbers."""
+
+    results: frozenset[str]
+    updated: frozenset[str]
+    drawn: set[str]
+    trace: TraceCtx  # the new one
+
+
+def _untagged(trace: TraceCtx, tagged: dict[str, Proxy]) -> dict[Variable, Proxy]:
+    """The same values without Thunder's tag. This pass tags lines instead, because a line's parts inherit its tags."""
+    swap = {}
+    for name, old in tagged.items():
+        trace.names.discard(name)
+        with tracectx(trace):
+            swap[variableify(old)] = old.replace(tags=old.tags - {ProxyTag.RECOMPUTE_IN_BACKWARD})
+    return swap
+
+
+def _call(bsym: BoundSymbol) -> Call | None:
+    return next((tag for tag in bsym.tags if isinstance(tag, Call)), None)
+
+
+def _results(lines: Sequence[BoundSymbol], calls: Sequence[Call | None]) -> frozenset[str]:
+    """The names of values that are returned, or that a block computes and other lines read."""
+    found = names(lines[-1].args[0]["output"])
+    made_in: dict[str, Call | None] = {}
+    for bsym, call in zip(lines[:-1], calls, strict=False):
+        found.update(a.name for a in bsym.flat_proxy_args if made_in.get(a.name, call) not in (call, None))
+        for o in bsym.flat_proxy_outs:
+            made_in.setdefault(o.name, call)
+    return frozenset(found)
+
+
+def _tagged(bsym: BoundSymbol, facts: Facts, *, again: bool) -> Iterator[BoundSymbol]:
+    if not again:
+        yield bsym
+    elif _may_run_again(bsym, facts):
+        yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
+    elif may_be_taken_apart(bsym):
+        for part in _parts(bsym, facts.trace):
+            yield from _tagged(part, facts, again=True)
+    else:
+        if _is_drawn(bsym, facts):
+            facts.drawn.update(o.name for o in bsym.flat_proxy_outs)
+        yield bsym
+
+
+def _parts(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
+    """The lines that may replace one: several kernels, if it would become these, or its subsymbols."""
+    if differentiating_executor(bsym) == kernels and len(lines := lines_of_kernels(bsym, trace)) > 1:
+        return lines
+    return bsym.subsymbols
+
+
+def _may_run_again(bsym: BoundSymbol, facts: Facts) -> bool:
+    outputs, inputs = names(bsym.flat_proxy_outs), names(bsym.flat_proxy_args)
+    return (
+        is_repeatable(bsym)
+        and outputs.isdisjoint(facts.results)
+        and (outputs | inputs).isdisjoint(facts.updated)
+        and not _is_drawn(bsym, facts)
+    )
+
+
+def _is_drawn(bsym: BoundSymbol, facts: Facts) -> bool:
+    """True for a line that draws random numbers, or computes only from them and takes no more memory."""
+    inputs = [a for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)]
+    if not inputs:
+        return is_random(bsym)
+    return names(inputs) <= facts.drawn and nbytes(bsym.flat_proxy_outs) <= nbytes(inputs)
+
+
+# Random functions whose gradient is zero for any numbers.
+WITHOUT_GRADIENT = frozenset({"torch.randint_like", "torch.poisson", "torch.binomial"})
+
+
+def keep_random(computation: TraceCtx) -> TraceCtx:
+    """Lets backward use the random numbers that forward has drawn.
+
+    Takes: a computation.
+    Gives: a tag on each random line, or on its random parts.
+    No-op when: no line is random.
+
+    Raises:
+        NotImplementedError: if Thunder would differentiate a random function by calling it again.
+    """
+    if not any(is_random(b) for b in computation.bound_symbols):
+        return computation
+    _refuse_second_calls(computation)
+    new = from_trace(computation)
+    new.bound_symbols = [_drawn_once(b) for b in computation.bound_symbols]
+    return new
+
+
+def _drawn_once(bsym: BoundSymbol) -> BoundSymbol:
+    if not is_random(bsym):
+        return bsym
+    tags = bsym.tags if may_be_taken_apart(bsym) else bsym.tags | {OpTags.RANDOM_OP}
+    return bsym.from_bsym(subsymbols=[_drawn_once(part) for part in bsym.subsymbols], tags=tags)
+
+
+def _refuse_second_calls(computation: TraceCtx) -> None:
+    """Raises if the gradient of a random function would call it again, as thunder.torch does for functions that it
+    registers automatically."""
+    differentiated = {a.name for a in computation.args if getattr(a, "requires_grad", False)}
+    for bsym in computation.bound_symbols:
+        if is_constant_for_vjp(bsym) or differentiated.isdisjoint(names(bsym.flat_proxy_args)):
+            continue
+        differentiated |= names(bsym.flat_proxy_outs)
+        if function := _called_twice(bsym):
+            raise NotImplementedError(
+                f"{function} is random, and Thunder would take its gradient from numbers drawn anew, which is wrong: "
+                "draw the numbers with torch.rand, torch.randn, torch.bernoulli or torch.nn.functional.dropout, and "
+                "compute with them"
+            )
+
+
+def _called_twice(bsym: BoundSymbol) -> str:
+    """The id of the random function that the gradient of a line calls again; empty if there is none."""
+    if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
+        return str(bsym.sym.id) if is_random(bsym) and bsym.sym.id not in WITHOUT_GRADIENT else ""
+    return next(filter(None, map(_called_twice, bsym.subsymbols)), "")
+
+
+def regather(computation: TraceCtx, *, unsharded: Collection[str] = ()) -> TraceCtx:
+    """Recomputes in backward what is computed only from parameters (ZeRO-3).
+
+    Takes: a computation in which buckets are synchronized.
+    Gives: a tag on the gathers of ZeRO-3 buckets, and on all lines that depend only on their parameters and constants.
+    No-op when: no bucket is gathered again in backward.
+
+    Random lines are not tagged, because a second draw would differ, and lines whose results are returned are not. A
+    composite symbol may mix parameters with activations, as a product does that first broadcasts its weight. It is
+    replaced by its parts if autodiff would do so anyway, so that the parts that use only parameters can be tagged.
+
+    ``unsharded`` are the names of inputs that are gathered parameters, which backward will be given again: a block's.
+    """
+    if not unsharded and not any(_is_regathered(b) for b in computation.bound_symbols):
+        return computation
+    returned = names(computation.bound_symbols[-1].args[0])
+    derived = Derived(set(unsharded), constant_inputs(computation) - set(unsharded), returned)
+    new = from_trace(computation)
+    for bsym in computation.bound_symbols:
+        new.bound_symbols += _gathered_again(bsym, derived)
+    return new
+
+
+class Derived(NamedTuple):
+    """Names of values: those computed from parameters and constants, constants and buffers, and those that backward
+    does not compute again: returned values, and what parameters make of a constant (a rank without an image runs its
+    tower on zeros, and must send what the others send)."""
+
+    parameters: set[str]
+    constants: set[str]
+    activations: set[str]
+
+
+def _is_regathered(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id == synchronize.id and bsym.args[1].plan.regather
+
+
+def _gathered_again(bsym: BoundSymbol, derived: Derived) -> Iterator[BoundSymbol]:
+    if applies_parameters(bsym, derived.parameters):
+        derived.activations.update(o.name for o in bsym.flat_proxy_outs)
+    if _is_regathered(bsym) or _is_derived(bsym, derived):
+        outputs = {o.name for o in bsym.flat_proxy_outs}
+        if outputs.isdisjoint(derived.activations):
+            derived.parameters.update(outputs)
+            yield bsym.from_bsym(tags=bsym.tags | {BoundSymbolTag.RECOMPUTE_IN_BACKWARD})
+            return
+    elif _has_derived_part(bsym, derived) and is_decomposed_by_autodiff(bsym):
+        for part in bsym.subsymbols:
+            yield from _gathered_again(part.from_bsym(tags=part.tags | bsym.tags), derived)
+        return
+    elif is_constant(bsym) or _is_derived_constant(bsym, derived):
+        derived.constants.update(o.name for o in bsym.flat_proxy_outs)
+    yield bsym.from_bsym()
+
+
+def _is_derived(bsym: BoundSymbol, derived: Derived) -> bool:
+    """True for a line that computes the same values each time, from parameters and constants only."""
+    tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
+    return (
+        not tensors.isdisjoint(derived.parameters)
+        and tensors <= derived.parameters | derived.constants
+        and not is_return(bsym)
+        and is_repeatable(bsym)
+    )
+
+
+def _is_derived_constant(bsym: BoundSymbol, derived: Derived) -> bool:
+    """True for a line that computes only from constants, such as a cast or slice of a mask."""
+    tensors = {a.name for a in bsym.flat_proxy_args if isinstance(a, TensorProxy)}
+    return bool(tensors) and tensors <= derived.constants and is_repeatable(bsym)
+
+
+def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
+    if not any(a.name in derived.parameters for a in bsym.flat_proxy_args):
+        return False
+    return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
+
+
+class Swapped(NamedTuple):
+    """A gathered parameter, the ``place``-th member of a bucket, that is replaced by its shard among what is saved."""
+
+    bucket: Bucket
+    place: int
+    shard: TensorProxy
+
+
+def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
+    """Saves the shard where a fusion would save a gathered parameter (ZeRO-3).
+
+    Takes: a lowered forward, then its backward.
+    Gives: a forward that saves shards, a backward that reads them. Forward fills ``swapped``, by the names of gathered
+    parameters, for backward.
+    No-op when: no gathered parameter is saved.
+    """
+    if is_backward(trace):
+        return _read_shards(trace, swapped) if swapped else trace
+    swapped.clear()
+    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
+        return trace
+    *lines, last = trace.bound_symbols
+    result, (saved, other) = last.args
+    issues = {b.output.name: b for b in lines if is_issue(b)}
+    only_saved = names(saved) - names(result["output"])
+    for bsym in lines:
+        if is_wait(bsym) and is_gather(bsym) and bucket_of(bsym).plan.regather:
+            shards = issues[bsym.args[0].name].args[0]
+            for i, (full, shard) in enumerate(zip(bsym.flat_proxy_outs, shards, strict=True)):
+                if full.name in only_saved:
+                    swapped[full.name] = Swapped(bucket_of(bsym), i, shard)
+    if not swapped:
+        return trace
+    new = from_trace(trace)
+    saved = tuple(swapped[p.name].shard if p.name in swapped else p for p in saved)
+    new.bound_symbols = [b for b in lines if not is_deletion(b)] + [last.from_bsym(args=(result, (saved, other)))]
+    return del_last_used(new)
+
+
+def _read_shards(trace: TraceCtx, swapped: dict[str, Swapped]) -> TraceCtx:
+    new = from_trace(trace)
+    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    unpacked = {o.name: o for b in lines if is_unpack(b) for o in b.flat_proxy_outs if o.name in swapped}
+    if not unpacked:
+        return trace
+    shards: dict[Variable, TensorProxy] = {}
+    with tracectx(new):
+        for name, full in unpacked.items():
+            shard = swapped[name].shard
+            shards[variableify(full)] = TensorProxy(like=shard, requires_grad=False)
+    full_of, gathers = _unsharded(new, lines, unpacked, swapped, shards)
+    for b in lines:
+        if is_unpack(b):
+            new.bound_symbols.append(b.from_bsym_swap_proxies(shards, skip_inputs=True))
+        else:
+            new.bound_symbols += gathers
+            gathers = []
+            new.bound_symbols.append(b.from_bsym_swap_proxies(full_of, skip_output=True))
+    return del_last_used(new, clear_mutable_collections=True)
+
+
+def _unsharded(
+    trace: TraceCtx,
+    lines: list[BoundSymbol],
+    unpacked: dict[str, TensorProxy],
+    swapped: dict[str, Swapped],
+    shards: dict[Variable, TensorProxy],
+) -> tuple[dict[Variable, TensorProxy], list[BoundSymbol]]:
+    """Returns what replaces each parameter that forward would have saved, and the gathers that backward lacks."""
+    brought = {
+        m.parameter: full
+        for b in lines
+        if is_wait(b) and is_gather(b)
+        for m, full in zip(bucket_of(b).members, b.flat_proxy_outs, strict=True)
+    }
+    found: dict[Variable, TensorProxy] = {}
+    missing: dict[Bucket, list[str]] = {}
+    for name, full in unpacked.items():
+        bucket, place, _ = swapped[name]
+        parameter = bucket.members[place].parameter
+        if parameter in brought:
+            found[variableify(full)] = brought[parameter]
+        else:
+            missing.setdefault(bucket, []).append(name)
+    trace.push_scope([])
+    with tracectx(trace):
+        for bucket, members in missing.items():
+            part = Bucket(
+                bucket.label,
+                f"{bucket.name}_saved",
+                bucket.plan,
+                tuple(bucket.members[swapped[name].place] for name in members),
+                bucket.dtype,
+                bucket.wire,
+            )
+            outputs = unshard(tuple(shards[variableify(unpacked[name])] for name in members), part)
+            found |= {variableify(unpacked[name]): full for name, full in zip(members, outputs, strict=True)}
+    return found, trace.pop_scope()
