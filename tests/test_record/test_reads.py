@@ -278,3 +278,37 @@ def test_what_the_model_keeps_of_values(single_rank):
         x = torch.randn(3, 4)
         torch.testing.assert_close(sharded(x), eager(x))
         assert model.seen == eager.seen
+
+
+def masks_when_traced(m, x, mask):
+    """As models of transformers: no mask if none is needed, which a trace for all inputs would not tell."""
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or not mask.all():
+        return m.fc(x).masked_fill(~mask[:, None], 0.0)
+    return m.fc(x).sin()
+
+
+def test_models_run_as_in_eager_mode(single_rank):
+    """They are not told that they are recorded: a step without a mask, and one with."""
+    model = Net(masks_when_traced)
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(model)))
+    x = torch.randn(5, 4)
+    for mask in (torch.ones(5, dtype=torch.bool), torch.arange(5) > 2):
+        assert torch.equal(cmodel(x, mask), model(x, mask))
+    assert thunder.cache_misses(cmodel) == 2
+    assert "masked_fill" not in str(thunder.compile_stats(cmodel).interpreter_cache[0].computation_traces[-1])
+
+
+def test_models_that_only_a_compiler_can_run(single_rank):
+    """They are told so where a value is missing otherwise."""
+
+    def forward(m, x):
+        y = m.fc(x)
+        if torch.compiler.is_compiling():
+            return torch.where(y.sum() > 0, y, -y)
+        return y if y.sum() > 0 else -y
+
+    model = Net(forward)
+    cmodel = thunder.jit(shardtrace.fsdp(copy.deepcopy(model)))
+    for x in (torch.randn(3, 4), torch.randn(3, 4)):
+        assert torch.equal(cmodel(x), model(x))
+    assert not remarks(cmodel)

@@ -1,5 +1,6 @@
 """Which lines have Thunder's symbol, and which call torch's own function."""
 
+import shardtrace
 from shardtrace.record.symbols import OPERATORS, TRUSTED, is_method, name_of
 
 import pytest
@@ -92,3 +93,23 @@ def test_symbols(function, lines, single_rank):
 )
 def test_torchs_own_functions(function, line, single_rank):
     assert line in lines_of(function, X.abs())
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "div", "neg", "abs", "exp", "sum", "mean", "cumsum"])
+def test_arithmetic_in_half_has_no_casts(single_rank, name):
+    """Thunder's symbols cast to float32 and back, each by a function of its own where nothing fuses."""
+
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            others = {"add": (x[:1],), "mul": (x[:1],), "div": (x[:1],), "cumsum": (-1,)}
+            return getattr(torch, name)(y, *others.get(name, ()))
+
+    cmodel = thunder.jit(shardtrace.fsdp(Half().bfloat16()))
+    cmodel(torch.rand(3, 4, dtype=torch.bfloat16) + 1).float().sum().backward()
+    for trace in (thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1]):
+        assert not [b for b in trace.bound_symbols if b.sym.name in ("to", "convert_element_type")]
