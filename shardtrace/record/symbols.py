@@ -88,8 +88,8 @@ class NotTrusted(Exception):
     """Why a line calls torch's function."""
 
 
-# Note [Rounding]: by torch's names without underscores. Those in half round otherwise, or cast to float32 and back, each
-# by a function of its own.
+# Note [Rounding]: by torch's names without underscores. Those in half round otherwise, or cast to float32 and back,
+# each by a function of its own.
 ROUNDED = frozenset({"group_norm", "logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
 ROUNDED_IN_HALF = frozenset(
     """abs cos cumsum div erf exp expm1 itruediv log log1p log2 mean neg rsqrt sin sqrt sum true_divide
