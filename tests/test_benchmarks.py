@@ -252,6 +252,14 @@ def test_a_llama_in_bf16(module, monkeypatch, tmp_path, capsys):
     assert parameters == pytest.approx(1.04e9, rel=0.01)
 
 
+def test_one_of_many_ranks(module, tmp_path, capsys):
+    """The contenders that a GPU runs with 8 billion parameters."""
+    assert module("one_of_many").main(["--tiny", "--device=cpu", "--steps=1", f"--out={tmp_path}"]) == 0
+    (result,) = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert len(result["contenders"]) == 3
+    assert result["failed"] == {}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

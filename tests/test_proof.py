@@ -137,8 +137,8 @@ def test_a_part_that_fails_stops_no_other(run, capfd, monkeypatch):
 
 
 def test_parts_that_exist(run, tmp_path):
-    assert [part.name for part in run.parts(nvfuser=True)] == ["tests", "nvFuser", "bench", "bf16"]
-    assert [part.name for part in run.parts(nvfuser=False)] == ["tests", "bench", "bf16"]
+    assert [part.name for part in run.parts(nvfuser=True)] == ["tests", "nvFuser", "bench", "bf16", "8B"]
+    assert [part.name for part in run.parts(nvfuser=False)] == ["tests", "bench", "bf16", "8B"]
     for part in run.parts(nvfuser=True):
         assert all(Path(word).exists() for word in part.command if word.startswith("/"))
     suite = '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10"/></testsuites>'

@@ -49,6 +49,7 @@ def parts(nvfuser: bool) -> list[Part]:
         *([Part("nvFuser", [*pytest, "-k", "nvfuser"], of_tests)] if nvfuser else []),
         Part("bench", [str(BENCHMARKS / "compare.py"), "cuda", "--out={out}"], of_benchmark),
         Part("bf16", [str(BENCHMARKS / "bf16.py"), "--out={out}"], of_benchmark),
+        Part("8B", [str(BENCHMARKS / "one_of_many.py"), "--out={out}"], of_benchmark),
     ]
 
 
