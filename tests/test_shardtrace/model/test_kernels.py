@@ -85,7 +85,7 @@ def test_added_by_hand(fake_ranks):
 def test_off_if_a_default_executor_fuses(monkeypatch):
     """As nvFuser does where it is installed."""
     defaults = (torch_compile_ex, *thunder.get_default_executors())
-    monkeypatch.setattr("shardtrace.model.classes.get_default_executors", lambda: defaults)
+    monkeypatch.setattr("shardtrace.model.tracing.get_default_executors", lambda: defaults)
 
     class Data:
         executors_list = (*defaults, *thunder.get_always_executors())
