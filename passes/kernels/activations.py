@@ -1,5 +1,8 @@
 """Functions of single elements: activations, products, chunk, and dropout, which saves its mask, one byte for each
-element."""
+element.
+
+The mask of a dropout is a line of its own, so that a checkpointed block saves nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The directories and files of checkpoints: how they are found, written and checked by all ranks together."""
+"""The directories and files of checkpoints: how they are found, written and checked by all ranks together.
+
+A checkpoint is a directory ``step-00000100`` with data files and ``index.json``. It is complete if it has its index,
+which is renamed into place last, once everything else is on disk. Nothing is ever overwritten.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,11 @@ Note [Long waits]: the same thread says what this rank waits for, if that takes 
 lasts. Two ranks thus see that each waits where the other will not come. All ranks of a group communicate in the same
 order, so it is enough to count. A collective of the script itself is seen on the stack, if no rank leaves it before all
 have come to it. A rank that computes shows nothing, however long it takes.
+
+Signs of life of the ranks, in the store: a rank that is killed or stopped can tell nobody.
+
+A sign that does not change proves little, because a rank shows none while it holds Python's lock, as when it sorts a
+long list. Processes of this machine are therefore asked for their state. Ranks of other machines have ``SILENCE``.
 """
 
 from __future__ import annotations

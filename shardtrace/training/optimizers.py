@@ -1,4 +1,10 @@
-"""Optimizers of shards: steps that are refused, and parameters for several of them."""
+"""Optimizers of shards: steps that are refused, and parameters for several of them.
+
+Note [Aborted reductions]: nccl reduces while the program goes on, so a reduction may end without a result after the
+line that waits for it. Each step of an optimizer that holds shards raises, before it changes them and before it
+returns, if a collective has been aborted by then. It does not wait for the device. A reduction that is aborted later
+leaves parameters without meaning, and the next communication raises: a run continues from its last checkpoint.
+"""
 
 from __future__ import annotations
 
