@@ -9,7 +9,7 @@ from passes.compat.versions import import_thunder, install
 install()
 import_thunder()
 
-from passes.analysis.traffic import Collective, collectives  # noqa: E402
+from passes.analysis.liveness import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
 from passes.plan import Bucket, BucketPlan, CostModel, Device, Link, ShardedParameter, TracedParameters, Wire  # noqa: E402
 from passes.runner import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402

@@ -29,6 +29,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from passes.analysis.liveness import collectives, issues
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -39,7 +40,6 @@ from passes.analysis.recognise import (
     names,
     part_at,
 )
-from passes.analysis.traffic import collectives, issues
 from passes.comm.symbols import check_ranks, note, symbol
 from passes.plan import Runtime, Step, TracedParameters
 

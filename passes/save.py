@@ -5,7 +5,7 @@
 Thunder's autodiff repeats in backward all lines that are tagged RECOMPUTE_IN_BACKWARD and needed there. This pass tags
 the lines of a block, except for those whose results other lines use, so that a block saves only its inputs. It treats
 the lines that Thunder tagged, because the model itself calls ``torch.utils.checkpoint``, in the same way. Note
-[Not twice] holds for both. Of a call that is cheap it tags only the lines that :mod:`passes.analysis.cheap` finds.
+[Not twice] holds for both. Of a call that is cheap it tags only the lines that :mod:`passes.analysis.flops` finds.
 
 Note [Not twice]. A random line would draw other numbers, and a line that reads or writes values that are updated in
 place would see or make other values. The results of such lines are saved. Random numbers are saved in their smallest
@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from passes.analysis.cheap import cheap_lines
+from passes.analysis.flops import cheap_lines
 from passes.analysis.recognise import (
     applies_parameters,
     bucket_of,

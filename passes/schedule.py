@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from passes.analysis.in_flight import Clock, Flight, Pending, Window
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -49,7 +48,7 @@ from passes.analysis.recognise import (
     issues_future,
     waits_for_future,
 )
-from passes.analysis.seconds import compute_seconds, link_seconds, wire_seconds
+from passes.analysis.seconds import Clock, Flight, Pending, Window, compute_seconds, link_seconds, wire_seconds
 from passes.comm import symbols
 from passes.plan import Bucket, BucketPlan, inflight_limits
 

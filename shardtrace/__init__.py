@@ -39,7 +39,7 @@ from shardtrace.plugins import DDP, FSDP
 from shardtrace.proving import Difference, Proof, prove
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
-from shardtrace.ranks.rendezvous import init_process_group
+from shardtrace.ranks.mesh import init_process_group
 from shardtrace.report import block_traces, collectives, memory
 from shardtrace.training.batches import join, shard_sequence
 from shardtrace.training.buffers import sync_buffers

@@ -17,8 +17,8 @@ from shardtrace.model.choose import choose, choose_gathers, find_target, with_pl
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
-from shardtrace.model.memory import ParameterMemory
 from shardtrace.model.refusal import compare_models, refuse, refuse_shared
+from shardtrace.model.runtime import ParameterMemory
 from shardtrace.model.shards import complete_operators
 from shardtrace.model.state import ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
@@ -28,8 +28,7 @@ from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announced
-from shardtrace.ranks.mesh import Mesh
-from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.ranks.mesh import Mesh, leave_in_peace
 from shardtrace.trainers.accelerate import join_trainers
 from shardtrace.training.gradients import share_norms, share_overflows
 from shardtrace.training.methods import METHODS, refuse_wrappers

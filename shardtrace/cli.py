@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.compat.failures import interrupt_of, notes_of
+from passes.compat.lines import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.hardware import hardware
 from shardtrace import calibrate, doctor

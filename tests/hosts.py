@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from passes.plan.host_memory import HostMemory
+from passes.plan.runtime import HostMemory
 from shardtrace.record.absent import claim
 
 import torch

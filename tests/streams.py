@@ -16,7 +16,7 @@ import shardtrace  # noqa: F401  before thunder
 from passes.analysis.happens_before import COMPUTE, HOST, Wait, Work
 from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
 from passes.compat.lines import function_of
-from passes.plan.host_memory import HostMemory
+from passes.plan.runtime import HostMemory
 
 import torch
 from thunder.core.dtypes import to_torch_dtype

@@ -10,7 +10,7 @@ from passes.analysis.symbols import identity
 from passes.kernels.torch_call import TorchCall
 from passes.plan.dims import sizes
 from passes.plan.dims.relation import Labels, Relation, Shape
-from passes.plan.dims.reshape import LIKE_OTHER, RESHAPES, moved
+from passes.plan.dims.spatial import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.table import canonical, relation, tensors
 from passes.plan.sequence import Split
 

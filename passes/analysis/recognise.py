@@ -1,10 +1,13 @@
-"""Recognisers tell what a line of a trace is. They change nothing."""
+"""Recognisers tell what a line of a trace is. They change nothing.
+
+``origins``: A tag that tells which module's forward asked for a line. Autodiff and lowering hand it on.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm.properties import Property
@@ -28,6 +31,19 @@ from thunder.executors.pythonex import clear_mutable_collection
 from thunder.torch import scaled_dot_product_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class InModule(NamedTuple):
+    """A tag of a line: the qualified name of the module whose forward asked for it; empty for the traced model itself.
+    In a block's function it is that of the block's first call."""
+
+    name: str
+
+
+def module_of(bsym: BoundSymbol) -> str | None:
+    """The module whose forward asked for a line; None if the line has no tag."""
+    return next((tag.name for tag in bsym.tags if isinstance(tag, InModule)), None)
+
 
 ISSUES = frozenset((*GATHERS, *REDUCTIONS))
 WAITS = frozenset((*GATHERS.values(), *REDUCTIONS.values()))

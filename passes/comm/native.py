@@ -7,7 +7,7 @@ from typing import Any
 from passes.comm.messages import InFlight, gather
 from passes.compat.versions import reduce_scatter_single
 from passes.plan import Bucket
-from passes.plan.host_memory import DONE, HostMemory
+from passes.plan.runtime import DONE, HostMemory
 
 import torch
 import torch.distributed as dist

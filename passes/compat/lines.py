@@ -1,13 +1,20 @@
-"""Symbols, proxies and lines of a trace, as far as Thunder keeps them private."""
+"""Symbols, proxies and lines of a trace, as far as Thunder keeps them private.
+
+``failures``: Errors while Thunder traces: notes, limits and logs.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from thunder.core.codeutils import SigInfo
+from thunder.core.interpreter import InterpreterError, do_raise
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, get_tracectx
@@ -15,6 +22,64 @@ from thunder.core.transforms import _get_gradfn_and_executor
 from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.extend import Executor
 from thunder.torch import _get_fake_arg, _torch_to_thunder_function_map
+
+
+def raised(error: BaseException) -> Any:
+    """What a lookaside returns to raise ``error`` in the program that is traced. An exception that a lookaside itself
+    raises becomes an InterpreterError."""
+    return do_raise(error)
+
+
+def interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
+    """The KeyboardInterrupt that an exception is, or that Thunder's interpreter has made an InterpreterError."""
+    cause: BaseException | None = error
+    while isinstance(cause, InterpreterError):
+        cause = cause.__cause__
+    return cause if isinstance(cause, KeyboardInterrupt) else None
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Python's ``error.add_note``. Python 3.10 prints no notes: there the message gets it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+def notes_of(error: BaseException) -> str:
+    """The notes of an exception and of its causes, each on lines of its own, after a line break."""
+    notes: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        notes += getattr(cause, "__notes__", ())
+        cause = cause.__cause__
+    return "".join(f"\n{note}" for note in notes)
+
+
+@contextmanager
+def deeper_recursion() -> Iterator[None]:
+    """Raises Python's limit of recursion. Recording a call of nested modules takes more frames than the call itself."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """Keeps torch from logging each error of a fake tensor with 20 lines of traceback. The error is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 def symbol_that_calls(name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, **options: Any) -> Symbol:

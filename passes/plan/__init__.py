@@ -2,9 +2,8 @@
 
 from passes.plan.bucket import Bucket, inflight_limits
 from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cost_model
-from passes.plan.host_memory import HostMemory
 from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, shard_shape
-from passes.plan.runtime import Axis, PlainRuntime, Runtime
+from passes.plan.runtime import Axis, HostMemory, PlainRuntime, Runtime
 from passes.plan.step import Gradients, Keep, Level, Progress, Step
 from passes.plan.traced import TracedParameters
 from passes.plan.wire import Ends, Wire

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from passes.plan.cost import CostModel, default_cost_model
-from passes.plan.host_memory import HostMemory
-from passes.plan.runtime import Axis, PlainRuntime, Runtime
+from passes.plan.runtime import Axis, HostMemory, PlainRuntime, Runtime
 from passes.plan.wire import Wire
 
 from thunder.core import dtypes

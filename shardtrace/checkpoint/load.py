@@ -13,7 +13,7 @@ from shardtrace.checkpoint.agreement import agreement, together
 from shardtrace.checkpoint.files import INDEX, CheckpointError, ProgressBar, checksum, find_checkpoint
 from shardtrace.checkpoint.index import Index, SavedTensor, check_files, decode, read_index
 from shardtrace.checkpoint.optimizer import load_optimizer, new_tensors, optimizer_load
-from shardtrace.checkpoint.own import set_rng_state, set_sums
+from shardtrace.checkpoint.save import set_rng_state, set_sums
 from shardtrace.checkpoint.state import Companions, ModelState, Optimizers, companions, model_state
 from shardtrace.checkpoint.storage import SafetensorsReader
 

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from passes.analysis.liveness import Kind
+from shardtrace.inspector.rows import size
 from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.summary import peak
-from shardtrace.inspector.units import size
 
 WIDTH = 100_000  # of an SVG, in its own units
 COLUMNS = 2_000  # resolution of the curve

@@ -11,9 +11,9 @@ from typing import Any
 
 from passes.analysis.liveness import KINDS
 from shardtrace.inspector.diff import Mark
-from shardtrace.inspector.highlight import highlight
 from shardtrace.inspector.lines import Function, Line, Source, Table, Template, Type
 from shardtrace.inspector.step_data import Phase, Stage, StepData, modules_by_name
+from shardtrace.inspector.tables import highlight
 
 
 def page_data(record: StepData) -> str:

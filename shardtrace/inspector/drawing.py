@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from shardtrace.inspector.curve import STACK, WIDTH, Lane, draw_memory, place
 from shardtrace.inspector.modules import Name
+from shardtrace.inspector.rows import duration, size
 from shardtrace.inspector.step_data import Phase, StepData
 from shardtrace.inspector.timeline import HOST, stacked
-from shardtrace.inspector.units import duration, size
 
 
 class Bar(NamedTuple):

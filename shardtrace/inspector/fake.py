@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from passes.compat.failures import deeper_recursion
 from passes.compat.jit import attention_of_gpus
+from passes.compat.lines import deeper_recursion
 from shardtrace.api import fsdp
 from shardtrace.model.whole import hollow_copy
 from shardtrace.options.policies import Checks, InitPolicy

@@ -12,10 +12,9 @@ from passes.runner import REMARK
 from shardtrace.inspector import chrome, page, terminal
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
 from shardtrace.inspector.profiling import Profile
-from shardtrace.inspector.rows import Rows
+from shardtrace.inspector.rows import Rows, count
 from shardtrace.inspector.step_data import Stage, StepData, Traces, build_step_data
 from shardtrace.inspector.summary import Totals, totals
-from shardtrace.inspector.units import count
 from shardtrace.model.state import state_of, states_in
 from shardtrace.proving import Proof, prove_compiled
 

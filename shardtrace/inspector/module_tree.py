@@ -8,8 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from shardtrace.inspector.modules import Branch, Name, ancestors
+from shardtrace.inspector.rows import duration, size
 from shardtrace.inspector.step_data import StepData
-from shardtrace.inspector.units import duration, size
 
 
 class Cost(NamedTuple):

@@ -1,6 +1,6 @@
 """Which module of the model each line of a trace belongs to: the one whose forward asked for it.
 
-The recorder tags traced lines with it, and autodiff and lowering hand the tags on (passes.analysis.origins). A line
+The recorder tags traced lines with it, and autodiff and lowering hand the tags on (passes.analysis.recognise). A line
 that calls a block belongs to the block. The lines of its function carry the names of the block's first call.
 
 Lines without a tag belong to the module of their newest argument: autodiff's sums of gradients. Otherwise they are code
@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from passes.analysis.calls import called_module
-from passes.analysis.origins import module_of
-from passes.analysis.recognise import is_collective, is_offload, is_unpack
+from passes.analysis.recognise import is_collective, is_offload, is_unpack, module_of
 
 from thunder.core.symbol import BoundSymbol
 

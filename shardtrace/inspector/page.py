@@ -9,10 +9,10 @@ from passes.proof.prove import Proof
 from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
 from shardtrace.inspector.module_tree import draw_modules
+from shardtrace.inspector.rows import count, duration, size
 from shardtrace.inspector.step_data import Stage, StepData
 from shardtrace.inspector.summary import peak, totals
 from shardtrace.inspector.tables import draw_tables
-from shardtrace.inspector.units import count, duration, size
 
 SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 

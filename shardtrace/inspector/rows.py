@@ -1,4 +1,7 @@
-"""Lists of named tuples that print as tables."""
+"""Lists of named tuples that print as tables.
+
+``units``: Numbers formatted for people.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,30 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, TypeVar
 
-from shardtrace.inspector.units import duration, size
 from shardtrace.options.values import needs
+
+
+def size(nbytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """0.00153 -> '1.53 ms'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * scale:  # three digits round up to it
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} µs" if seconds else "0 s"
+
+
+def count(number: int, noun: str) -> str:
+    """2, 'line' -> '2 lines'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
 
 T = TypeVar("T")
 MOST = 60  # rows that are printed

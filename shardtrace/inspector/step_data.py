@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
-from passes.analysis.liveness import Buffer, LineMemory, Liveness, step_liveness
+from passes.analysis.liveness import Buffer, Collective, LineMemory, Liveness, collectives, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
-from passes.analysis.traffic import Collective, collectives
 from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cost_model, shard_shape
 from passes.plan.hardware import describe
 from passes.proof.prove import Proof
@@ -20,8 +19,8 @@ from shardtrace.inspector.diff import Row, diff
 from shardtrace.inspector.lines import Line, Reader, Table
 from shardtrace.inspector.modules import Branch, Name, assign_modules, fold
 from shardtrace.inspector.profiling import LineTimes
+from shardtrace.inspector.rows import count, size
 from shardtrace.inspector.timeline import Timeline, measured, predicted
-from shardtrace.inspector.units import count, size
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from passes.analysis.liveness import Buffer
 from shardtrace.inspector.lines import Line
+from shardtrace.inspector.rows import size
 from shardtrace.inspector.step_data import Phase, StepData
-from shardtrace.inspector.units import size
 
 
 class Traffic(NamedTuple):

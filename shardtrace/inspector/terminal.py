@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from shardtrace.inspector.rows import columns
+from shardtrace.inspector.rows import columns, count, duration, size
 from shardtrace.inspector.step_data import Phase, Stage, StepData
 from shardtrace.inspector.summary import largest_saved, peak, totals, traffic
-from shardtrace.inspector.units import count, duration, size
 
 WIDTH = 72  # characters of the drawing
 HEIGHTS = " ▁▂▃▄▅▆▇█"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from passes.analysis.calls import part_of
+from passes.analysis.liveness import sequence_bytes, sequence_crossings
 from passes.analysis.recognise import (
     bucket_of,
     is_gather,
@@ -19,7 +20,6 @@ from passes.analysis.recognise import (
     waits_for_future,
 )
 from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
-from passes.analysis.traffic import sequence_bytes, sequence_crossings
 from passes.plan import CostModel, HostMemory
 
 from thunder.core.symbol import BoundSymbol

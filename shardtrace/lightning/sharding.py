@@ -12,7 +12,7 @@ from shardtrace.api import fsdp
 from shardtrace.model.materialize import init_empty_weights
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import Checks, InitPolicy, parse_context
-from shardtrace.ranks.rendezvous import init_process_group
+from shardtrace.ranks.mesh import init_process_group
 
 import torch.distributed as dist
 from torch import nn

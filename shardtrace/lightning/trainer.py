@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
-from shardtrace.trainers.files import check_files
+from shardtrace.trainers.huggingface import check_files
 from shardtrace.training.full import full_state_dict
 from shardtrace.training.gradients import no_sync
 

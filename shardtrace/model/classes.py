@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from passes.compat.failures import interrupt_of
+from passes.compat.lines import interrupt_of
 from passes.compat.versions import functional_transform
 from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
 from shardtrace.model.choose import Chosen

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from passes.analysis.origins import module_of
+from passes.analysis.recognise import module_of
 from passes.kernels.torch_call import call_of
 from passes.plan import Gradients
 from shardtrace.model.state import ShardedState

@@ -9,8 +9,8 @@ from itertools import chain
 from passes.plan import Wire
 from shardtrace.model.choose import Chosen
 from shardtrace.model.materialize import uninitializable
-from shardtrace.model.memory import REMEDY, ParameterMemory
 from shardtrace.model.places import Place, sparse_embedding
+from shardtrace.model.runtime import REMEDY, ParameterMemory
 from shardtrace.model.state import link_of, part_of, state_of, states_in
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy

@@ -16,8 +16,7 @@ from passes.compat.jit import set_traced_device, unjitted
 from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, ShardedParameter
 from passes.plan.bucketing import choose_pieces
 from shardtrace.model.entry import Entry, PlanKey
-from shardtrace.model.memory import ParameterMemory, lay_out_flat
-from shardtrace.model.runtime import ModelRuntime
+from shardtrace.model.runtime import ModelRuntime, ParameterMemory, lay_out_flat
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.mesh import Groups, transport

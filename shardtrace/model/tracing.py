@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat.failures import deeper_recursion, raised, without_log_of_fakes
 from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
+from passes.compat.lines import deeper_recursion, raised, without_log_of_fakes
 from passes.facts import Compilation, Facts
 from passes.kernels import executor as kernels
 from passes.kernels.registration import fuses
@@ -26,7 +26,7 @@ from passes.plan import ShardedParameter
 from passes.runner import FirstStage, Observe, Pass
 from shardtrace.model.context import check_alone, compare_batches, context_of, wholes
 from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
-from shardtrace.model.memory import REMEDY
+from shardtrace.model.runtime import REMEDY
 from shardtrace.model.shards import current
 from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
 from shardtrace.ranks.mesh import is_alone

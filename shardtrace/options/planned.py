@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.plan import CostModel
-from shardtrace.options.front import HEADINGS, Row, Rows, gib, ms
-from shardtrace.options.plan_page import Shown, embed, render
+from shardtrace.options.front import HEADINGS, Row, Rows, Shown, embed, gib, ms, render
 from shardtrace.options.policies import HOMES, ContextParallel, flat, grouped, parse_context
 from shardtrace.options.spellings import DEFAULTS
 

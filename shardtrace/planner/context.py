@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from shardtrace.inspector.units import size
+from shardtrace.inspector.rows import size
 from shardtrace.options.values import parse_count
 from shardtrace.planner.family import Point
 from shardtrace.planner.search import NOT_WORTH_IT, Search, fastest

@@ -10,7 +10,7 @@ from passes.plan import CostModel
 from passes.plan.hardware import hardware
 from shardtrace.costs import Rates, rates_of
 from shardtrace.inspector.fake import count_ranks, fake_ranks, parse_arguments
-from shardtrace.inspector.units import duration, size
+from shardtrace.inspector.rows import duration, size
 from shardtrace.model.state import states_in
 from shardtrace.options.blocks import RECOMPUTED
 from shardtrace.options.front import Row, Rows

@@ -17,10 +17,10 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from passes.compat.failures import add_note
+from passes.compat.lines import add_note
 from shardtrace.record.calls import Record
 from shardtrace.record.marks import is_library
-from shardtrace.record.variables import IGNORED
+from shardtrace.record.replay import IGNORED
 
 import torch
 

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
-from passes.compat.messages import NoMessages
+from passes.compat.versions import NoMessages
 from passes.kernels.aten import Meta, storage
 from shardtrace.record.calls import tensors_of
 from shardtrace.record.effects import FIXED, Change, Effects

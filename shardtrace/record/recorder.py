@@ -17,8 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from passes.compat.messages import NAMESPACES
-from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, Fakes, functional_transform
+from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, NAMESPACES, Fakes, functional_transform
 from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
 from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_of
@@ -29,9 +28,9 @@ from shardtrace.record.marks import is_library
 from shardtrace.record.memory import Memory, arguments_written, written_by
 from shardtrace.record.random_state import RandomStates
 from shardtrace.record.reads import CannotRead, Reads
+from shardtrace.record.replay import assigned
 from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
-from shardtrace.record.variables import assigned
 from shardtrace.record.watcher import CodeWatcher
 
 import torch

@@ -10,8 +10,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from shardtrace.checkpoint.weights import load_safetensors
 from shardtrace.model.state import state_of
-from shardtrace.trainers.files import after_first, check_files
-from shardtrace.trainers.huggingface import join_trainer
+from shardtrace.trainers.huggingface import after_first, check_files, join_trainer
 from shardtrace.trainers.optimizers import loaded_whole, saved_whole
 from shardtrace.training.full import full_state_dict, load_full_state_dict
 

@@ -1,4 +1,7 @@
-"""The ``Trainer`` of transformers saves sharded models and their optimizers whole, with all ranks taking part."""
+"""The ``Trainer`` of transformers saves sharded models and their optimizers whole, with all ranks taking part.
+
+``files``: Files that the first rank of a trainer writes, and that each rank looks for by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from passes.compat.jit import unjitted
 from shardtrace.checkpoint.optimizer import load_full_optimizer_state_dict
-from shardtrace.model.state import state_of
-from shardtrace.trainers.files import after_first, check_files
+from shardtrace.model.state import state_of, states_in
+from shardtrace.ranks.consensus import compare
+from shardtrace.ranks.failure import communicating
 from shardtrace.trainers.optimizers import model_of, saved_whole
 from shardtrace.training.full import full_state_dict
 
 import torch
+import torch.distributed as dist
+from torch import nn
+
+READ = (".safetensors", ".bin", ".pt", ".ckpt")
+OF_A_RANK = "training_args.bin"  # may differ between ranks
+
+
+def after_first(model: nn.Module, value: Any = None) -> Any:
+    """The first rank's ``value``, once the first rank has come here; ``value`` itself if nothing is sharded."""
+    said = [value]
+    if states := states_in(unjitted(model)):
+        with communicating("the first rank to save", states[0].group):
+            dist.broadcast_object_list(said, group=states[0].group, group_src=0)
+    return said[0]
+
+
+def check_files(model: nn.Module, path: Any, what: str) -> None:
+    """Raises RankMismatchError on every rank unless all see the same files at ``path``, from which each reads its
+    rows."""
+    for state in states_in(unjitted(model))[:1]:
+        root = Path(str(path))
+        found = (f for f in [root, *root.rglob("*")] if f.suffix in READ and f.is_file() and f.name != OF_A_RANK)
+        lines = [str(path), *sorted(f"{file.name} of {file.stat().st_size} bytes" for file in found)]
+        hint = "the ranks must read the same checkpoint: pass its path, on a disk that all nodes share"
+        compare(state.group, what, lines, timeout=state.options.checks.timeout, hint=hint)
 
 
 def join_trainer() -> None:

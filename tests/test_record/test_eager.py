@@ -4,7 +4,7 @@ import copy
 import logging
 
 import shardtrace
-from passes.compat.failures import notes_of
+from passes.compat.lines import notes_of
 from passes.runner import FirstStage
 from shardtrace.record import recorder
 

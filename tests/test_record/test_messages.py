@@ -3,8 +3,8 @@
 import copy
 
 import shardtrace
-from passes.compat.failures import notes_of
-from passes.compat.messages import NoMessages
+from passes.compat.lines import notes_of
+from passes.compat.versions import NoMessages
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 import copy
 
 import shardtrace
-from passes.compat.failures import notes_of
+from passes.compat.lines import notes_of
 from passes.runner import FirstStage
 from shardtrace.record.reads import VARIANTS
 

@@ -6,7 +6,7 @@ import types
 
 import shardtrace
 from passes.analysis.calls import CallOf, block_of
-from passes.analysis.traffic import collectives
+from passes.analysis.liveness import collectives
 from passes.runner import FirstStage
 
 import pytest

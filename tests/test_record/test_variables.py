@@ -2,7 +2,7 @@
 
 import sys
 
-from shardtrace.record.variables import assigned
+from shardtrace.record.replay import assigned
 
 import pytest
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from passes.plan.dims import indexing, losses, pointwise, products, reductions, spatial, views
 from passes.plan.dims.relation import Operand, Relation, Rule, Shape, Unknown
-from passes.plan.dims.reshape import RESHAPES
+from passes.plan.dims.spatial import RESHAPES
 
 import torch
 from thunder.core import dtypes
@@ -73,7 +73,7 @@ def relation(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
     """How the dims of the results, which have these shapes, relate to those of the tensors among the arguments.
 
     None: the function is not in the table, or nothing is known with these arguments. The table does not have functions
-    that reshape: see ``passes.plan.dims.reshape``.
+    that reshape: see ``passes.plan.dims.spatial``.
     """
     rule = TABLE.get(name)
     if rule is None or kwargs.get("out") is not None or not results:

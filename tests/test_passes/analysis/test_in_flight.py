@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from passes.analysis.in_flight import Clock, Pending, Window
 from passes.analysis.recognise import bucket_of, is_issue
+from passes.analysis.seconds import Clock, Pending, Window
 from passes.plan import BucketPlan, CostModel, Device, Link, PlainRuntime
 
 import dags

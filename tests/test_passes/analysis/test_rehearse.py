@@ -1,8 +1,7 @@
 """What a line does with memory is remembered for inputs that lie alike."""
 
-from passes.analysis.dry_run import Result
-from passes.analysis.rehearse import rehearse
-from passes.plan.host_memory import DONE
+from passes.analysis.dry_run import Result, rehearse
+from passes.plan.runtime import DONE
 
 import pytest
 import torch

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 from passes.analysis.calls import parts_in
 from passes.analysis.flops import bytes_made, bytes_moved, flops
+from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import bucket_of, is_issue, is_sequence_issue, is_sequence_wait, is_wait
 from passes.analysis.seconds import block_seconds, compute_seconds, link_seconds, sequence_seconds, wire_seconds
-from passes.analysis.traffic import sequence_bytes
 from passes.plan import CostModel, Device, Link, Wire
 from shardtrace import CommPolicy, CompilePolicy, ContextParallel
 from shardtrace.inspector.timeline import predicted

@@ -7,10 +7,10 @@ from passes.plan import CostModel, Device, Link
 from shardtrace.inspector.curve import round_size
 from shardtrace.inspector.diff import Mark, diff
 from shardtrace.inspector.drawing import round_step
-from shardtrace.inspector.highlight import highlight
 from shardtrace.inspector.lines import Template
 from shardtrace.inspector.modules import fold
-from shardtrace.inspector.units import count, duration, size
+from shardtrace.inspector.rows import count, duration, size
+from shardtrace.inspector.tables import highlight
 
 import pytest
 import thunder

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import shardtrace  # noqa: F401  isort: split
-from shardtrace.ranks.rendezvous import attempt_name
+from shardtrace.ranks.mesh import attempt_name
 
 import pytest
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def test_ranks_that_do_not_come_are_named(rank, message):
 LEAVE = """
 import atexit, gc, os, sys
 import torch, torch.distributed as dist
-from shardtrace.ranks.rendezvous import leave_in_peace
+from shardtrace.ranks.mesh import leave_in_peace
 
 def run(rank, store):
     atexit.register(gc.freeze)  # or Python would look through all objects, a second for each rank

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import shardtrace
 from shardtrace.trainers import huggingface
-from shardtrace.trainers.files import after_first, check_files
+from shardtrace.trainers.huggingface import after_first, check_files
 
 import pytest
 import torch
