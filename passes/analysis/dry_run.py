@@ -6,8 +6,7 @@ Therefore the function that a line calls is called here with meta tensors, which
 no memory, and with a process group that sends nothing. Nothing is computed, no random number is drawn, no device is
 touched.
 
-``rehearse``: Remembers what lines of a trace do with memory, for further lines that do the same with inputs that lie
-alike.
+Remembers what lines of a trace do with memory, for further lines that do the same with inputs that lie alike.
 """
 
 from __future__ import annotations

@@ -2,7 +2,13 @@
 
 A multiply-add is 2 FLOPs, as in PyTorch's ``torch.utils.flop_counter``.
 
-``cheap``: Which lines of a block to repeat in backward, so that little is saved and nothing costly is computed twice.
+Which lines of a block to repeat in backward, so that little is saved and nothing costly is computed twice.
+
+Autodiff says what backward needs of the values of forward. Each needed value is saved, or computed again from values
+that are. A minimum cut through forward's values, weighted with their bytes, is the least that must be saved if only
+cheap lines may be repeated (as in PyTorch's min-cut partitioner of functorch, He and Yu, 2023, "Transcending runtime-
+memory tradeoffs in checkpointing by being fusion aware"). Products, attention, convolutions and random lines are not
+cheap. The inputs of the block are there anyway.
 """
 
 from __future__ import annotations

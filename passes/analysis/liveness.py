@@ -3,10 +3,10 @@
 A trace's ``del`` lines say when names die. Memory dies with the last of all names that share it.
 :mod:`passes.analysis.dry_run` finds out which do, and what the futures of collectives hold.
 
-All sizes are bytes of storages of the device that computes, as requested from a caching allocator. They leave out what
-a kernel or the backend of a process group allocates for itself.
+All sizes are bytes of storages of the device that computes, as requested from a caching allocator. They leave out
+what a kernel or the backend of a process group allocates for itself.
 
-``traffic``: The collectives of a trace, as plain rows.
+The collectives of a trace, as plain rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recognisers tell what a line of a trace is. They change nothing.
 
-``origins``: A tag that tells which module's forward asked for a line. Autodiff and lowering hand it on.
+A tag that tells which module's forward asked for a line. Autodiff and lowering hand it on.
 """
 
 from __future__ import annotations

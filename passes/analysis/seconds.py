@@ -1,7 +1,7 @@
 """Seconds that a line of a trace takes, by the cost model of its plan.
 
-``in_flight``: Collectives in flight while a trace runs, as the cost model predicts: when the link is free, how many
-bytes are in flight, and which collectives still lack inputs.
+Collectives in flight while a trace runs, as the cost model predicts: when the link is free, how many bytes are in
+flight, and which collectives still lack inputs.
 """
 
 from __future__ import annotations

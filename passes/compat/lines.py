@@ -1,6 +1,6 @@
 """Symbols, proxies and lines of a trace, as far as Thunder keeps them private.
 
-``failures``: Errors while Thunder traces: notes, limits and logs.
+Errors while Thunder traces: notes, limits and logs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What depends on the release of torch: stand-ins that let Thunder be imported, functions that were renamed.
 
-lightning-thunder 0.2.6 looks up names of torch when it is imported, so that ``import thunder`` raises AttributeError if
-one is missing. :func:`install` adds what this release of torch lacks:
+lightning-thunder 0.2.6 looks up names of torch when it is imported, so that ``import thunder`` raises AttributeError
+if one is missing. :func:`install` adds what this release of torch lacks:
 
 - torch 2.13 removed named tensors, and with them five methods of ``torch.Tensor``. A stand-in has the method's name
   (Thunder checks it) and raises AttributeError when it is called.
@@ -12,8 +12,7 @@ It does nothing on torch up to 2.12. The names below are what torch has renamed,
 
 This module is imported before Thunder can be.
 
-``messages``: Operators of torch.distributed where no message may be sent: on fake tensors, and in a trial of a
-module.
+Operators of torch.distributed where no message may be sent: on fake tensors, and in a trial of a module.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
 """The process behind a plan: the calls that a compiled step makes to the rank that runs it.
 
 A plan is data. Everything that acts or changes from step to step is reached through its :class:`Runtime`: process
-groups, checks, comparisons with other ranks, and kept gradients. A model has one runtime. All of its plans refer to it,
-and passes tell models apart by it.
+groups, checks, comparisons with other ranks, and kept gradients. A model has one runtime. All of its plans refer to
+it, and passes tell models apart by it.
 
-``host_memory``: Parameters and gradients at rest in host memory: copies to and from the device that computes.
+Parameters and gradients at rest in host memory: copies to and from the device that computes.
+
+A bucket is copied as one flat row. Each direction has a stream of its own, so that copies overlap compute. A copy
+begins when the device has finished the work enqueued before the line that issues it. A copy to the device is the
+first part of a gather, one to the host follows the reduction of gradients. Both are over when their trace ends: the
+program waits once, before an optimizer can read and change what was copied.
 """
 
 from __future__ import annotations

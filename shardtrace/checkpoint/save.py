@@ -2,8 +2,8 @@
 
 ``AsyncCheckpointer`` writes it while training continues.
 
-``own``: State that only one rank has: its random number generators, and gradients that ``no_sync`` has added up and
-no step has reduced yet, which are whole.
+State that only one rank has: its random number generators, and gradients that ``no_sync`` has added up and no step
+has reduced yet, which are whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lists of named tuples that print as tables.
 
-``units``: Numbers formatted for people.
+Numbers formatted for people.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The numbers of a step as HTML tables, readable without style and script.
 
-``highlight``: Python code as HTML with syntax colours. A template is coloured once for all of its lines.
+Python code as HTML with syntax colours. A template is coloured once for all of its lines.
 """
 
 from __future__ import annotations

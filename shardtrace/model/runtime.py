@@ -1,7 +1,7 @@
 """The runtime of a sharded model, which its compiled steps call: implements :class:`passes.plan.Runtime`.
 
-``memory``: The memory of shards: contiguous for a bucket, so that a gather needs no packing; and what parameters
-leave when they are sharded, in which whatever else lies there keeps the values of then.
+The memory of shards: contiguous for a bucket, so that a gather needs no packing; and what parameters leave when they
+are sharded, in which whatever else lies there keeps the values of then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The front of memory and time: the steps of a plan that no other beats in both, as rows and as a drawing.
 
-``plan_page``: A plan as HTML: its figures, the front of memory and time, what the memory is for, and the table of
-choices.
+A plan as HTML: its figures, the front of memory and time, what the memory is for, and the table of choices.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _state(sign: str) -> str | None:
         return ""
 
 
-KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: rendezvous.py, Note [Restarts]
+KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: mesh.py, Note [Restarts]
 WATCHING, HEARD = "shardtrace/watching", "shardtrace/heard"  # how many ranks look for this key, and have found it
 LOOK_UP = 1.0  # seconds between look-ups of this key
 PATIENCE = 5.0  # seconds for the others to hear a word, for an abort, for a store that does not answer, for a word

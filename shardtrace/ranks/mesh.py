@@ -1,6 +1,16 @@
 """The process group over which a model is sharded.
 
-``rendezvous``: The default process group, made so that torchrun can restart the ranks.
+The default process group, made so that torchrun can restart the ranks.
+
+Note [Restarts]: torchrun's agent lends its store to the ranks. Since torch 2.5 it is the same store after a restart
+(https://github.com/pytorch/pytorch/issues/135712), and it still has the keys of the ranks that died. Gloo then
+connects to their addresses ("Connection refused"), and counters do not start at zero. The number of restarts cannot
+tell the attempts apart, because each node counts its own. Therefore the ranks first agree on a name that no attempt
+had before, and use it as the prefix of all their keys.
+
+Note [Exit]: when a collective of gloo is done, the thread that ran it releases its tensors and needs the GIL for
+that. If the interpreter is being finalized by then, Python ends the thread in the middle of a destructor. The process
+aborts ("terminate called without an active exception") although its work was done, and torchrun restarts it.
 """
 
 from __future__ import annotations

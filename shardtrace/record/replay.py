@@ -1,7 +1,6 @@
 """Writes recorded calls as lines of the running trace.
 
-``variables``: The variables to which a line of Python assigns what it has called, so that a trace has the user's
-names.
+The variables to which a line of Python assigns what it has called, so that a trace has the user's names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ``Trainer`` of transformers saves sharded models and their optimizers whole, with all ranks taking part.
 
-``files``: Files that the first rank of a trainer writes, and that each rank looks for by itself.
+Files that the first rank of a trainer writes, and that each rank looks for by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Functions of images and signals, transforms of Fourier, and of matrices: the last dims are mixed.
 
-``reshape``: Functions that keep the elements in row-major order: where a split dim goes when a shape changes.
+Functions that keep the elements in row-major order: where a split dim goes when a shape changes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from passes.comm import direct, host_copies, kept_gradients, messages, native, q
 from passes.comm.quantize import FP8, INT4, INT8
 from passes.comm.quantized import gather_wire, reduction_wire
 from passes.compat.lines import symbol_that_calls
-from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, host_memory
+from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter, Wire, runtime
 from passes.plan.sequence import ContextPlan, Split
 from passes.schedule import wait_copies
 from passes.split_sequence import overlap_sequence
@@ -329,7 +329,7 @@ ENDS = {"_wait", "mark"}  # of ours: they call the above
 SURROUNDING = {"stream", "ahead"}  # with host.ahead(): what is inside runs on another stream
 TRANSPORTS = {
     "native": native, "direct": direct, "messages": messages, "quantized": quantized, "symbols": symbols,
-    "sequence": sequence, "host_copies": host_copies, "host_memory": host_memory, "kept_gradients": kept_gradients,
+    "sequence": sequence, "host_copies": host_copies, "runtime": runtime, "kept_gradients": kept_gradients,
 }  # fmt: skip
 
 
@@ -398,7 +398,7 @@ def mutated(module, inside, code):
         code = next(c for c in code.co_consts if inspect.iscode(c) and c.co_name == name)
     function = inspect.unwrap(function)
     before, function.__code__ = function.__code__, code
-    names = {"DONE_ALREADY": host_memory.DONE, "nothing": nullcontext}
+    names = {"DONE_ALREADY": runtime.DONE, "nothing": nullcontext}
     function.__globals__.update(names)
     try:
         yield

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import shardtrace
-from shardtrace.ranks import rendezvous
+from shardtrace.ranks import mesh
 from shardtrace.ranks.device import choose_device, resolve_device, use_device
 
 import pytest
@@ -80,7 +80,7 @@ def test_the_device_is_set_once(cuda):
 def test_a_group_is_made_on_the_current_device_and_bound_to_it(cuda, monkeypatch, device, options, index):
     monkeypatch.setattr(dist, "rendezvous", lambda method: iter([(dist.HashStore(), 0, 1)]))
     cuda.init = mock.MagicMock()
-    monkeypatch.setattr(rendezvous.dist, "init_process_group", cuda.init)
+    monkeypatch.setattr(mesh.dist, "init_process_group", cuda.init)
     shardtrace.init_process_group(device, **options)
     calls = [name for name, _, _ in cuda.mock_calls if name in ("set_device", "init")]
     assert calls == ["set_device", "init"]
