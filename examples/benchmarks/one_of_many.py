@@ -46,12 +46,9 @@ def initialize(module: nn.Module, config: Config) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.normal_(std=0.02)
         if isinstance(module, Llama):
-            for buffer, values in zip((module.cos, module.sin), rotations(config.context, _head(config)), strict=True):
-                buffer.copy_(values)
-
-
-def _head(config: Config) -> int:
-    return config.width // config.heads
+            cos, sin = rotations(config.context, config.width // config.heads)
+            module.cos.copy_(cos)
+            module.sin.copy_(sin)
 
 
 def use_shardtrace(config: Config, device: torch.device, recomputed: Mapping[str, str]) -> nn.Module:

@@ -50,8 +50,8 @@ class Run(NamedTuple):
     clock: float = 1.0
 
 
-# Of an H100 that is limited to 500 W, with HBM2e, over one of 700 W: power grows with the clock and the square of the
-# voltage, which grows with the clock.
+# The clock of an H100 with HBM2e, which is limited to 500 W, over that of one of 700 W. Power grows with the clock and
+# with the square of the voltage, which itself grows with the clock.
 WATTS_500 = (500 / 700) ** (1 / 3)
 # https://github.com/pytorch/torchtitan, docs/performance.md: the first of 2025, the others of 2024
 RUNS = (
@@ -84,12 +84,10 @@ def predict(run: Run) -> TrainingPlan:
     with torch.device("meta"):
         model = Llama(config)
     cost = cluster(hardware(run.device), inside=None, between=None, node_ranks=None, attention=run.attention)
-    if run.bandwidth is not None:
-        cost = replace(cost, device=replace(cost.device, bandwidth=MEMORY * run.bandwidth))
     device = cost.device
-    cost = replace(
-        cost, device=replace(device, flops=run.clock * device.flops, half_flops=run.clock * device.half_flops)
-    )
+    bandwidth = device.bandwidth if run.bandwidth is None else MEMORY * run.bandwidth
+    flops, half_flops = run.clock * device.flops, run.clock * device.half_flops
+    cost = replace(cost, device=replace(device, flops=flops, half_flops=half_flops, bandwidth=bandwidth))
     fixed = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "sharding_strategy": "zero3",

@@ -1,8 +1,9 @@
 """The class of a sharded module: it compiles itself when it is called, and Thunder records it as a whole.
 
 The class of a sharded module is swapped for a subclass, and so are the classes of the submodules that have parameters.
-Both call their own compiled step, unless their forward is being recorded or their
-parameters are whole. Thunder's interpreter finds a lookaside for ``__call__`` and ``forward``."""
+Both call their own compiled step, unless their forward is being recorded or their parameters are whole. Thunder's
+interpreter finds a lookaside for ``__call__`` and ``forward``.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ have come to it. A rank that computes shows nothing, however long it takes.
 Signs of life of the ranks, in the store: a rank that is killed or stopped can tell nobody.
 
 A sign that does not change proves little, because a rank shows none while it holds Python's lock, as when it sorts a
-long list. Processes of this machine are therefore asked for their state. Ranks of other machines have ``SILENCE``.
+long list. Processes of this machine are therefore asked for their state. Ranks of other machines have
+``SILENT`` looks.
 """
 
 from __future__ import annotations

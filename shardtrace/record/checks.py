@@ -1,7 +1,11 @@
-"""Checks that only raise: a forward that reads a condition to raise an error is recorded as if the condition held.
+"""What the bytecode of a forward does with what it has called: checks that only raise, and variables.
+
+A forward that reads a condition to raise an error is recorded as if the condition held.
 
 The check becomes a line of the trace, which raises the error in a step in which the condition does not hold. It makes a
 token. What forward returns is made to depend on all tokens, so that no pass takes the check for unused.
+
+The variables to which a line of Python assigns results give a trace the user's names.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from passes.compat.lines import add_note
 from shardtrace.record.calls import Record
 from shardtrace.record.marks import is_library
-from shardtrace.record.replay import IGNORED
 
 import torch
 
@@ -181,3 +185,38 @@ def _raised(kept: list[dis.Instruction], offset: int) -> tuple[str, ...] | None:
                 break
             n += 1
     return tuple(names)
+
+
+STORES = ("STORE_FAST", "STORE_DEREF")
+IGNORED = ("CACHE", "NOP", "EXTENDED_ARG")
+
+
+def assigned(frame: FrameType) -> tuple[str, ...]:
+    """The variables that get the result of the call, or of the operator, that ``frame`` is executing: one, or several
+    if the result is unpacked at once; empty if it is not assigned."""
+    names = _stores(frame.f_code).get(frame.f_lasti, ())
+    return names if all(map(str.isidentifier, names)) else ()
+
+
+@lru_cache(4096)
+def _stores(code: CodeType) -> dict[int, tuple[str, ...]]:
+    """The variables to which the result of each instruction is assigned, by its offset."""
+    instructions = list(dis.get_instructions(code))
+    ends = [i.offset for i in instructions[1:]] + [len(code.co_code)]  # behind the caches, where a call may stand
+    kept = [(i, end) for i, end in zip(instructions, ends, strict=True) if i.opname not in IGNORED]
+    found: dict[int, tuple[str, ...]] = {}
+    for n, ((before, end), (after, _)) in enumerate(pairwise(kept)):
+        names: tuple[str, ...] = ()
+        if after.opname.startswith(STORES):
+            names = (_name(after),)
+        elif after.opname == "UNPACK_SEQUENCE":
+            stores = [i for i, _ in kept[n + 2 : n + 2 + (after.arg or 0)]]
+            if all(s.opname.startswith(STORES) for s in stores) and len(stores) == after.arg:
+                names = tuple(map(_name, stores))
+        if names:
+            found.update(dict.fromkeys(range(before.offset, end, 2), names))
+    return found
+
+
+def _name(store: dis.Instruction) -> str:
+    return str(store.argval[0] if isinstance(store.argval, tuple) else store.argval)

@@ -1,18 +1,13 @@
-"""Writes recorded calls as lines of the running trace.
-
-The variables to which a line of Python assigns what it has called, so that a trace has the user's names.
-"""
+"""Writes recorded calls as lines of the running trace."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby, pairwise
-from types import CodeType, FrameType
+from itertools import groupby
 from typing import Any
 
 from passes.analysis.recognise import InModule
@@ -38,41 +33,6 @@ from thunder.core.trace import get_tracectx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-
-STORES = ("STORE_FAST", "STORE_DEREF")
-IGNORED = ("CACHE", "NOP", "EXTENDED_ARG")
-
-
-def assigned(frame: FrameType) -> tuple[str, ...]:
-    """The variables that get the result of the call, or of the operator, that ``frame`` is executing: one, or several
-    if the result is unpacked at once; empty if it is not assigned."""
-    names = _stores(frame.f_code).get(frame.f_lasti, ())
-    return names if all(map(str.isidentifier, names)) else ()
-
-
-@functools.lru_cache(4096)
-def _stores(code: CodeType) -> dict[int, tuple[str, ...]]:
-    """The variables to which the result of each instruction is assigned, by its offset."""
-    instructions = list(dis.get_instructions(code))
-    ends = [i.offset for i in instructions[1:]] + [len(code.co_code)]  # behind the caches, where a call may stand
-    kept = [(i, end) for i, end in zip(instructions, ends, strict=True) if i.opname not in IGNORED]
-    found: dict[int, tuple[str, ...]] = {}
-    for n, ((before, end), (after, _)) in enumerate(pairwise(kept)):
-        names: tuple[str, ...] = ()
-        if after.opname.startswith(STORES):
-            names = (_name(after),)
-        elif after.opname == "UNPACK_SEQUENCE":
-            stores = [i for i, _ in kept[n + 2 : n + 2 + (after.arg or 0)]]
-            if all(s.opname.startswith(STORES) for s in stores) and len(stores) == after.arg:
-                names = tuple(map(_name, stores))
-        if names:
-            found.update(dict.fromkeys(range(before.offset, end, 2), names))
-    return found
-
-
-def _name(store: dis.Instruction) -> str:
-    return str(store.argval[0] if isinstance(store.argval, tuple) else store.argval)
-
 
 Leaf = Callable[[torch.Tensor], Any]
 KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -129,6 +89,7 @@ class Replay:
         self._input_of, self._memory, self._written, self._absent = input_of, memory, written, absent
         self._names: dict[Any, str] = {}
         self._is_repeated = False  # in backward: the call that is written
+        self._is_as_eager = is_as_eager()
 
     def write(self, calls: Sequence[Call], first: int = 0, marks: Sequence[Mark] = ()) -> None:
         """Adds the lines of ``calls`` to the running trace. ``first``: the number of the first one in the record;
@@ -233,7 +194,7 @@ class Replay:
     def _by_symbol(self, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
         """The new values by Thunder's symbols, and the tensors that hold them."""
         _check_tensors(call)
-        if is_as_eager():
+        if self._is_as_eager:
             check_rounding(call.function, call.args, call.kwargs, repeated=self._is_repeated)
         in_place = len(call.written) == 1 and bool(call.args) and call.written[0] is call.args[0]
         if call.written:

@@ -92,8 +92,7 @@ class NotTrusted(Exception):
 # each by a function of its own.
 ROUNDED = frozenset({"group_norm", "logsigmoid", "pow", "reciprocal", "rtruediv", "var"})
 ROUNDED_IN_HALF = frozenset(
-    """abs cos cumsum div erf exp expm1 itruediv log log1p log2 mean neg rsqrt sin sqrt sum true_divide
-    truediv""".split()  # noqa: SIM905
+    "abs cos cumsum erf exp expm1 log log1p log2 mean neg rsqrt sin sqrt sum".split()  # noqa: SIM905
 )
 SUMS = frozenset({"add", "iadd", "isub", "radd", "rsub", "sub"})
 ELEMENTWISE = SUMS | {"div", "imul", "itruediv", "mul", "rmul", "true_divide", "truediv"}

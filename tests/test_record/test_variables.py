@@ -2,7 +2,7 @@
 
 import sys
 
-from shardtrace.record.replay import assigned
+from shardtrace.record.checks import assigned
 
 import pytest
 
