@@ -14,11 +14,10 @@ from typing import Any
 
 from passes.epilogue import Rebuild, Setter
 from passes.guards import Guard
-from passes.keep_secondary import Kept
 from passes.plan import TracedParameters
 from passes.plan.step import Unused
 from passes.proof.prove import Proof, Record
-from passes.save import Swapped
+from passes.save import Kept, Swapped
 from passes.split_sequence import Context
 
 from thunder.core.trace import TraceCtx

@@ -22,11 +22,10 @@ from passes.epilogue import keep_stream, rebuild_result, set_state, watch_backwa
 from passes.facts import Compilation
 from passes.guards import compare_ranks, insert_guards, merge_checks
 from passes.insert_synchronize import insert_synchronize
-from passes.keep_secondary import keep_secondary
 from passes.outline import Inner, outline
 from passes.proof.prove_step import prove_step
 from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
-from passes.save import checkpoint_activations, keep_random, regather, save_shards
+from passes.save import checkpoint_activations, keep_random, keep_secondary, regather, save_shards
 from passes.schedule import schedule, wait_copies
 from passes.shard_parameters import shard_parameters
 from passes.share_fusions import share_fusions

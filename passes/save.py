@@ -31,13 +31,23 @@ Thunder moves cheap lines from a fusion of forward into one of backward (thunder
 their inputs. These include parameters that forward gathered, because Thunder does not know of the gather in backward.
 This pass lets backward read what its own gather brings, and adds a gather for a parameter that has none.
 
-The pass sees forward first. It tells the backward that follows what was swapped.
+``keep_secondary``: forward keeps a second shard inside the node, from which backward gathers.
+
+    second = keep_shards(full, b_0_secondary)       forward: this rank's part of the gathered parameters, in the node
+    future = all_gather(second, b_0_secondary)      backward: gathers from the ranks of the node, not from all
+
+Autodiff has made a backward that gathers from all ranks again, and a forward that saves this rank's shards for it. The
+pass saves the second shards in their place. They hold the values that forward has used, in the dtype of their use.
+
+Source: ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209), hpZ.
+
+The last two see forward first, and tell the backward that follows what was saved in the place of what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from passes.analysis.flops import cheap_lines
 from passes.analysis.recognise import (
@@ -45,6 +55,7 @@ from passes.analysis.recognise import (
     bucket_of,
     constant_inputs,
     is_backward,
+    is_collective,
     is_constant,
     is_decomposed_by_autodiff,
     is_deletion,
@@ -60,7 +71,7 @@ from passes.analysis.recognise import (
     nbytes,
     updated_in_place,
 )
-from passes.comm.symbols import synchronize, unshard
+from passes.comm.symbols import keep_shards, synchronize, unshard
 from passes.compat.lines import differentiating_executor
 from passes.kernels.registration import executor as kernels
 from passes.kernels.registration import lines_of_kernels
@@ -343,6 +354,34 @@ def _has_derived_part(bsym: BoundSymbol, derived: Derived) -> bool:
     return any(_is_derived(part, derived) or _has_derived_part(part, derived) for part in bsym.subsymbols)
 
 
+class Saving(NamedTuple):
+    """What a lowered forward saves for its backward. ``lines`` are without deletions and without the ``last`` one. The
+    arguments of that are ``result`` and (``saved``, ``other``). ``only_saved``: the names of what is saved and not
+    returned; ``issues``: of collectives, by their futures."""
+
+    lines: list[BoundSymbol]
+    last: BoundSymbol
+    result: dict[str, Any]
+    saved: tuple[Any, ...]
+    other: Any
+    only_saved: Collection[str]
+    issues: dict[str, BoundSymbol]
+
+    @classmethod
+    def of(cls, trace: TraceCtx) -> Saving | None:
+        """None for a trace that is no forward with a backward."""
+        if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
+            return None
+        *lines, last = [b for b in trace.bound_symbols if not is_deletion(b)]
+        result, (saved, other) = last.args
+        issues = {b.output.name: b for b in lines if is_issue(b)}
+        return cls(lines, last, result, saved, other, names(saved) - names(result["output"]), issues)
+
+    def returning(self, saved: tuple[Any, ...]) -> BoundSymbol:
+        """The last line with other saved values."""
+        return self.last.from_bsym(args=(self.result, (saved, self.other)))
+
+
 class Swapped(NamedTuple):
     """A gathered parameter, the ``place``-th member of a bucket, that is replaced by its shard among what is saved."""
 
@@ -362,23 +401,19 @@ def save_shards(trace: TraceCtx, *, swapped: dict[str, Swapped]) -> TraceCtx:
     if is_backward(trace):
         return _read_shards(trace, swapped) if swapped else trace
     swapped.clear()
-    if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(trace.bound_symbols[-1]):
+    if (saving := Saving.of(trace)) is None:
         return trace
-    *lines, last = trace.bound_symbols
-    result, (saved, other) = last.args
-    issues = {b.output.name: b for b in lines if is_issue(b)}
-    only_saved = names(saved) - names(result["output"])
-    for bsym in lines:
+    for bsym in saving.lines:
         if is_wait(bsym) and is_gather(bsym) and bucket_of(bsym).plan.regather:
-            shards = issues[bsym.args[0].name].args[0]
+            shards = saving.issues[bsym.args[0].name].args[0]
             for i, (full, shard) in enumerate(zip(bsym.flat_proxy_outs, shards, strict=True)):
-                if full.name in only_saved:
+                if full.name in saving.only_saved:
                     swapped[full.name] = Swapped(bucket_of(bsym), i, shard)
     if not swapped:
         return trace
     new = from_trace(trace)
-    saved = tuple(swapped[p.name].shard if p.name in swapped else p for p in saved)
-    new.bound_symbols = [b for b in lines if not is_deletion(b)] + [last.from_bsym(args=(result, (saved, other)))]
+    saved = tuple(swapped[p.name].shard if p.name in swapped else p for p in saving.saved)
+    new.bound_symbols = [*saving.lines, saving.returning(saved)]
     return del_last_used(new)
 
 
@@ -441,3 +476,71 @@ def _unsharded(
             outputs = unshard(tuple(shards[variableify(unpacked[name])] for name in members), part)
             found |= {variableify(unpacked[name]): full for name, full in zip(members, outputs, strict=True)}
     return found, trace.pop_scope()
+
+
+class Kept(NamedTuple):
+    """The second shards of some members of a bucket, by the names of the first ones that forward would have saved."""
+
+    bucket: Bucket
+    second: dict[str, TensorProxy]
+
+
+def keep_secondary(trace: TraceCtx, *, kept: list[Kept]) -> TraceCtx:
+    """Keeps a second shard inside the node, from which backward gathers ("zero3_secondary").
+
+    Takes: a lowered forward, then its backward.
+    Gives: a forward that saves second shards, a backward that gathers from them. Forward fills ``kept`` for backward.
+    No-op when: no plan has second shards.
+    """
+    if is_backward(trace):
+        return _gather_second(trace, kept) if kept else trace
+    kept.clear()
+    if (saving := Saving.of(trace)) is None:
+        return trace
+    new = from_trace(trace)
+    inserted: dict[int, list[BoundSymbol]] = {}  # by the line that they precede
+    for at, wait in enumerate(saving.lines):
+        if not (is_wait(wait) and is_gather(wait)) or bucket_of(wait).plan.secondary is None:
+            continue
+        shards = saving.issues[wait.args[0].name].args[0]
+        places = [i for i, shard in enumerate(shards) if shard.name in saving.only_saved]
+        if not places:
+            continue
+        second = bucket_of(wait).secondary_of(places)
+        new.push_scope([])
+        with tracectx(new):
+            outputs = keep_shards(tuple(wait.flat_proxy_outs[i] for i in places), second)
+        kept.append(Kept(second, {shards[i].name: o for i, o in zip(places, outputs, strict=True)}))
+        inserted.setdefault(_first_use(saving.lines, at), []).extend(new.pop_scope())
+    if not kept:
+        return trace
+    seconds = {name: second for k in kept for name, second in k.second.items()}
+    saved = tuple(seconds.get(p.name, p) for p in saving.saved)
+    for i, bsym in enumerate([*saving.lines, saving.returning(saved)]):
+        new.bound_symbols += [*inserted.get(i, []), bsym]
+    return del_last_used(new)
+
+
+def _first_use(lines: list[BoundSymbol], wait: int) -> int:
+    """The first line of compute that uses what a line waits for; the end if there is none."""
+    made = names(lines[wait].flat_proxy_outs)
+    uses = (i for i in range(wait + 1, len(lines)) if not is_collective(lines[i]))
+    return next((i for i in uses if made & names(lines[i].flat_proxy_args)), len(lines))
+
+
+def _gather_second(trace: TraceCtx, kept: list[Kept]) -> TraceCtx:
+    new = from_trace(trace)
+    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    unpacked = {o.name: o for b in lines if is_unpack(b) for o in b.flat_proxy_outs}
+    seconds = {variableify(unpacked[n]): second for k in kept for n, second in k.second.items() if n in unpacked}
+    bucket_of_shard = {name: k.bucket for k in kept for name in k.second}
+    futures: dict[str, Bucket] = {}
+    for b in lines:
+        if is_issue(b) and is_gather(b) and b.args[0][0].name in bucket_of_shard:
+            bucket = futures[b.output.name] = bucket_of_shard[b.args[0][0].name]
+            assert len(b.args[0]) == len(bucket.members)
+            b = b.from_bsym(args=(b.args[0], bucket))
+        elif is_wait(b) and b.args[0].name in futures:
+            b = b.from_bsym(args=(b.args[0], futures[b.args[0].name]))
+        new.bound_symbols.append(b.from_bsym_swap_proxies(seconds))
+    return del_last_used(new, clear_mutable_collections=True)
