@@ -6,7 +6,7 @@ A trace's ``del`` lines say when names die. Memory dies with the last of all nam
 All sizes are bytes of storages of the device that computes, as requested from a caching allocator. They leave out
 what a kernel or the backend of a process group allocates for itself.
 
-The collectives of a trace, as plain rows.
+It also lists the collectives of a trace, as plain rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recognisers tell what a line of a trace is. They change nothing.
 
-A tag that tells which module's forward asked for a line. Autodiff and lowering hand it on.
+Which module's forward asked for a line is told by a tag, which autodiff and lowering hand on.
 """
 
 from __future__ import annotations

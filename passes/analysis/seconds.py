@@ -1,7 +1,6 @@
-"""Seconds that a line of a trace takes, by the cost model of its plan.
+"""What the cost model of a plan predicts of a trace: the seconds that a line takes, and the collectives in flight.
 
-Collectives in flight while a trace runs, as the cost model predicts: when the link is free, how many bytes are in
-flight, and which collectives still lack inputs.
+Of these it tells when the link is free, how many bytes are in flight, and which collectives still lack inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Symbols, proxies and lines of a trace, as far as Thunder keeps them private.
-
-Errors while Thunder traces: notes, limits and logs.
-"""
+"""What Thunder keeps private of traces: symbols, proxies and lines, and errors while it traces."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ It does nothing on torch up to 2.12. The names below are what torch has renamed,
 
 This module is imported before Thunder can be.
 
-Operators of torch.distributed where no message may be sent: on fake tensors, and in a trial of a module.
+Operators of torch.distributed run here without a message where none may be sent: on fake tensors, and in a trial of a
+module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes lines of a computation on other operands, with the names, tags and sources of the recorded ones.
 
-The order of new lines: what a gather needs comes first, so that other lines compute while it is under way.
+What a gather needs comes first among them, so that other lines compute while it is under way.
 """
 
 from __future__ import annotations

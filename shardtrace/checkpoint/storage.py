@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint calls to write and to read: safetensors files and a JSON index."""
+"""The storage of torch.distributed.checkpoint: it writes safetensors files and a JSON index, and reads tensors by it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lists of named tuples that print as tables.
-
-Numbers formatted for people.
-"""
+"""Lists of named tuples that print as tables, and numbers formatted for people."""
 
 from __future__ import annotations
 

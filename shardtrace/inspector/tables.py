@@ -1,6 +1,6 @@
-"""The numbers of a step as HTML tables, readable without style and script.
+"""The numbers of a step as HTML tables, readable without style and script, and its code with syntax colours.
 
-Python code as HTML with syntax colours. A template is coloured once for all of its lines.
+A template of code is coloured once for all of its lines.
 """
 
 from __future__ import annotations

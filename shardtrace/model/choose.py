@@ -1,4 +1,4 @@
-"""What the options, or a plan, choose in a model that is still whole, and where it is to live."""
+"""What options or a plan choose in a model while it is still whole, and where the model is to live."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The front of memory and time: the steps of a plan that no other beats in both, as rows and as a drawing.
+"""The front of memory and time, which has the steps of a plan that no other beats in both, and a plan as HTML.
 
-A plan as HTML: its figures, the front of memory and time, what the memory is for, and the table of choices.
+The page has its figures, the front as rows and as a drawing, what the memory is for, and the table of choices.
 """
 
 from __future__ import annotations

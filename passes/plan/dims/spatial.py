@@ -1,7 +1,5 @@
-"""Functions of images and signals, transforms of Fourier, and of matrices: the last dims are mixed.
-
-Functions that keep the elements in row-major order: where a split dim goes when a shape changes.
-"""
+"""Functions of images, signals and matrices, and transforms of Fourier, mix the last dims. Those that change the shape
+keep the elements in row-major order, which tells where a split dim goes."""
 
 from __future__ import annotations
 
