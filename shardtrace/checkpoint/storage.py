@@ -1,4 +1,4 @@
-"""The storage of torch.distributed.checkpoint: it writes safetensors files and a JSON index, and reads tensors by it."""
+"""The storage of torch.distributed.checkpoint: safetensors files and a JSON index, and tensors that are read by it."""
 
 from __future__ import annotations
 
