@@ -26,10 +26,9 @@ from textwrap import indent
 
 import passes
 from passes import BucketPlan, ShardedParameter, TracedParameters
-from passes.insert_synchronize import insert_synchronize
 from passes.save import regather
 from passes.schedule import schedule
-from passes.shard_parameters import shard_parameters
+from passes.shard_parameters import insert_synchronize, shard_parameters
 from shardtrace import CompilePolicy
 from shardtrace.testing import compile_fake, fake_ranks, stage, text
 

@@ -11,8 +11,8 @@ import_thunder()
 
 from passes.analysis.liveness import Collective, collectives  # noqa: E402
 from passes.analysis.verify import VerificationError, verify  # noqa: E402
+from passes.pipeline import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 from passes.plan import Bucket, BucketPlan, CostModel, Device, Link, ShardedParameter, TracedParameters, Wire  # noqa: E402
-from passes.runner import Pass, PassAfterLowering, PassBeforeAutodiff  # noqa: E402
 
 __all__ = [
     "Bucket",

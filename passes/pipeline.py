@@ -1,38 +1,342 @@
 """The pipeline: two lists of passes, in the order in which they run.
 
 A pass is a function ``pass(trace, *, fact, ...) -> trace``, which returns the very same trace if it has nothing to do.
-Its keyword-only parameters are facts of the compilation (:mod:`passes.facts`), which are bound here. Its docstring says
-what it takes, what it gives and when it is a no-op. A pass before autodiff works on the computation as it was traced,
-or on the prologue or the epilogue around it. A pass after lowering sees the forward, then the backward, as they run.
+Its keyword-only parameters are :class:`Facts` of the compilation: what tracing found, and what passes hand to later
+ones. :class:`Compilation` binds them. Its docstring says what it takes, what it gives (a pass may fill a fact) and when
+it is a no-op. A pass before autodiff works on the computation as it was traced, or on the prologue or the epilogue
+around it. A pass after lowering sees the forward, then the backward, as they run.
+
+The runner makes a pass a Transform of Thunder. It knows no pass: it times, names and verifies what one returns. Each
+stage shows up by its name in ``thunder.last_traces`` and its relatives.
+
+Note [Backward again]. A script may switch the reduction of gradients on or off between forward and backward (no_sync),
+as with FSDP2. The switch is read when a backward begins. Forward saves the same for each treatment of gradients.
+Therefore only the passes from ``accumulate`` on run again, once for each treatment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import inspect
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context as Variables
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import getdoc
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from passes.accumulate import accumulate_gradients
 from passes.analysis.calls import with_blocks
-from passes.analysis.verify import verify_schedule
-from passes.delay_writes import delay_writes
-from passes.drop_unused import drop_unused
-from passes.epilogue import keep_stream, rebuild_result, set_state, watch_backward
-from passes.facts import Compilation
-from passes.guards import compare_ranks, insert_guards, merge_checks
-from passes.insert_synchronize import insert_synchronize
-from passes.outline import Inner, outline
-from passes.proof.prove_step import prove_step
-from passes.runner import FirstStage, Observe, Pass, PassAfterLowering, PassBeforeAutodiff, Run
-from passes.save import checkpoint_activations, keep_random, keep_secondary, regather, save_shards
+from passes.analysis.recognise import bucket_of, is_backward, is_issue
+from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
+from passes.blocks import Inner, outline, share_fusions
+from passes.comm.symbols import synchronize
+from passes.compat.jit import compile_data_and_stats
+from passes.epilogue import Rebuild, Setter, delay_writes, keep_stream, rebuild_result, set_state, watch_backward
+from passes.gradients import accumulate_gradients, drop_unused
+from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
+from passes.plan import Runtime, Step, TracedParameters
+from passes.plan.runtime import Unused
+from passes.proof.prove import Proof, Record, prove_step
+from passes.save import Kept, Swapped, checkpoint_activations, keep_random, keep_secondary, regather, save_shards
 from passes.schedule import schedule, wait_copies
-from passes.shard_parameters import shard_parameters
-from passes.share_fusions import share_fusions
-from passes.split_sequence import overlap_sequence, split_sequence
+from passes.shard_parameters import insert_synchronize, shard_parameters
+from passes.split_sequence import Context, overlap_sequence, split_sequence
 
-from thunder.core.trace import TraceCtx
+import torch
+from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
+
+# ---- what passes know besides the trace ----
+
+
+@dataclass
+class Facts:
+    """The facts of one compilation. Tracing fills them; the passes only read them, except for the last two."""
+
+    parameters: TracedParameters = field(default_factory=TracedParameters)  # and their models' steps
+    models: list[str] = field(default_factory=list)  # the names of the traced models, in order
+    guards: list[Guard] = field(default_factory=list)  # raise if the step is not valid any more
+    last_guards: list[Guard] = field(default_factory=list)  # likewise, if all other checks have passed
+    setters: dict[str, Setter] = field(default_factory=dict)  # set what forward sets, by the name of its tensors
+    rebuild: Rebuild | None = None  # makes what a jitted model returns, if Thunder cannot
+    unused: Unused = field(default_factory=Unused)  # what has no gradient in the running backward
+    remark: str = ""  # about blocks and modules, for the first stage
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
+    before_lowering: list[Callable[[], None]] = field(default_factory=list)  # refusals of another backward
+    lowered: list[TraceCtx] = field(default_factory=list)  # the backward that accumulate gets
+    choose: Callable[..., Any] | None = None  # runs a backward, by the treatment of gradients when it begins
+    known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
+    swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
+    context: Context | None = None  # the sequence that ranks hold in parts
+    proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
+    record: Record | None = None  # the computation before the first and after the last pass before autodiff
+    variables: Variables | None = None  # Thunder's variables of the compilation
+    proofs: list[Proof] = field(default_factory=list)  # the results
+    forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
+    kept: list[Kept] = field(default_factory=list)  # forward's keep_secondary fills it for backward's
+
+    @property
+    def remarks(self) -> str:
+        """About blocks and modules, and what is computed on whole sequences."""
+        return "; ".join(filter(None, (self.remark, *(self.context.remarks if self.context is not None else ()))))
+
+
+class Compilation:
+    """Where the passes of a jitted function find the facts of the call that is being compiled."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        self.finished: list[Facts] = []  # of the compiled steps that are kept
+        self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
+        self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
+        self._coming, self._tracing = Facts(), None
+
+    def trace(self, tracing: Any) -> Facts:
+        """The facts for ``tracing`` to fill, which is Thunder's context of it: new ones unless it is under way."""
+        if self._tracing is not tracing:
+            self._coming, self._tracing = Facts(), tracing
+        return self._coming
+
+    def end_tracing(self) -> None:
+        """Gives the passes the facts of the call that was traced; none if it called no sharded model."""
+        self.facts, self._coming, self._tracing = self._coming, Facts(), None
+        self.finished.append(self.facts)
+        for refuse in self.facts.at_end:
+            refuse()
+        self.facts.known = {}
+
+    def bound(self, run: Callable[..., TraceCtx], **options: Any) -> Callable[[TraceCtx], TraceCtx]:
+        """A pass with the facts that it uses, and those of the ``options`` that it has."""
+        names = inspect.signature(run).parameters.keys()
+        facts = names & Facts.__dataclass_fields__.keys()
+        given = {name: options[name] for name in names & options.keys()}
+
+        def bound(trace: TraceCtx) -> TraceCtx:
+            return run(trace, **given, **{name: getattr(self.facts, name) for name in facts})
+
+        return bound
+
+
+# ---- the runner ----
+
+
+REMARK = " | "  # in a trace's provenance, between the pass and its remark
+Run = Callable[[TraceCtx], TraceCtx]
+Observe = Callable[[str, str, TraceCtx], None]  # of what ("prologue", "forward", ...), the pass, its result
+
+
+class Pass(Transform):
+    """One pass as a Transform. ``seconds`` is the duration of its last run.
+
+    :class:`PassBeforeAutodiff` and :class:`PassAfterLowering` turn a function, ours or a user's, into a pass:
+    ``thunder.jit(model, transforms=[PassAfterLowering(my_pass)])``. ``passes.pipeline`` gives the order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds = 0.0
+        self.compilation: Compilation | None = None  # of a pass of ours, which may run before the trace has buckets
+        self.observe: Observe | None = None  # is shown each new trace
+        self.announces = True  # whether its errors are this rank's own, which the other ranks have to be told
+        self.remarks = False  # whether its stage says what tracing remarked
+
+    def __repr__(self) -> str:
+        return f"shardtrace.{self.name}"
+
+    @contextmanager
+    def running(self, trace: TraceCtx) -> Iterator[None]:
+        """Times the work inside. Announces an error on this rank to all ranks of the models, so that they raise it
+        instead of waiting for this rank."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            for runtime in self._runtimes(trace) if self.announces else ():
+                runtime.announce(f"{type(error).__name__}: {error}")
+            raise
+        self.seconds = time.perf_counter() - start
+
+    def sign(self, trace: TraceCtx) -> None:
+        """Says in a new trace which pass has made it."""
+        took = f"shardtrace: {self.name} (took {self.seconds * 1e3:.1f} milliseconds)"
+        remark = self.compilation.facts.remarks if self.compilation is not None and self.remarks else ""
+        trace.set_provenance(TraceProvenance(took + (REMARK + remark if remark else "")))
+
+    def publish(self, trace: TraceCtx, what: str) -> None:
+        """Signs a new trace and shows it. ``what``: "prologue", "forward" and so on."""
+        self.sign(trace)
+        if self.observe is not None:
+            self.observe(what, self.name, trace)
+
+    def _runtimes(self, trace: TraceCtx) -> Iterable[Runtime]:
+        """The runtimes of the models that were traced, or whose buckets a trace synchronizes, gathers or reduces."""
+        if self.compilation is not None:
+            return self.compilation.facts.parameters.runtimes
+        lines = (b for b in trace.bound_symbols if is_issue(b) or b.sym.id == synchronize.id)
+        return dict.fromkeys(bucket_of(b).plan.runtime for b in lines)
+
+
+class PassBeforeAutodiff(Pass):
+    """A pass over the computation as it was traced: ``run(computation) -> computation``.
+
+    ``name`` defaults to the function's. ``over``: the trace that it works on, which may be the prologue (it fetches and
+    checks the arguments of a call) or the epilogue (it returns the results). ``begins``: as for
+    :class:`passes.pipeline.Entry`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        name: str = "",
+        *,
+        over: Literal["prologue", "computation", "epilogue"] = "computation",
+        begins: bool = False,
+    ) -> None:
+        super().__init__(name or run.__name__)
+        self.run, self.over, self.begins = run, over, begins
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        traces: dict[str, Any] = {
+            "prologue": prologue_trace,
+            "computation": computation_trace,
+            "epilogue": epilogue_trace,
+        }
+        trace = traces[self.over]
+        if trace is not None:
+            with self.running(trace):
+                new = traces[self.over] = self.run(trace)
+            if new is not trace:
+                self.publish(new, self.over)
+        if self.over == "computation" and self.compilation is not None and self.compilation.facts.record is not None:
+            known, last = self.compilation.facts.record, traces[self.over]
+            self.compilation.facts.record = known._replace(last=last, first=last if self.begins else known.first)
+        return traces["prologue"], traces["computation"], traces["epilogue"]
+
+
+class FirstStage(Pass):
+    """The first transform: gives the passes the facts of the call that was traced, and runs those over the prologue and
+    the epilogue with the first one over the computation. Thunder would list all three traces again for each of them."""
+
+    def __init__(self, compilation: Compilation, passes: Sequence[PassBeforeAutodiff]) -> None:
+        super().__init__("shard_parameters")
+        self.compilation: Compilation = compilation
+        self.passes = passes
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        with self.running(computation_trace):
+            self.compilation.end_tracing()
+            self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace)
+            self.compilation.facts.variables = copy_context()
+            stages = compile_data_and_stats()[1].last_backward_traces
+            self.compilation.facts.choose = Backwards(self.compilation, self.compilation.facts, stages).run
+        traces = prologue_trace, computation_trace, epilogue_trace
+        for one in self.passes:
+            traces = one.transform_traces_pre_prologue(*traces)
+        self.seconds += sum(one.seconds for one in self.passes)
+        if traces[0] is not prologue_trace:
+            self.sign(traces[0])
+        return traces
+
+
+class PassAfterLowering(Pass):
+    """A pass over the forward, then the backward, as they will be executed: ``run(trace) -> trace``.
+
+    The result is verified, except for what holds only once all passes have run. ``name`` defaults to the function's.
+    ``announces``: as for :class:`passes.pipeline.Entry`.
+    """
+
+    def __init__(self, run: Run, name: str = "", *, announces: bool = True) -> None:
+        super().__init__(name or run.__name__)
+        self.run, self.announces = run, announces
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        with self.running(computation_trace):
+            new = self.run(computation_trace)
+            if new is not computation_trace:
+                self._verify(new)
+                new = with_blocks(new)
+        if new is not computation_trace:
+            self.publish(new, "backward" if is_backward(new) else "forward")
+        return new
+
+    def _verify(self, trace: TraceCtx) -> None:
+        try:
+            verify_lines(trace)
+        except VerificationError as error:
+            raise VerificationError(f"after pass {self.name}: {error}") from None
+
+
+# ---- a backward for gradients that are treated otherwise ----
+
+
+class Backward(NamedTuple):
+    steps: dict[Runtime, Step]
+    function: Callable[..., Any]
+    stages: list[TraceCtx]
+
+
+@dataclass(eq=False)
+class Backwards:
+    """The backwards of one compiled step. The first is the one that Thunder has compiled.
+
+    Args:
+        compilation: has the passes.
+        facts: of the step. They and ``stages`` (``thunder.last_backward_traces``) are those of the last that ran.
+    """
+
+    compilation: Compilation
+    facts: Facts
+    stages: list[TraceCtx]
+    known: list[Backward] = field(default_factory=list)
+
+    def run(self, compiled: Callable[..., Any], saved: list[Any], cotangents: list[Any]) -> Any:
+        """Runs the one for the current treatment of gradients, which is ``compiled`` if forward has foreseen it."""
+        if not self.known:
+            self.known.append(Backward(self.facts.parameters.steps, compiled, list(self.stages)))
+        first = self.known[0]
+        steps = {runtime: runtime.begin_backward(step) for runtime, step in first.steps.items()}
+        chosen = self._lowered(steps)
+        for runtime, step in chosen.steps.items():
+            runtime.compare_step(step, changed=step is not first.steps[runtime])
+        if chosen.stages[-1] is not self.stages[-1]:
+            self.stages[:], self.facts.parameters.steps = chosen.stages, chosen.steps
+        return (compiled if chosen is first else chosen.function)(saved, cotangents)
+
+    def _lowered(self, steps: dict[Runtime, Step]) -> Backward:
+        for one in self.known:
+            if all(one.steps[runtime].treats_as(step) for runtime, step in steps.items()):
+                return one
+        assert self.facts.variables is not None
+        self.known.append(self.facts.variables.copy().run(self._lower, steps))
+        return self.known[-1]
+
+    @torch.enable_grad()
+    def _lower(self, steps: dict[Runtime, Step]) -> Backward:
+        for refuse in self.facts.before_lowering:
+            refuse()
+        data, _ = compile_data_and_stats()
+        compiled = self.known[0].stages
+        stages = compiled[: compiled.index(self.facts.lowered[0]) + 1]
+        parameters = replace(self.facts.parameters, steps=steps)
+        facts, self.compilation.facts = self.compilation.facts, replace(self.facts, parameters=parameters)
+        enabled, data.is_grad_enabled = data.is_grad_enabled, True
+        try:
+            for transform in self.compilation.again:
+                new = transform.transform_trace_post_optimization(stages[-1], executors_list=data.executors_list)
+                if new is not stages[-1]:
+                    stages.append(new)
+        finally:
+            self.compilation.facts, data.is_grad_enabled = facts, enabled
+        return Backward(steps, stages[-1].python_callable(), stages)
+
+
+# ---- the pipeline ----
 
 
 class Entry(NamedTuple):

@@ -72,7 +72,7 @@ from passes.analysis.recognise import (
     updated_in_place,
 )
 from passes.comm.symbols import keep_shards, synchronize, unshard
-from passes.compat.lines import differentiating_executor
+from passes.compat.jit import differentiating_executor
 from passes.kernels.registration import executor as kernels
 from passes.kernels.registration import lines_of_kernels
 from passes.plan import Bucket

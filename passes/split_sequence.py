@@ -43,10 +43,8 @@ from passes.comm.sequence import Part, cut, from_input, gather_output, gather_se
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast
 from passes.kernels.torch_call import add_executor
 from passes.plan import TracedParameters
-from passes.plan.sequence import ContextPlan, Split
-from passes.sequence.blocks import Blocks
-from passes.sequence.rules import RULES
-from passes.sequence.splitter import Rules, Splitter, Value
+from passes.plan.plan import ContextPlan, Split
+from passes.sequence import RULES, Blocks, Rules, Splitter, Value
 
 from thunder.core import dtypes
 from thunder.core.langctxs import Languages, langctx

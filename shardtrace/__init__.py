@@ -14,7 +14,7 @@ import passes  # noqa: F401  first, because it makes Thunder importable
 from passes import Collective, VerificationError
 from passes.kernels import executor
 from shardtrace.api import ddp, fsdp
-from shardtrace.checking import Check, check
+from shardtrace.checking import Check, block_traces, check, collectives, memory
 from shardtrace.checkpoint import (
     AsyncCheckpointer,
     Checkpoint,
@@ -29,8 +29,8 @@ from shardtrace.checkpoint import (
     sharded_state_dict,
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
-from shardtrace.inspector.snapshot import MemorySnapshot, memory_snapshot
-from shardtrace.model.materialize import init_empty_weights
+from shardtrace.inspector.measured import MemorySnapshot, memory_snapshot
+from shardtrace.model.places import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
 from shardtrace.options.strategy import ShardingStrategy
@@ -40,14 +40,10 @@ from shardtrace.proving import Difference, Proof, prove
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.mesh import init_process_group
-from shardtrace.report import block_traces, collectives, memory
-from shardtrace.training.batches import join, shard_sequence
-from shardtrace.training.buffers import sync_buffers
-from shardtrace.training.full import full_gradients, full_params, full_state_dict, load_full_state_dict
-from shardtrace.training.generation import Generator
-from shardtrace.training.gradients import clip_grad_norm_, no_sync
+from shardtrace.training.batches import join, shard_sequence, sync_buffers
+from shardtrace.training.full import Generator, full_gradients, full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.gradients import clip_grad_norm_, no_sync, split_parameters
 from shardtrace.training.methods import register_forward_method
-from shardtrace.training.optimizers import split_parameters
 
 __version__ = "0.1.0"
 

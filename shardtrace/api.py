@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from passes.compat.jit import jitted_module, jitted_transforms, unjitted
-from shardtrace.checkpoint.hooks import add_hooks
-from shardtrace.checkpoint.state import model_state
+from shardtrace.checkpoint.state import add_hooks, model_state
 from shardtrace.checkpoint.weights import Source, Stored, check_weights, read_weights, stored_tensors, weights_lines
 from shardtrace.costs import load_cost_model
-from shardtrace.model.choose import choose, choose_gathers, find_target, with_plan
+from shardtrace.model.choose import (
+    choose,
+    choose_gathers,
+    compare_models,
+    find_target,
+    refuse,
+    refuse_shared,
+    with_plan,
+)
 from shardtrace.model.classes import attach
 from shardtrace.model.distribute import find_homes, shard_parameters
 from shardtrace.model.freed_memory import keep_freed_memory
-from shardtrace.model.refusal import compare_models, refuse, refuse_shared
-from shardtrace.model.runtime import ParameterMemory
 from shardtrace.model.shards import complete_operators
-from shardtrace.model.state import ShardedState, keep_data
+from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
@@ -29,10 +34,9 @@ from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, Conte
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, leave_in_peace
-from shardtrace.trainers.accelerate import join_trainers
-from shardtrace.training.gradients import share_norms, share_overflows
+from shardtrace.trainers import join_trainers
+from shardtrace.training.gradients import refuse_wrong_steps, share_norms, share_overflows
 from shardtrace.training.methods import METHODS, refuse_wrappers
-from shardtrace.training.optimizers import refuse_wrong_steps
 
 import thunder
 import torch.distributed as dist

@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.comm.packing import chunk_of
-from passes.comm.quantize import INT8
+from passes.comm.quantized import INT8, chunk_of
 from passes.comm.symbols import all_gather, reduce_scatter, wait_all_gather, wait_reduce_scatter
-from passes.compat.lines import function_of
+from passes.compat.jit import function_of
 from passes.plan import (
     Bucket,
     BucketPlan,
@@ -44,8 +43,7 @@ from passes.plan import (
 from passes.plan.cost import FREE
 from shardtrace.costs import cost_model_key, of_first_rank, table, write_cost_model
 from shardtrace.model.freed_memory import keep_freed_memory
-from shardtrace.ranks.device import resolve_device
-from shardtrace.ranks.mesh import backend_for, is_alone, resolve_group, transport
+from shardtrace.ranks.mesh import backend_for, is_alone, resolve_device, resolve_group, transport
 
 import torch
 import torch.distributed as dist

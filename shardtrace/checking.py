@@ -1,4 +1,6 @@
-"""``check``: a step of a sharded and compiled model beside the same step in eager PyTorch.
+"""``check`` and reports: what a sharded step computes, and what it sends and keeps.
+
+``check``: a step of a sharded and compiled model beside the same step in eager PyTorch.
 
 Note [Rounding]. The same step in float64 decides what is rounding: the compiled step may be ``SLACK`` times as far from
 it as eager PyTorch is, or as many units in the last place. Where the model does not run in float64, or computes
@@ -21,13 +23,19 @@ from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Any, NamedTuple
 
+import passes
+from passes import Collective
 from passes.analysis.calls import parts_in
+from passes.analysis.liveness import StepLiveness, step_liveness
+from passes.blocks import traced_block
 from passes.compat.versions import functional_transform
 from passes.kernels.torch_call import call_of
 from shardtrace.api import fsdp
 from shardtrace.inspector.fake import Arguments, parse_arguments
+from shardtrace.inspector.step_data import Rows
 from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
+from shardtrace.proving import executed
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.marks import is_library
 from shardtrace.record.results import tensors_in
@@ -36,10 +44,14 @@ from shardtrace.record.symbols import name_of
 import thunder
 import torch
 import torch.distributed as dist
+from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+# ---- check ----
+
 
 SEED = 0
 SLACK, SLACK_ALONE = 16.0, 1000.0
@@ -402,3 +414,57 @@ def _group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+# ---- reports ----
+
+
+def collectives(cmodel: Callable[..., Any]) -> Rows[Collective]:
+    """The collectives of the last call of a jitted model or function, in order of issue.
+
+    Those of forward come first, then those of its backward, if there is one. Each is a named tuple: ``kind``
+    ("all_gather", "reduce_scatter"), ``phase`` ("forward", "backward"), ``bucket``, ``dtype``, ``bytes`` (of the
+    unsharded bucket, with padding) and ``parameters`` (names). The list prints as a table.
+
+    Raises:
+        TypeError: if ``cmodel`` is not jitted or was not called yet.
+    """
+    traces = (trace for trace in executed(cmodel) if trace is not None)
+    return Rows(row for trace in traces for row in passes.collectives(trace))
+
+
+def memory(cmodel: Callable[..., Any], *, persistent: int = 0) -> StepLiveness:
+    """Predicts the bytes of tensors during the last call of a jitted model or function, and during its backward.
+
+    ``.forward`` and ``.backward`` (None if there is none) have ``.buffers`` and ``.lines``. A line is a named tuple of
+    bytes: ``during`` is needed while the line runs, ``total`` is alive after it. The total consists of ``inputs``
+    (shards and the batch), ``unsharded`` parameters, buffers ``in_flight``, ``activations``, tensors ``saved`` for
+    backward, and ``gradients``. ``.peak`` is the peak of both traces.
+
+    ``persistent`` bytes are added to every line. Use it for the optimizer's state, accumulated gradients, and
+    parameters that the call does not use. The workspace of kernels and of the process group's backend is not included.
+
+    Raises:
+        TypeError: if ``cmodel`` is not jitted or was not called yet.
+    """
+    forward, backward = executed(cmodel)
+    if forward is None:
+        raise TypeError("memory() needs a call: call the jitted model first")
+    return step_liveness(forward, backward, persistent=persistent)
+
+
+def block_traces(cmodel: Callable[..., Any]) -> dict[str, tuple[TraceCtx, ...]]:
+    """The functions of repeated blocks that the last call of a jitted model or function has compiled.
+
+    Returns the traces of each function by its name, one for each pass; the last one runs. A block of class ``Block``
+    has ``Block`` (as it was traced), ``Block_forward`` and ``Block_backward``; without gradients only ``Block``. Other
+    kinds of the class, and calls that need other gradients, have a number: ``Block_2``. Empty if no block is called.
+
+    Raises:
+        TypeError: if ``cmodel`` is not jitted or was not called yet.
+    """
+    found: dict[str, tuple[TraceCtx, ...]] = {}
+    for trace in thunder.last_traces(cmodel):
+        found |= {block.name: (block.trace,) for b in trace.bound_symbols if (block := traced_block(b)) is not None}
+    final = (trace for trace in executed(cmodel) if trace is not None)
+    return found | {part.name: part.traces for part in parts_in(*final)}

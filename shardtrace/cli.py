@@ -27,18 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-from passes.compat.lines import interrupt_of, notes_of
+from passes.compat.jit import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
-from passes.plan.hardware import hardware
+from passes.plan.cost import hardware
 from shardtrace import calibrate, doctor
 from shardtrace.checking import Check, check
 from shardtrace.costs import rates_of
 from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_call, inspect, run_script
-from shardtrace.inspector.target import TargetError, make, model_and_inputs, script_of
+from shardtrace.inspector.script import TargetError, make, model_and_inputs, script_of
+from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import state_of, states_in
-from shardtrace.model.whole import whole_copy
-from shardtrace.options.policies import POLICIES, grouped
-from shardtrace.options.values import needs
+from shardtrace.options.policies import POLICIES, grouped, needs
 from shardtrace.planner import plan
 
 import thunder

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from passes.plan import CostModel, Device, Link, default_cost_model
-from passes.plan.cost import FREE
-from passes.plan.hardware import Hardware, cluster, links_of
+from passes.plan.cost import FREE, Hardware, cluster, links_of
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import backend_for, is_alone
 
@@ -148,7 +147,7 @@ class Rates(NamedTuple):
 
 
 def rates_of(device: Hardware, links: Mapping[str, Any], world_size: int) -> Rates:
-    """The rates of a device by name and of links by name, as in :func:`passes.plan.hardware.cluster`. For "cpu", this
+    """The rates of a device by name and of links by name, as in :func:`passes.plan.cost.cluster`. For "cpu", this
     machine's calibration, if there is one; a link that is named replaces the measured one."""
     modelled, names = cluster(device, **links), str(links_of(device, **links))
     measured = find_cost_model(torch.device("cpu"), "gloo", world_size) if device.name == "cpu" else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from passes.pipeline import FirstStage
 from passes.proof.prove import Difference, Proof
 from passes.proof.prove import prove as prove_traces
-from passes.runner import FirstStage
 
 import thunder
 from thunder.core.trace import TraceCtx

@@ -1,3 +1,4 @@
+import gc
 import inspect
 import os
 import tempfile
@@ -42,6 +43,15 @@ def ranks_of():
     yield lambda world_size, device="cpu": pools.setdefault((world_size, device), Ranks(world_size, device))
     for ranks in pools.values():
         ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def small_heap():
+    """For tests that collect garbage often: Python does not look at what is there before them, a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

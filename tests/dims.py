@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from passes.analysis.dims import Placed, TorchLine, follow, lead, resized
 from passes.plan.dims import canonical, known
 from passes.plan.dims.table import relation, tensors
-from passes.plan.sequence import Split
+from passes.plan.plan import Split
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name

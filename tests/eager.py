@@ -1,6 +1,6 @@
 """A function under Thunder with torch's own kernels, held against eager PyTorch."""
 
-from passes.compat.lines import function_of, symbol_that_calls
+from passes.compat.jit import function_of, symbol_that_calls
 from passes.kernels import executor
 
 import thunder

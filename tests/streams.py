@@ -1,5 +1,5 @@
 """What transports enqueue: a recorder runs the lines of a trace, and notes each access to memory and each wait between
-streams as :mod:`passes.analysis.happens_before` has them.
+streams as :mod:`passes.analysis.verify` has them.
 
 Tensors of the device that computes are on the meta device, those of the host on the CPU. Process groups, streams and
 events are stand-ins. An event is a stream that waits once, for the stream that records it.
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import shardtrace  # noqa: F401  before thunder
-from passes.analysis.happens_before import COMPUTE, HOST, Wait, Work
 from passes.analysis.recognise import is_deletion, is_return, is_unpack, names
-from passes.compat.lines import function_of
+from passes.analysis.verify import COMPUTE, HOST, Wait, Work
+from passes.compat.jit import function_of
 from passes.plan.runtime import HostMemory
 
 import torch

@@ -19,9 +19,6 @@ FLOORS = [
     ["passes.sequence"],
     ["passes"],  # the passes
     ["passes.proof"],
-    ["passes.facts"],
-    ["passes.choose_backward"],
-    ["passes.runner"],
     ["passes.pipeline"],
     ["passes.__init__"],
     ["shardtrace.options", "shardtrace.ranks"],
@@ -33,7 +30,7 @@ FLOORS = [
     ["shardtrace.api", "shardtrace.doctor", "shardtrace.proving"],
     ["shardtrace.inspector"],
     ["shardtrace.planner"],
-    ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.parallel", "shardtrace.plugins", "shardtrace.report"],
+    ["shardtrace.calibrate", "shardtrace.checking", "shardtrace.parallel", "shardtrace.plugins"],
     ["shardtrace.cli", "shardtrace.testing"],
     ["shardtrace.lightning"],
     ["shardtrace.__init__", "shardtrace.__main__"],

@@ -251,8 +251,9 @@ def changes():
     """The module, and the function or class, of each such statement in both packages."""
     for file in sorted(file for package in ("passes", "shardtrace") for file in (ROOT / package).rglob("*.py")):
         module, text = ".".join(file.relative_to(ROOT).with_suffix("").parts), file.read_text()
+        lines = text.splitlines()
         for node in ast.parse(text).body:
-            if CHANGE.search(ast.get_source_segment(text, node)):
+            if CHANGE.search("\n".join(lines[node.lineno - 1 : node.end_lineno])):
                 yield module, getattr(node, "name", "")
 
 

@@ -25,13 +25,12 @@ sys.path.append(str(Path(__file__).parents[1] / "gpt2"))
 
 import shardtrace  # before thunder: makes it importable on the newest torch
 from passes.plan import CostModel
-from passes.plan.hardware import hardware
+from passes.plan.cost import hardware
 from shardtrace.calibrate import calibrate
 from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import grouped
 from shardtrace.planner.compose import ComposedStep
-from shardtrace.planner.estimate import Estimate, Setting, estimate
-from shardtrace.planner.optimizer import optimizer_cost
+from shardtrace.planner.estimate import Estimate, Setting, estimate, optimizer_cost
 
 import thunder
 import torch

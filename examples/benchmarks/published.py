@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
 
 import shardtrace  # before thunder: makes it importable on the newest torch
-from passes.plan.hardware import MEMORY, cluster, hardware
+from passes.plan.cost import MEMORY, cluster, hardware
 from shardtrace.options.planned import TrainingPlan
 
 import torch

@@ -1,16 +1,16 @@
-"""Calls of blocks: lines that stand for the lines of another trace.
+"""Calls of blocks, which are lines that stand for the lines of another trace, and where gradients flow.
 
 A traced line calls a :class:`Block`. Autodiff and lowering make it lines that call a :class:`Part` of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from passes.analysis.recognise import is_random, is_return, is_unpack, names
-from passes.compat.lines import set_signature, symbol_that_calls
+from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
+from passes.compat.jit import set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
@@ -32,7 +32,7 @@ class Block:
         taken: names that its values must not have.
         module: the qualified name of the module that was called.
 
-    ``variants`` are what :mod:`passes.outline` makes of it.
+    ``variants`` are what :mod:`passes.blocks` makes of it.
     """
 
     def __init__(
@@ -191,3 +191,72 @@ def unique_name(trace: TraceCtx, base: str, *, first: int = 2) -> str:
         name, n = f"{base}_{n}", n + 1
     trace.add_name(name)
     return name
+
+
+# ---- where gradients flow ----
+
+
+Sources = frozenset[int]
+NOTHING = Sources()
+
+
+def differentiated(computation: TraceCtx, inputs: Collection[str] | None = None) -> set[str]:
+    """The names of values that depend on an input which requires a gradient. ``inputs``: the names of these."""
+    wanted = (a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad)
+    found = set(wanted if inputs is None else inputs)
+    for bsym in computation.bound_symbols:
+        if not found.isdisjoint(names(bsym.flat_proxy_args)) and not stops_gradients(bsym):
+            found |= names(bsym.flat_proxy_outs)
+    return found
+
+
+def with_gradients(lines: Sequence[BoundSymbol]) -> set[str]:
+    """The names of values that get a gradient: those that are returned, or that lines read whose results get one."""
+    found = names(lines[-1].args[0]["output"])
+    for bsym in reversed(lines[:-1]):
+        if not found.isdisjoint(names(bsym.flat_proxy_outs)) and not stops_gradients(bsym):
+            found |= names(bsym.flat_proxy_args)
+    return found
+
+
+def stops_gradients(bsym: BoundSymbol) -> bool:
+    """True for a line through which no gradient flows, such as ``detach``."""
+    return is_constant_for_vjp(bsym) or (bool(bsym.subsymbols) and all(map(stops_gradients, bsym.subsymbols)))
+
+
+def results_of_step(epilogue: TraceCtx, computation: TraceCtx) -> tuple[TensorProxy, ...]:
+    """The tensors that a computation hands its epilogue, whatever becomes of them."""
+    inputs = names(tuple(computation.args))
+    return tuple(a for a in epilogue.args if isinstance(a, TensorProxy) and a.name not in inputs)
+
+
+class Flow:
+    """Finds by which sources, which are numbers, values have come about. ``skips``: lines that pass nothing on."""
+
+    def __init__(self, skips: Callable[[BoundSymbol], bool] = is_deletion) -> None:
+        self._skips = skips
+
+    def joined(self, sources: Iterable[Sources]) -> Sources:
+        """The sources of what is computed from values with these."""
+        return NOTHING.union(*sources)
+
+    def follow(self, lines: Iterable[BoundSymbol], found: dict[str, Sources], own: Mapping[str, Sources] = {}) -> None:
+        """Fills ``found``, by the names of values. ``own``: further sources of some."""
+        for bsym in lines:
+            if not is_unpack(bsym) and not is_return(bsym) and not self._skips(bsym):
+                for o, sources in zip(bsym.flat_proxy_outs, self.of_results(bsym, found, own), strict=False):
+                    found[o.name] = sources | own.get(o.name, NOTHING)
+
+    def of_results(self, bsym: BoundSymbol, found: dict[str, Sources], own: Mapping[str, Sources]) -> list[Sources]:
+        """The sources of the results of a line: for a block, those inside of it; else all of the arguments."""
+        block, outs = part_of(bsym) or block_of(bsym), bsym.flat_proxy_outs
+        if block is not None:
+            *lines, last = block.trace.bound_symbols
+            pairs = zip(block.trace.args, bsym.args, strict=True)
+            inner = {p.name: found.get(getattr(a, "name", ""), NOTHING) for p, a in pairs}
+            results = last.flat_proxy_args
+            self.follow(lines, inner, {r.name: own.get(o.name, NOTHING) for r, o in zip(results, outs, strict=False)})
+            return [inner.get(r.name, NOTHING) for r in results]
+        self.follow(bsym.subsymbols, found)
+        joined = self.joined(found.get(a.name, NOTHING) for a in bsym.flat_proxy_args)
+        return [found.get(o.name, joined) for o in outs]

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.symbols import identity
+from passes.analysis.recognise import identity
 from passes.kernels.torch_call import TorchCall
-from passes.plan.dims import sizes
+from passes.plan.dims import table
+from passes.plan.dims.reductions import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.relation import Labels, Relation, Shape
-from passes.plan.dims.spatial import LIKE_OTHER, RESHAPES, moved
 from passes.plan.dims.table import canonical, relation, tensors
-from passes.plan.sequence import Split
+from passes.plan.plan import Split
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -129,8 +129,8 @@ def resized(line: TorchLine, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[A
     if not line.results:
         return line.args, line.kwargs
     operand = _shape(line.operands[0]) if line.operands else ()
-    change = sizes.Change(operand, _shape(line.results[0]), tuple(shapes[0]))
-    return sizes.resized(line.name, line.args, line.kwargs, change)
+    change = table.Change(operand, _shape(line.results[0]), tuple(shapes[0]))
+    return table.resized(line.name, line.args, line.kwargs, change)
 
 
 def _fits(split: Split, t: TensorProxy) -> bool:

@@ -18,10 +18,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import is_library_call
-from passes.analysis.symbols import identity, is_foreign, properties
-from passes.comm.properties import Property
+from passes.analysis.recognise import identity, is_foreign, properties
 from passes.comm.sequence import Part
-from passes.compat.lines import function_of
+from passes.comm.symbols import Property
+from passes.compat.jit import function_of
 from passes.compat.versions import fake_kernel
 from passes.kernels.torch_call import Line, Saved
 from passes.plan import Bucket, PlainRuntime

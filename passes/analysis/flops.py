@@ -18,16 +18,14 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import function_of_lines, lines_within, part_of
-from passes.analysis.recognise import bucket_of, is_repeatable, names
-from passes.analysis.symbols import differentiated, identity, is_foreign, properties
-from passes.comm.properties import Property
-from passes.compat.lines import shape_of
+from passes.analysis.recognise import bucket_of, differentiated, identity, is_foreign, is_repeatable, names, properties
+from passes.comm.symbols import Property
+from passes.compat.jit import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
-from passes.kernels.attention import attention_backward_flops, attention_flops
-from passes.kernels.linear import convolution_flops, product
+from passes.kernels.attention import CausalAttention, attention_backward_flops, attention_flops
+from passes.kernels.functional import convolution_flops, product
 from passes.kernels.registration import Flops, Shapes, kernel_id
-from passes.kernels.sequence_attention import CausalAttention
 from passes.kernels.torch_call import Line, call_of
 from passes.plan.cost import Work
 

@@ -34,9 +34,8 @@ from passes.analysis.recognise import (
     part_at,
     unsharded_values,
 )
-from passes.comm.kept_gradients import accumulate, accumulated
 from passes.comm.sequence import issue_gather, issue_scatter, issue_sum
-from passes.comm.symbols import GATHERS, REDUCTIONS, all_gather
+from passes.comm.symbols import GATHERS, REDUCTIONS, accumulate, accumulated, all_gather
 from passes.plan import Bucket
 
 import torch

@@ -22,10 +22,9 @@ from functools import cached_property
 from typing import Any
 
 from passes.comm.messages import InFlight
-from passes.comm.properties import Property
-from passes.comm.symbols import symbol
+from passes.comm.symbols import Property, symbol
 from passes.compat.versions import all_gather_single, reduce_scatter_single
-from passes.plan.sequence import ContextPlan, Split
+from passes.plan.plan import ContextPlan, Split
 
 import torch
 import torch.distributed as dist

@@ -23,29 +23,83 @@ follow the reduction of gradients:
 If backward gathers from second shards inside the node, forward keeps them:
 
     second = keep_shards(full, bucket)          this rank's parts of the unsharded parameters, in memory of their own
+
+Gradients may be kept from step to step, whole and unreduced. Two symbols add to them and take them:
+
+    accumulate(grads, bucket)               replaces a reduction: adds gradients to the kept ones
+    grads = accumulated(grads, bucket)      precedes a reduction: adds the kept ones to the gradients and clears them
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from enum import Flag, auto
 from typing import Any, NamedTuple
 
 from passes.comm import direct, native
-from passes.comm.host_copies import finish_copies, finish_offload, issue_offload
-from passes.comm.properties import Property
-from passes.compat.lines import symbol_that_calls
+from passes.compat.jit import symbol_that_calls
 from passes.compat.versions import is_profiling
-from passes.plan import Bucket, Placement
+from passes.plan import Axis, Bucket, Level, Placement, ShardedParameter
+from passes.plan.layout import summed_to
 
 import torch
 from thunder.core.codeutils import ContextObject
 from thunder.core.devices import cpu, to_device
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import OpTags, get_grad, put_grad
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.extend import OperatorExecutor
+
+# ---- properties of symbols ----
+
+
+class Property(Flag):
+    """The properties of a symbol, any number of them. Those of Thunder's symbols are listed in
+    :mod:`passes.analysis.recognise`; our own symbols carry theirs as tags."""
+
+    NONE = 0
+    FREE = auto()  # computes nothing: a comment, a line for Python's names, or one that takes time only on a link
+    VIEW = auto()  # the results share the memory of the first argument (a reshape copies if its strides demand it)
+    INDEX = auto()  # a view if indexed by numbers and slices, a look-up if indexed by a tensor
+    CAST = auto()  # the arguments in another dtype or on another device; moves nothing if they have these already
+    COPY = auto()  # the first argument in new memory, or in the same memory if it has the wanted layout already
+    LOOK_UP = auto()  # reads no more of its table, the first argument, than it writes
+    PARTS = auto()  # copies parts of the arguments: reads as much of them as it writes
+    CONSTANT = auto()  # makes a tensor from numbers, the same one each time
+    RANDOM = auto()  # may draw random numbers
+    IN_PLACE = auto()  # changes an argument
+    STATEFUL = auto()  # reads and changes tensors that outlive the step and are not among its arguments
+
+    @property
+    def is_alias(self) -> bool:
+        """True if the results hold the values of the first argument, perhaps in the same memory."""
+        return bool(self & (Property.VIEW | Property.INDEX | Property.CAST | Property.COPY))
+
+
+# ---- copies to the host ----
+
+
+def issue_offload(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> torch.Tensor:
+    """Starts to copy this rank's shards of a bucket's gradients to the host."""
+    assert bucket.plan.host is not None
+    return bucket.plan.host.send(bucket.layout.flat_row(grads))
+
+
+def finish_offload(row: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """This rank's shards. Nobody may read them before :func:`finish_copies`."""
+    return bucket.layout.unpack_row(row)
+
+
+def finish_copies(memory: ContextObject) -> None:
+    """Blocks the program until gradients have arrived and shards are read, because the optimizer runs next."""
+    memory.obj.finish()
+
+
+# ---- collectives ----
+
 
 # Thunder's lowering keeps an executor's symbols as they are, whichever executors the user chose.
 executor = OperatorExecutor("shardtrace", version="0.1")
@@ -294,3 +348,84 @@ def _call(check: ContextObject) -> None:
 check_ranks = symbol("check_ranks", lambda meet: None, _call, tags=[OpTags.DONT_DCE])
 # Notes for the next check_ranks that a forward ends, or that a backward begins or ends.
 note = symbol("note", lambda progress: None, _call, tags=[OpTags.DONT_DCE])
+
+
+# ---- kept gradients ----
+
+
+class Kept(NamedTuple):
+    parameter: ShardedParameter
+    total: torch.Tensor
+
+
+class KeptGradients:
+    """The gradients of a model that are not reduced yet, or not over replicas. They live from step to step."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[tuple[Axis, int], Kept] = {}  # the group to reduce over, and the parameter's index
+        self.used: set[Level] = set()  # on which levels a step has ever kept gradients
+        self.reducing = False  # gradients have been taken since the last that were added, or some were left behind
+
+    def add(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
+        self.reducing &= bool(self.by_place)
+        sums, addends = [], []
+        for grad, m in zip(grads, bucket.members, strict=True):
+            grad = summed_to(grad, m.parameter.full_shape)
+            place = bucket.plan.axis, m.parameter.index
+            if (known := self.by_place.get(place)) is None:
+                dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+                # a copy: two parameters may share a gradient, and backward's caller may own it
+                total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                self.by_place[place] = Kept(m.parameter, total)
+            else:
+                sums.append(known.total)
+                addends.append(grad)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def take(self, grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        self.reducing = True
+        known = [self.by_place.pop((bucket.plan.axis, m.parameter.index), None) for m in bucket.members]
+        dtype = to_torch_dtype(bucket.plan.summed_dtype(bucket.rest_dtype))
+        return tuple(
+            grad.to(dtype) if kept is None else kept.total.add_(summed_to(grad, m.parameter.full_shape))
+            for grad, kept, m in zip(grads, known, bucket.members, strict=True)
+        )
+
+    def left_behind(self) -> list[str]:
+        """The names of parameters that the last reduction missed."""
+        return [kept.parameter.name for kept in self.by_place.values()] if self.reducing else []
+
+    def of(self, index: int) -> list[tuple[Axis, int]]:
+        """The places that hold gradients of a parameter."""
+        return [place for axis in Axis if (place := (axis, index)) in self.by_place]
+
+    def clear(self) -> None:
+        self.by_place.clear()
+        self.reducing = False
+
+
+def _accumulated_meta(grads: tuple[TensorProxy, ...], bucket: Bucket) -> tuple[TensorProxy, ...]:
+    dtype = bucket.plan.summed_dtype(bucket.rest_dtype)
+    return tuple(TensorProxy(like=g, dtype=dtype, requires_grad=False) for g in grads)
+
+
+def _add(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> None:
+    bucket.plan.runtime.kept.add(grads, bucket)
+
+
+def _take(grads: tuple[torch.Tensor, ...], bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    taken: tuple[torch.Tensor, ...] = bucket.plan.runtime.kept.take(grads, bucket)
+    return taken
+
+
+accumulate = symbol(
+    "accumulate",
+    lambda grads, bucket: None,
+    _add,
+    properties=Property.STATEFUL,
+    tags=[OpTags.DONT_DCE],
+)
+
+
+accumulated = symbol("accumulated", _accumulated_meta, _take, properties=Property.STATEFUL)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from passes.comm.properties import Property
-from passes.compat.lines import fake_argument, symbol_that_calls
+from passes.comm.symbols import Property
+from passes.compat.jit import fake_argument, symbol_that_calls
 from passes.compat.versions import Fakes
 
 import torch

@@ -18,8 +18,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from passes.compat.jit import compile_data_and_stats
-from passes.compat.lines import shape_of, symbol_that_calls
+from passes.compat.jit import compile_data_and_stats, shape_of, symbol_that_calls
 
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy, variableify

@@ -22,11 +22,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
-from passes.comm.properties import Property
-from passes.compat.lines import symbol_that_calls
+from passes.comm.symbols import Property
+from passes.compat.jit import symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
 from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, storage
-from passes.plan.step import Unused
+from passes.plan.runtime import Unused
 
 import thunder.torch as ltorch
 import torch

@@ -2,10 +2,8 @@
 
 from passes.plan.bucket import Bucket, inflight_limits
 from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cost_model
-from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, shard_shape
-from passes.plan.runtime import Axis, HostMemory, PlainRuntime, Runtime
-from passes.plan.step import Gradients, Keep, Level, Progress, Step
-from passes.plan.traced import TracedParameters
+from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, TracedParameters, shard_shape
+from passes.plan.runtime import Axis, Gradients, HostMemory, Keep, Level, PlainRuntime, Progress, Runtime, Step
 from passes.plan.wire import Ends, Wire
 
 __all__ = [

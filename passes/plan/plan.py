@@ -2,6 +2,10 @@
 
 Each parameter has a place at rest (:class:`Placement`): split into a shard on each rank, whole on one owner rank, or
 whole on every rank. Parameters without elements are not part of a plan.
+
+Context parallelism. A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last
+ones may be shorter, and are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks
+then have the same work.
 """
 
 from __future__ import annotations
@@ -10,13 +14,80 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from passes.plan.cost import CostModel, default_cost_model
-from passes.plan.runtime import Axis, HostMemory, PlainRuntime, Runtime
+from passes.plan.runtime import Axis, Gradients, HostMemory, PlainRuntime, Runtime, Step
 from passes.plan.wire import Wire
 
 from thunder.core import dtypes
+
+# ---- sequences in parts ----
+
+
+class Split(NamedTuple):
+    """How one dimension of a value is split over ranks.
+
+    The whole dimension has ``outer * length * inner`` elements, as if it had been reshaped from ``(outer, length,
+    inner)``. Ranks hold parts of the middle one: (batch, sequence) flattened to rows is ``Split(0, batch, length, 1)``.
+    """
+
+    dim: int
+    outer: int
+    length: int
+    inner: int
+
+    @classmethod
+    def along(cls, dim: int, length: int) -> Split:
+        """A dimension that is the sequence itself."""
+        return cls(dim, 1, length, 1)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole dimension."""
+        return self.outer * self.length * self.inner
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """The ranks that hold the parts of a sequence.
+
+    Args:
+        ranks: how many they are.
+        rank: this rank's number among them.
+        attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
+            heads for positions where heads divide, "auto" does what sends less.
+        axis: their process group in ``runtime``.
+        direct: whether ranks exchange messages, because the group's own reduce_scatter sends all to all (gloo).
+    """
+
+    ranks: int
+    rank: int = 0
+    _: KW_ONLY
+    attention: Literal["auto", "gather", "ulysses"] = "auto"
+    axis: Axis = Axis.CONTEXT
+    direct: bool = False
+    runtime: Runtime = field(default_factory=PlainRuntime)
+
+    def chunk(self, length: int) -> int:
+        """Positions of one chunk of a sequence, padding included."""
+        return -(-length // (2 * self.ranks))
+
+    def local(self, length: int) -> int:
+        """Positions that each rank holds of a sequence, padding included."""
+        return 2 * self.chunk(length)
+
+    def chunks_of(self, rank: int) -> tuple[int, int]:
+        """The numbers of the two chunks that a rank holds, in this order."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def part_of(self, split: Split) -> int:
+        """Elements that each rank holds of a split dimension."""
+        return split.outer * self.local(split.length) * split.inner
+
+
+# ---- the plan ----
+
 
 Shape = tuple[int, ...]
 
@@ -204,3 +275,32 @@ class Member:
     def numel(self) -> int:
         """Elements of one shard."""
         return math.prod(self.parameter.shard_shape)
+
+
+# ---- what tracing finds ----
+
+
+@dataclass
+class TracedParameters:
+    """The sharded parameters among a trace's inputs, and the step that is being compiled for each model.
+
+    A proxy is identified by its ``history`` (Thunder's record of where the value came from), which survives renaming.
+    """
+
+    by_history: dict[int, tuple[Any, ShardedParameter]] = field(default_factory=dict)
+    steps: dict[Runtime, Step] = field(default_factory=dict)
+
+    def add(self, history: Any, parameter: ShardedParameter) -> None:
+        self.by_history[id(history)] = (history, parameter)  # holding it keeps the id from being reused
+
+    def get(self, proxy: Any) -> ShardedParameter | None:
+        found = self.by_history.get(id(getattr(proxy, "history", None)))
+        return found[1] if found else None
+
+    def step_of(self, runtime: Runtime) -> Step:
+        return self.steps.setdefault(runtime, Step(Gradients.REDUCED))
+
+    @property
+    def runtimes(self) -> tuple[Runtime, ...]:
+        """The runtimes of the models whose parameters were found."""
+        return tuple(dict.fromkeys(parameter.plan.runtime for _, parameter in self.by_history.values()))

@@ -20,22 +20,22 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import bucket_of
-from passes.comm.kept_gradients import accumulate, accumulated
+from passes.blocks import release
 from passes.comm.symbols import (
     GATHERS,
     OFFLOADS,
     REDUCTIONS,
+    accumulate,
+    accumulated,
     check_ranks,
     keep_shards,
     note,
     replicated,
     wait_copies,
 )
-from passes.drop_unused import mark_unused, unless_unused
-from passes.outline import release
+from passes.gradients import mark_unused, unless_unused
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
-from passes.proof.numbering import Numbers
-from passes.proof.program import Evaluation, Law, UnprovenError, Values, name_results
+from passes.proof.program import Evaluation, Law, Numbers, UnprovenError, Values, name_results
 
 from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol

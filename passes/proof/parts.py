@@ -20,11 +20,11 @@ from passes.analysis.calls import block_of
 from passes.analysis.dims import TorchLine, follow, lead, resized, torch_line
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack
 from passes.comm import sequence as comm
-from passes.kernels.sequence_attention import CausalAttention
+from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
-from passes.plan.sequence import ContextPlan, Split
-from passes.proof.numbering import Numbers, constant
-from passes.sequence.rules import attention_arguments, loss_arguments, of_each_dim
+from passes.plan.plan import ContextPlan, Split
+from passes.proof.program import Numbers, constant
+from passes.sequence import attention_arguments, loss_arguments, of_each_dim
 from passes.split_sequence import Context, given_parts
 
 from thunder.core import dtypes

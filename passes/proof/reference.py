@@ -21,14 +21,12 @@ from typing import Any
 
 from passes.analysis.calls import block_of
 from passes.analysis.recognise import is_unpack, names
-from passes.compat.jit import compile_data_and_stats
-from passes.compat.lines import symbol_that_calls, with_operators_of
+from passes.blocks import Needs, copy_of, needs_of_calls, prepared
+from passes.compat.jit import compile_data_and_stats, symbol_that_calls, with_operators_of
 from passes.kernels.registration import fuses
-from passes.outline import Needs, copy_of, needs_of_calls, prepared
 from passes.plan import ShardedParameter, TracedParameters
 from passes.proof.laws import whole
-from passes.proof.numbering import Numbers
-from passes.proof.program import Evaluation, Law, Values, name_results
+from passes.proof.program import Evaluation, Law, Numbers, Values, name_results
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs

@@ -1,4 +1,4 @@
-"""The directories and files of checkpoints: how they are found, written and checked by all ranks together.
+"""The files of checkpoints, and their index: found, written and checked by all ranks together.
 
 A checkpoint is a directory ``step-00000100`` with data files and ``index.json``. It is complete if it has its index,
 which is renamed into place last, once everything else is on disk. Nothing is ever overwritten.
@@ -6,14 +6,265 @@ which is renamed into place last, once everything else is on disk. Nothing is ev
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
+import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from passes.plan import Shape
+
+import torch
+from safetensors import safe_open
+
+# ---- the index ----
+
+
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+}
+_NAMES: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` as JSON. Its tensors are put into ``tensors``, under names that begin with ``name``.
+
+    It may hold None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Raises CheckpointError that
+    names the place of anything else.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if type(value) is list:
+        return [encode(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [encode(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]}
+    if type(value) in _NAMES:
+        pairs = [[encode(k, f"{name}.key", tensors), encode(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+        return {_NAMES[type(value)]: pairs}
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it holds None, bool, int, float, str, "
+        "tensors, and lists, tuples and dicts of them"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of :func:`encode`. Raises CheckpointError for a value that ``encode`` does not produce."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [decode(v, tensors) for v in value]
+    tag, inner = next(iter(value.items()), (None, None))
+    if len(value) == 1 and tag == "tensor" and isinstance(inner, str) and inner in tensors:
+        return tensors[inner]
+    if len(value) == 1 and isinstance(inner, list):
+        if tag == "tuple":
+            return tuple(decode(v, tensors) for v in inner)
+        if tag in _MAPPINGS and all(isinstance(pair, list) and len(pair) == 2 for pair in inner):
+            try:
+                return _MAPPINGS[tag]([(decode(k, tensors), decode(v, tensors)) for k, v in inner])
+            except TypeError:  # a key that is a list
+                pass
+    raise CheckpointError(f"the index holds {str(value)[:100]} where a value should be")
+
+
+def tensor_names(value: Any) -> list[str]:
+    """The tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        return [name for v in value for name in tensor_names(v)]
+    if isinstance(value, dict):
+        name = value.get("tensor")
+        return [name] if isinstance(name, str) else [n for v in value.values() for n in tensor_names(v)]
+    return []
+
+
+FORMAT = "shardtrace 2"
+_FILE = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")  # no such name leaves the directory
+_HEAD = '{"crc32": "%08x", "index":\n'
+_TAIL = b"}\n"
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+class Chunk(NamedTuple):
+    """Rows of a tensor: ``rows`` rows of dim 0, beginning at ``start``; one row for a 0-dim tensor."""
+
+    file: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor whose ``chunks``, in the order of their rows, cover it; none if it has no elements.
+
+    ``key`` is its name in the files.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    def chunk_shape(self, chunk: Chunk) -> Shape:
+        return (chunk.rows, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """The contents of the index file.
+
+    Args:
+        step: the training step.
+        files: bytes and CRC-32 of each data file.
+        tensors: by name.
+        tied: other names of tensors, and their names in ``tensors``.
+        state: encoded values other than tensors (:mod:`shardtrace.checkpoint.files`) of the model, the optimizer and
+            the schedulers.
+        ranks: state that only one rank has, for each rank: its generators and what the caller added.
+    """
+
+    step: int
+    files: dict[str, tuple[int, int]]
+    tensors: dict[str, SavedTensor]
+    tied: dict[str, str]
+    state: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+
+def dump_index(index: Index) -> bytes:
+    body = {"format": FORMAT, "step": index.step, "files": index.files}
+    body["tensors"] = {
+        name: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks] for name, t in index.tensors.items()
+    }
+    body |= {"tied": index.tied, "state": index.state, "ranks": index.ranks}
+    text = json.dumps(body).encode()
+    return (_HEAD % zlib.crc32(text)).encode() + text + _TAIL
+
+
+def read_index(directory: Path) -> Index:
+    """The index of a checkpoint. Raises CheckpointError for anything that is not a valid index."""
+    path = directory / INDEX
+    data = path.read_bytes()
+    text = data[len(_HEAD % 0) : -len(_TAIL)]
+    crc32 = zlib.crc32(text)
+    if data != (_HEAD % crc32).encode() + text + _TAIL:
+        raise CheckpointError(f"{path} is damaged, or not an index of shardtrace: its checksum does not match")
+    try:
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has the format {body['format']!r}, this is {FORMAT!r}: another version saved it"
+            )
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+        tensors = {str(name): _tensor(name, *what) for name, what in body["tensors"].items()}
+        tied = {str(name): str(first) for name, first in body["tied"].items()}
+        ranks = [dict(rank) for rank in body["ranks"]]
+        index = Index(int(body["step"]), files, tensors, tied, dict(body["state"]), ranks)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index of shardtrace: {type(error).__name__}: {error}") from None
+    for problem in _problems(index):
+        raise CheckpointError(f"{path}: {problem}")
+    return index
+
+
+def _tensor(key: str, dtype: str, shape: list[int], chunks: list[Any]) -> SavedTensor:
+    return SavedTensor(
+        key,
+        _DTYPES[dtype],
+        tuple(int(size) for size in shape),
+        tuple(Chunk(str(file), int(start), int(rows)) for file, start, rows in chunks),
+    )
+
+
+def _problems(index: Index) -> Iterator[str]:
+    for name in index.files:
+        if not _FILE.fullmatch(name):
+            yield f"{name!r} is not the name of a data file"
+    if not index.ranks:
+        yield "it lists no rank"
+    for name, first in index.tied.items():
+        if first not in index.tensors or name in index.tensors:
+            yield f"{name} is tied to {first}, which does not fit the tensors"
+    for name, tensor in index.tensors.items():
+        if min(tensor.shape, default=0) < 0:
+            yield f"{name} has shape {tensor.shape}"
+        if any(c.file not in index.files for c in tensor.chunks):
+            yield f"{name} is in a file that is not listed"
+        rows = (tensor.shape or (1,))[0] if math.prod(tensor.shape) else 0
+        ends = [0, *(c.start + c.rows for c in tensor.chunks)]
+        if ends[-1] != rows or any(c.start != end or c.rows < 1 for c, end in zip(tensor.chunks, ends, strict=False)):
+            yield f"{name} is not covered by its chunks once and only once"
+
+
+# ---- the files ----
+
+
+def check_files(directory: Path, index: Index, rank: int, ranks: int, progress: ProgressBar) -> None:
+    """Check that the files are those of the index; this rank reads every ``ranks``-th.
+
+    Raises CheckpointError that names the file and the key that differ from the index.
+    """
+    _check_names(directory, set(index.files))
+    mine = sorted(index.files)[rank::ranks]
+    held: dict[str, dict[str, tuple[torch.dtype, Shape]]] = {name: {} for name in index.files}
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            held[chunk.file][tensor.key] = (tensor.dtype, tensor.chunk_shape(chunk))
+    with progress.of(sum(index.files[name][0] for name in mine)) as advance:
+        for name in mine:
+            path, (size, crc32) = directory / name, index.files[name]
+            if (found := path.stat().st_size) != size:
+                raise CheckpointError(
+                    f"{path} has {found:,} bytes, {INDEX} says {size:,}: it was truncated or replaced"
+                )
+            if (value := checksum(path)) != crc32:
+                raise CheckpointError(f"{path} is damaged: its checksum is {value:08x}, {INDEX} says {crc32:08x}")
+            _check_keys(path, held[name])
+            advance(size)
+
+
+def _check_keys(path: Path, expected: dict[str, tuple[torch.dtype, Shape]]) -> None:
+    with safe_open(path, framework="pt") as data:
+        found = set(data.keys())
+        if found != expected.keys():
+            raise CheckpointError(f"{path} and the index do not hold the same keys: {min(found ^ expected.keys())}")
+        for key, (dtype, shape) in expected.items():
+            view = data.get_slice(key)
+            saved_shape = tuple(view.get_shape())
+            saved_dtype = view[:0].dtype if saved_shape else data.get_tensor(key).dtype
+            if (saved_dtype, saved_shape) != (dtype, shape):
+                raise CheckpointError(
+                    f"{path} holds {key} as {saved_dtype} of shape {saved_shape}, the index says {dtype} of {shape}"
+                )
+
+
+def _check_names(directory: Path, names: set[str]) -> None:
+    """Raise CheckpointError unless the directory holds the index and exactly these regular files."""
+    found = {entry.name for entry in os.scandir(directory) if not entry.name.startswith(".")} - {INDEX}
+    if missing := names - found:
+        raise CheckpointError(f"{directory / min(missing)} is missing")
+    if foreign := found - names:
+        raise CheckpointError(f"{directory / min(foreign)} is not of this checkpoint: its {INDEX} does not list it")
+    for name in names:
+        if not stat.S_ISREG(os.lstat(directory / name).st_mode):
+            raise CheckpointError(f"{directory / name} is not a regular file")
+
+
+# ---- directories and files ----
+
 
 DELAY = 2.0  # seconds before a bar appears
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardtrace.checkpoint.agreement import agreement
-from shardtrace.checkpoint.files import CheckpointError
-from shardtrace.checkpoint.index import SavedTensor, decode, encode, tensor_names
+from shardtrace.checkpoint.files import CheckpointError, SavedTensor, decode, encode, tensor_names
 from shardtrace.checkpoint.state import Keep, ModelState, Slot, model_state
+from shardtrace.checkpoint.storage import agreement
 from shardtrace.ranks.failure import communicating
-from shardtrace.training.optimizers import take_over
+from shardtrace.training.gradients import take_over
 
 import torch
 import torch.distributed as dist

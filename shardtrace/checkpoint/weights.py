@@ -1,7 +1,9 @@
-"""Weights of other programs, straight into shards: each rank reads only its own rows from safetensors files."""
+"""Whole weights in safetensors files: those of other programs straight into shards, and export."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import re
@@ -12,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from passes.plan import Shape
-from shardtrace.checkpoint.agreement import agreement
-from shardtrace.checkpoint.export import SAFETENSORS_INDEX
-from shardtrace.checkpoint.files import CheckpointError, ProgressBar
+from shardtrace.checkpoint.files import CheckpointError, ProgressBar, write_new
 from shardtrace.checkpoint.state import ModelState, Slot, model_state
-from shardtrace.model.refusal import sample
+from shardtrace.checkpoint.storage import agreement
+from shardtrace.model.choose import sample
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+
+# ---- loading ----
+
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor]  # a folder, a file, or a state dict
 Rename = Callable[[str], str | None]
@@ -88,7 +93,7 @@ def stored_tensors(weights: Source, module: nn.Module, rename: Rename | None = N
         }
     else:
         found = {}
-        for path in _files(Path(weights)):
+        for path in _safetensors_files(Path(weights)):
             for key, stored in _tensors_of(path).items():
                 if key in found:
                     raise CheckpointError(f"{key} is in {found[key].place} and in {path}: remove one of the files")
@@ -188,7 +193,7 @@ def _fill(part: torch.Tensor | None, slot: Slot, start: int, stored: list[Stored
                 )
 
 
-def _files(path: Path) -> list[Path]:
+def _safetensors_files(path: Path) -> list[Path]:
     if path.is_dir():
         if (path / "model.safetensors").is_file():
             return [path / "model.safetensors"]
@@ -196,7 +201,7 @@ def _files(path: Path) -> list[Path]:
         if len(indexes) > 1 and path / SAFETENSORS_INDEX not in indexes:
             raise CheckpointError(f"{path} has several indexes ({', '.join(i.name for i in indexes)}): name one")
         if indexes:
-            return _files(path / SAFETENSORS_INDEX if path / SAFETENSORS_INDEX in indexes else indexes[0])
+            return _safetensors_files(path / SAFETENSORS_INDEX if path / SAFETENSORS_INDEX in indexes else indexes[0])
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"there are no *.safetensors files in {path}")
@@ -253,3 +258,119 @@ def _as_from_pretrained(found: dict[str, Stored], module: nn.Module) -> dict[str
         found = {f"{prefix}.{name}": stored for name, stored in found.items()}
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     return {n: s for n, s in found.items() if n in known or not any(re.search(pattern, n) for pattern in ignored)}
+
+
+# ---- export ----
+
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+
+def export_safetensors(
+    path: str | os.PathLike[str], model: nn.Module, *, config: Any = None, max_file_bytes: float = 5e9
+) -> None:
+    """Write the whole model to ``path/model.safetensors``, or to several files and their index if it is larger.
+
+    The names, files and index are those that ``transformers`` writes and ``from_pretrained`` loads. A plain module
+    loads a single file with ``safetensors.torch.load_model``. A tied weight is written once, under its first name; the
+    file's metadata lists the others. A collective: parameters are gathered one at a time. The first rank of the model's
+    group writes, and holds one file's tensors in host memory.
+
+    Args:
+        path: a directory, created if it does not exist.
+        config: also write ``config.json``: the config of a model of Hugging Face (``model.config``), or a mapping. For
+            the former, ``architectures`` becomes the class of the model.
+        max_file_bytes: the largest size of a file, unless it holds a single tensor.
+
+    Raises:
+        CheckpointError: on every rank, if a file of this name exists already or cannot be written.
+    """
+    root, state = Path(path).absolute(), model_state(model)
+    files = _files(state, max_file_bytes)
+    with agreement(state, f"a model to export to {root}") as said:
+        said.lines = [f"max_file_bytes={max_file_bytes}"]
+        _check(root, files, state, config)
+    error = ""
+    with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
+        for file, names in files.items():
+            values = {}
+            for name in names:
+                slot = state.slots[name]
+                whole = slot.whole()
+                if state.rank == 0 and not error:
+                    values[name] = whole.cpu().contiguous()
+                advance(_bytes(slot))
+            if values:
+                aliases = {name: first for name, first in state.tied.items() if first in values}
+                save = functools.partial(save_file, values, metadata={"format": "pt", **aliases})
+                error = _write(root / file, save)
+    texts = {} if state.rank else _texts(files, state, config)
+    for file, text in texts.items():
+        error = error or _write(root / file, functools.partial(Path.write_text, data=text))
+    with agreement(state, f"the model exported to {root}"):
+        if error:
+            raise CheckpointError(error)
+
+
+def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
+    """The names of the tensors in each file."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, slot in model.slots.items():
+        if parts[-1] and size + _bytes(slot) > max_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += _bytes(slot)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
+
+
+def _bytes(slot: Slot) -> int:
+    return torch.Size(slot.full_shape).numel() * slot.local.element_size()
+
+
+def _check(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> None:
+    if not (config is None or isinstance(config, Mapping) or hasattr(config, "to_json_string")):
+        raise CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
+    if model.extra:
+        raise CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
+    for name in (*files, SAFETENSORS_INDEX, "model.safetensors", *([CONFIG] if config is not None else [])):
+        if (root / name).exists():
+            raise CheckpointError(f"{root / name} exists already: export to another directory, or remove it")
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> str:
+    """Write a file completely or not at all. Returns its error, or "", so that no rank waits in a gather."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_new(path, write)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        return f"cannot write {path}: {error}"
+    return ""
+
+
+def _texts(files: Mapping[str, list[str]], model: ModelState, config: Any) -> dict[str, str]:
+    """The texts to write, by file: the index of several files, and the config."""
+    texts = {}
+    if len(files) > 1:
+        total = sum(map(_bytes, model.slots.values()))
+        weights = {name: file for file, names in files.items() for name in names}
+        texts[SAFETENSORS_INDEX] = (
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2) + "\n"
+        )
+    if config is not None:
+        texts[CONFIG] = _config(config, type(model.module).__name__)
+    return texts
+
+
+def _config(config: Any, architecture: str) -> str:
+    """The text of ``config.json``."""
+    if isinstance(config, Mapping):
+        return json.dumps(config, indent=2) + "\n"
+    config = copy.deepcopy(config)
+    config.architectures = [architecture]
+    text: str = config.to_json_string()
+    return text

@@ -8,13 +8,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from passes.compat.jit import attention_of_gpus
-from passes.compat.lines import deeper_recursion
+from passes.compat.jit import attention_of_gpus, deeper_recursion
 from shardtrace.api import fsdp
-from shardtrace.model.whole import hollow_copy
-from shardtrace.options.policies import Checks, InitPolicy
-from shardtrace.options.values import parse_count
-from shardtrace.ranks.device import resolve_device
+from shardtrace.model.choose import hollow_copy
+from shardtrace.options.policies import Checks, InitPolicy, parse_count
+from shardtrace.ranks.mesh import resolve_device
 from shardtrace.record.absent import claim, is_absent, never_runs
 
 import thunder

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
-from passes.runner import REMARK
-from shardtrace.inspector import chrome, page, terminal
+from passes.pipeline import REMARK
+from shardtrace.inspector import drawing, page, summary
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
-from shardtrace.inspector.profiling import Profile
-from shardtrace.inspector.rows import Rows, count
-from shardtrace.inspector.step_data import Stage, StepData, Traces, build_step_data
+from shardtrace.inspector.measured import Profile
+from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_step_data, count
 from shardtrace.inspector.summary import Totals, totals
 from shardtrace.model.state import state_of, states_in
 from shardtrace.proving import Proof, prove_compiled
@@ -123,10 +122,10 @@ class Inspection:
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Writes the timeline for https://ui.perfetto.dev or chrome://tracing, and returns its path."""
-        return _write(path, chrome.render(self.record))
+        return _write(path, drawing.render(self.record))
 
     def __str__(self) -> str:
-        return terminal.render(self.record)
+        return summary.render(self.record)
 
     __repr__ = __str__
 

@@ -1,6 +1,14 @@
-"""Lines of traces as plain data. Lines that differ only in names, as in repeated blocks, share a template.
+"""Lines of traces as plain data: their modules, their templates, and what a pass has changed.
 
-``t3 = torch.add(t1, t2)`` is the template ``("", " = torch.add(", ", ", ")")`` with the names t3, t1 and t2.
+A line belongs to the module of the model whose forward asked for it. The recorder tags traced lines with it, and
+autodiff and lowering hand the tags on (passes.analysis.recognise). A line that calls a block belongs to the block. The
+lines of its function carry the names of the block's first call.
+
+Lines without a tag belong to the module of their newest argument: autodiff's sums of gradients. Otherwise they are code
+around the model, or of a model that is not sharded, and belong to the model itself.
+
+Lines that differ only in names, as in repeated blocks, share a template. ``t3 = torch.add(t1, t2)`` is the template
+``("", " = torch.add(", ", ", ")")`` with the names t3, t1 and t2.
 """
 
 from __future__ import annotations
@@ -9,23 +17,197 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from passes.analysis.calls import Block, part_of
+from passes.analysis.calls import Block, called_module, part_of
 from passes.analysis.calls import Part as BlockPart
-from passes.analysis.recognise import is_unpack, names
+from passes.analysis.recognise import is_collective, is_offload, is_unpack, module_of, names
 from passes.analysis.seconds import compute_seconds
+from passes.blocks import traced_block
 from passes.comm.sequence import Part
-from passes.outline import traced_block
 from passes.plan import Bucket, CostModel
-from shardtrace.inspector.modules import assign_modules
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+# ---- differences ----
+
+
 T = TypeVar("T", bound=Hashable)
+
+
+class Mark(IntEnum):
+    KEPT = 0
+    ADDED = 1
+    MOVED = 2
+    REMOVED = 3
+
+
+class Row(NamedTuple):
+    """``place`` is an index of the new list; for a removed line, of the old list."""
+
+    mark: Mark
+    place: int
+
+
+def diff(old: Sequence[T], new: Sequence[T]) -> list[Row]:
+    """The lines of ``new`` in order, and between them the removed lines of ``old`` at their places. O(n log n)."""
+    kept = _longest_common(old, new)
+    shared = Counter(old) & Counter(new)
+    gone = _surplus(old, shared, set(kept.values()))
+    added = _surplus(new, shared, set(kept))
+    rows: list[Row] = []
+    at = 0
+    for i in range(len(new)):
+        if i in kept:
+            rows += [Row(Mark.REMOVED, k) for k in range(at, kept[i]) if k in gone]
+            at = kept[i] + 1
+            rows.append(Row(Mark.KEPT, i))
+        else:
+            rows.append(Row(Mark.ADDED if i in added else Mark.MOVED, i))
+    return rows + [Row(Mark.REMOVED, k) for k in range(at, len(old)) if k in gone]
+
+
+def _longest_common(old: Sequence[T], new: Sequence[T]) -> dict[int, int]:
+    """Index in ``new`` -> index in ``old``: the longest common subsequence of the lines that are unique in both."""
+    in_old, in_new = Counter(old), Counter(new)
+    place = {line: k for k, line in enumerate(old)}
+    pairs = [(i, place[line]) for i, line in enumerate(new) if in_new[line] == in_old[line] == 1]
+    ends: list[int] = []  # the smallest last index of an increasing sequence of each length
+    last: list[int] = []  # the pair at this index
+    before: dict[int, int] = {}
+    for p, (_, k) in enumerate(pairs):
+        length = bisect_left(ends, k)
+        if length:
+            before[p] = last[length - 1]
+        ends[length : length + 1] = [k]
+        last[length : length + 1] = [p]
+    found: dict[int, int] = {}
+    p = last[-1] if last else -1
+    while p >= 0:
+        found[pairs[p][0]] = pairs[p][1]
+        p = before.get(p, -1)
+    return _extended(found, old, new)
+
+
+def _extended(found: dict[int, int], old: Sequence[T], new: Sequence[T]) -> dict[int, int]:
+    """Extends each match to the equal lines that follow it, such as lines that a list has twice."""
+    used = set(found.values())
+    for i, k in [(-1, -1), *sorted(found.items())]:
+        while (i := i + 1) < len(new) and (k := k + 1) < len(old) and new[i] == old[k]:
+            if i in found or k in used:
+                break
+            found[i] = k
+            used.add(k)
+    return found
+
+
+def _surplus(lines: Sequence[T], shared: Counter[T], kept: set[int]) -> set[int]:
+    """Indices of lines that the other list lacks, or has fewer times; kept lines are excluded."""
+    seen = Counter(lines[k] for k in kept)
+    found = set()
+    for k, line in enumerate(lines):
+        if k not in kept:
+            seen[line] += 1
+            if seen[line] > shared[line]:
+                found.add(k)
+    return found
+
+
+# ---- modules ----
+
+
+Name = str  # a module's qualified name; "" is the model itself
+
+
+def assign_modules(lines: Iterable[BoundSymbol], known: Mapping[str, Name], within: Name = "") -> list[Name | None]:
+    """The module of each line; None for collectives, ``del`` and the like.
+
+    ``known`` has the modules of values that other traces computed, by name. ``within`` is the module whose lines they
+    are.
+    """
+    modules = dict(known)
+    found: list[Name | None] = []
+    for bsym in lines:
+        module = _tagged(bsym)
+        if module is None and _computes(bsym):
+            newest = (a.name for a in reversed(bsym.flat_proxy_args))
+            module = next((modules[name] for name in newest if name in modules), within)
+        found.append(module)
+        if module is not None:
+            modules.update((o.name, module) for o in bsym.flat_proxy_outs)
+    return found
+
+
+def _tagged(bsym: BoundSymbol) -> Name | None:
+    """The module that the tags of a line tell; for a fusion, the one around those of all its parts."""
+    if not bsym.sym.is_fusion:
+        called = called_module(bsym)
+        return called if called is not None else module_of(bsym)
+    found = [module for part in bsym.subsymbols if (module := module_of(part)) is not None]
+    return _around(found) if found else None
+
+
+def _computes(bsym: BoundSymbol) -> bool:
+    return bool(bsym.flat_proxy_outs) and not (is_collective(bsym) or is_offload(bsym) or is_unpack(bsym))
+
+
+def ancestors(name: Name) -> Iterator[Name]:
+    """The names of a module and of the modules around it: innermost first, the model ("") last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _around(names: Sequence[Name]) -> Name:
+    """The innermost module that is, or contains, each of them."""
+    first, *others = ([*ancestors(name)] for name in names)
+    return next(a for a in first if all(a in other for other in others))
+
+
+# ---- folding ----
+
+
+class Branch(NamedTuple):
+    """A module, or a run of equal siblings ("h.0 … h.11"), with the branches inside the first of them."""
+
+    names: tuple[Name, ...]
+    children: tuple[Branch, ...]
+
+
+def fold(names: Iterable[Name], form: Callable[[Name], object]) -> Branch:
+    """The tree of modules. Consecutive siblings whose ``form`` and children are equal become one branch."""
+    inside: dict[Name, list[Name]] = {}
+    for name in dict.fromkeys(a for n in names for a in reversed(list(ancestors(n)))):
+        if name:
+            inside.setdefault(name.rpartition(".")[0], []).append(name)
+
+    def branch(name: Name) -> tuple[Branch, object]:
+        folded: list[tuple[Branch, object]] = []
+        for child in inside.get(name, ()):
+            one, shape = branch(child)
+            if folded and folded[-1][1] == shape and _is_next(folded[-1][0].names[-1], child):
+                folded[-1] = (folded[-1][0]._replace(names=(*folded[-1][0].names, child)), shape)
+            else:
+                folded.append((one, shape))
+        shape = (form(name), tuple((len(b.names), b.names[0].rpartition(".")[2], s) for b, s in folded))
+        return Branch((name,), tuple(b for b, _ in folded)), shape
+
+    return branch("")[0]
+
+
+def _is_next(name: Name, following: Name) -> bool:
+    a, b = name.rpartition(".")[2], following.rpartition(".")[2]
+    return a.isdigit() and b.isdigit() and int(b) == int(a) + 1
+
+
+# ---- lines ----
 
 
 class Table(Generic[T]):

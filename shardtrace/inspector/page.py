@@ -1,18 +1,251 @@
-"""The inspector as one self-contained HTML page, which is readable without its script too."""
+"""The inspector as one self-contained HTML page, which is readable without its script too.
+
+Its tables are readable without style and script. The script's data are tables that refer to each other by index, with
+strings escaped for HTML. A template of code is coloured once for all of its lines.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
+from typing import Any
 
+from passes.analysis.liveness import KINDS
 from passes.proof.prove import Proof
-from shardtrace.inspector.data import pack, page_data
 from shardtrace.inspector.drawing import draw_timeline, legend
-from shardtrace.inspector.module_tree import draw_modules
-from shardtrace.inspector.rows import count, duration, size
-from shardtrace.inspector.step_data import Stage, StepData
-from shardtrace.inspector.summary import peak, totals
-from shardtrace.inspector.tables import draw_tables
+from shardtrace.inspector.lines import Function, Line, Mark, Source, Table, Template, Type
+from shardtrace.inspector.step_data import Phase, Stage, StepData, count, duration, modules_by_name, size
+from shardtrace.inspector.summary import draw_modules, largest_saved, peak, totals, traffic
+
+from pygments.lexers.python import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
+
+# ---- the script's data ----
+
+
+def page_data(record: StepData) -> str:
+    """The data of a record as JSON."""
+    tables = _Tables()
+    stages = [_stage(k, record.stages, tables) for k in range(len(record.stages))]
+    data = {
+        "stages": stages,
+        "phases": [_phase(phase, record.stages) for phase in record.phases],
+        **tables.data(modules_by_name(record.phases), record.stages),
+        "kinds": KINDS,
+        "times": record.times,
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def pack(text: str) -> str:
+    """The text, compressed, in characters that HTML does not give a meaning."""
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+class _Tables:
+    """Lines and their parts, without duplicates."""
+
+    def __init__(self) -> None:
+        self.lines = Table[Line]()
+        self.templates = Table[Template]()
+        self.types = Table[Type]()
+        self.names = Table[str]()
+        self.sources = Table[Source]()
+        self.functions = Table[Function]()
+        self.modules = Table[str]()
+
+    def place(self, line: Line) -> int:
+        """The index of a line. Its parts are added too."""
+        if line.function is None or line.function not in self.functions:
+            for part in line.parts:
+                self.place(part)
+        if line.function is not None:
+            self.functions.place(line.function)
+        return self.lines.place(line)
+
+    def data(self, module_of: Mapping[str, str], stages: Sequence[Stage]) -> dict[str, Any]:
+        lines = [self._line(line) for line in self.lines]
+        parts = {i: list(map(self.lines.place, line.fused)) for i, line in enumerate(self.lines) if line.fused}
+        calls = {i: self.functions.place(f) for i, line in enumerate(self.lines) if (f := line.function) is not None}
+        functions = [self._function(f, stages) for f in self.functions]
+        owners = [self.modules.place(module_of[name]) if name in module_of else -1 for name in self.names]
+        templates = [[highlight(t), t.outputs, [self._type(kind) for kind in t.types]] for t in self.templates]
+        return {
+            "lines": lines,
+            "parts": parts,
+            "calls": calls,
+            "functions": functions,
+            "templates": templates,
+            "types": [[escape(kind.text), kind.bytes] for kind in self.types],
+            "names": [escape(name) for name in self.names],
+            "owners": owners,
+            "modules": [escape(module) for module in self.modules],
+            "sources": [[escape(s.file), s.line, escape(s.text)] for s in self.sources],
+        }
+
+    def _line(self, line: Line) -> list[int]:
+        source = self.sources.place(line.source) if line.source is not None else -1
+        return [self.templates.place(line.template), source, *map(self.names.place, line.names)]
+
+    def _function(self, f: Function, stages: Sequence[Stage]) -> dict[str, Any]:
+        """A function. ``module``, ``modules`` and ``seconds`` are those of :class:`Function`; ``stage`` is the index of
+        the stage that has its lines, or of the first stage of the function that came of it; -1 if there is none."""
+        at = [k for k, s in enumerate(stages) if s.phase in (f.name, f"{f.name}_forward")]
+        return {
+            "name": escape(f.name),
+            "module": self.modules.place(f.module),
+            "lines": list(map(self.lines.place, f.lines)),
+            "modules": [self.modules.place(m) if m is not None else -1 for m in f.modules],
+            "seconds": f.seconds,
+            "stage": next((k for k in at if stages[k].lines == f.lines), min(at, default=-1)),
+        }
+
+    def _type(self, kind: Type | None) -> int:
+        return self.types.place(kind) if kind is not None else -1
+
+
+def _stage(k: int, stages: tuple[Stage, ...], tables: _Tables) -> dict[str, Any]:
+    """A stage; an element of ``rows`` is 4 * line + mark."""
+    stage = stages[k]
+    before = stages[k - 1].lines if k else ()
+    rows = [
+        4 * tables.place((before if mark is Mark.REMOVED else stage.lines)[place]) + mark for mark, place in stage.rows
+    ]
+    return {"phase": stage.phase, "name": escape(stage.name), "rows": rows}
+
+
+def _phase(phase: Phase, stages: tuple[Stage, ...]) -> dict[str, Any]:
+    """A phase. ``starts`` are nanoseconds since the previous line. ``memory`` has a row, of the line and the bytes by
+    kind, for each line that changes them."""
+    starts = [round(seconds * 1e9) for seconds in phase.timeline.starts]
+    memory: list[list[int]] = []
+    for row in phase.memory:
+        now = [getattr(row, kind) for kind in KINDS]
+        if not memory or now != memory[-1][1:]:
+            memory.append([row.line, *now])
+    return {
+        "name": phase.name,
+        "stage": max(k for k, stage in enumerate(stages) if stage.phase == phase.name),
+        "starts": [b - a for a, b in zip([0, *starts], starts, strict=False)],
+        "memory": memory,
+        "peak": phase.peak.line,
+        "why": {i: escape(why) for i, why in enumerate(phase.why) if why},
+        "buckets": {i: escape(bucket) for i, bucket in enumerate(phase.buckets) if bucket},
+    }
+
+
+# ---- tables ----
+
+
+LEXER = PythonLexer(stripnl=False, ensurenl=False)
+CLASSES = {Comment: "c", Keyword: "k", Number: "m", String: "s"}
+QUALIFIER = re.compile(r"(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*\()")  # "torch.nn." in "torch.nn.Linear("
+
+
+def highlight(template: Template) -> tuple[str, ...]:
+    """The pieces of a template as HTML. Each piece closes its own tags, so that names fit between them."""
+    code = template.fill("x" * (len(template.pieces) - 1))
+    classes = [""] * len(code)
+    for start, css, length in _spans(code):
+        classes[start : start + length] = [css] * length
+    pieces, at = [], 0
+    for piece in template.pieces:
+        pieces.append("".join(_tagged(piece, classes[at : at + len(piece)])))
+        at += len(piece) + 1
+    return tuple(pieces)
+
+
+def _spans(code: str) -> Iterator[tuple[int, str, int]]:
+    for start, token, text in LEXER.get_tokens_unprocessed(code):
+        css = _class(token)
+        if css:
+            yield start, css, len(text)
+        elif token in Name and code[start + len(text) : start + len(text) + 1] == "(":
+            yield start, "f", len(text)  # a function that is called
+    for match in QUALIFIER.finditer(code):
+        yield match.start(), "q", len(match[0])
+
+
+def _class(token: _TokenType) -> str:
+    return next((css for kind, css in CLASSES.items() if token in kind), "")
+
+
+def _tagged(text: str, classes: list[str]) -> Iterator[str]:
+    start = 0
+    for i in range(1, len(text) + 1):
+        if i == len(text) or classes[i] != classes[start]:
+            run = escape(text[start:i])
+            yield f"<i class={classes[start]}>{run}</i>" if classes[start] else run
+            start = i
+
+
+def draw_tables(record: StepData) -> str:
+    """All tables of the page."""
+    return "".join((_traffic(record), _buckets(record), _saved(record), _setup(record)))
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    """A table of HTML cells. A column whose title begins with "#" is aligned as numbers."""
+    columns = [(name.removeprefix("#"), ' class="n"' if name.startswith("#") else "") for name in head]
+    top = "".join(f"<th{css}>{name}</th>" for name, css in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td{css}>{cell}</td>" for cell, (_, css) in zip(row, columns, strict=True)) + "</tr>"
+        for row in rows
+    )
+    note = f"<p>{note}</p>" if note else ""
+    return f"<figure><h3>{title}</h3>{note}<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></figure>"
+
+
+def _traffic(record: StepData) -> str:
+    rows = [row.cells for row in traffic(record)]
+    if not rows:
+        return ""
+    note = (
+        "Bytes of unsharded buckets, padding included; each rank sends and receives (N - 1) / N of them. "
+        "P: all parameters; G: the gradients of trained parameters."
+    )
+    return table("Collectives of a step", ("phase", "kind", "#number", "#bytes", "#formula", ""), rows, note)
+
+
+def _buckets(record: StepData) -> str:
+    held: dict[str, list[int]] = {}
+    for p in record.parameters:
+        held.setdefault(p.bucket, [0, 0, 0])
+        for k, n in enumerate((1, p.bytes, p.shard_bytes)):
+            held[p.bucket][k] += n
+    rows = [(escape(name), f"{n}", size(whole), size(shard)) for name, (n, whole, shard) in held.items()]
+    return table("Buckets", ("bucket", "#parameters", "#unsharded", "#shards of a rank"), rows) if rows else ""
+
+
+def _saved(record: StepData) -> str:
+    rows = [
+        (f"<code>{escape(s.name)}</code>", escape(s.type), size(s.bytes), escape(s.module))
+        for s in largest_saved(record)
+    ]
+    return table("Largest tensors saved for backward", ("name", "type", "#bytes", "module"), rows) if rows else ""
+
+
+def _setup(record: StepData) -> str:
+    link, device = record.setup.cost.link, record.setup.cost.device
+    rows = [
+        ("link", f"{link.bandwidth / 1e9:g} GB/s, {duration(link.latency)} per collective"),
+        ("matrix products", f"{device.flops / 1e12:g} TFLOP/s, {device.half_flops / 1e12:g} in 16 bits"),
+        ("memory", f"{device.bandwidth / 1e9:g} GB/s"),
+        ("each line", duration(device.overhead)),
+    ]
+    if record.setup.host_bytes:
+        rows.append(("to and from host memory", f"{device.host_bandwidth / 1e9:g} GB/s"))
+    note = "Predicted times rest on these rates; <code>shardtrace calibrate</code> measures them."
+    return table("Cost model", ("", ""), rows, note)
+
+
+# ---- the page ----
+
 
 SCRIPTS = ("lines.js", "timeline.js", "page.js")  # one module: each uses the names of those before it
 

@@ -9,12 +9,15 @@
 Needs Lightning: ``pip install 'shardtrace[lightning]'``.
 """
 
-from shardtrace.options.values import needs
+from shardtrace.options.policies import needs
 
 needs("lightning", extra="lightning", what="shardtrace.lightning")
 
-from shardtrace.lightning.strategy import ShardtraceStrategy, jitted  # noqa: E402
-from shardtrace.lightning.trainer import ShardtraceTrainerStrategy  # noqa: E402
+from shardtrace.lightning.strategy import (  # noqa: E402
+    ShardtraceStrategy,
+    ShardtraceTrainerStrategy,
+    jitted,
+)
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402

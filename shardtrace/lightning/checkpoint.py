@@ -17,10 +17,9 @@ from shardtrace.checkpoint import (
     load_safetensors,
     save_checkpoint,
 )
-from shardtrace.checkpoint.agreement import agreement
-from shardtrace.checkpoint.files import CheckpointError, find_checkpoint
-from shardtrace.checkpoint.index import decode, read_index
+from shardtrace.checkpoint.files import CheckpointError, decode, find_checkpoint, read_index
 from shardtrace.checkpoint.state import model_state
+from shardtrace.checkpoint.storage import agreement
 from shardtrace.model.state import states_in
 from shardtrace.training.full import full_state_dict, load_full_state_dict
 

@@ -1,28 +1,116 @@
-"""The strategy: Fabric starts the ranks, shardtrace shards the model, Thunder compiles it."""
+"""The strategies of Lightning's Fabric and Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from passes.compat.jit import jitted_module
+from shardtrace.api import fsdp
+from shardtrace.checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardtrace.lightning import checkpoint
-from shardtrace.lightning.sharding import building, check_precision, environment, sampling, seconds, sharded
+from shardtrace.model.places import init_empty_weights
+from shardtrace.model.state import state_of
+from shardtrace.options.policies import Checks, InitPolicy, parse_context
+from shardtrace.ranks.mesh import init_process_group
+from shardtrace.trainers import check_files
+from shardtrace.training.full import full_state_dict
 from shardtrace.training.gradients import clip_grad_norm_, no_sync
 
 import thunder
 import torch
+import torch.distributed as dist
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch import strategies
+from lightning.pytorch.plugins import precision as trainer_precision
+from lightning.pytorch.trainer import Trainer
 from thunder.core.module import ThunderModule
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+
+# ---- what both have in common ----
+
+
+M = TypeVar("M", bound=nn.Module)
+
+# A mixed precision also gathers parameters and reduces gradients in the lower one, as Lightning's FSDPStrategy does.
+_POLICIES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def check_precision(precision: Any) -> None:
+    """Raises TypeError for a precision plugin, of Fabric or of the Trainer, that sharded models do not work with."""
+    kinds = {cls.__name__ for cls in type(precision).__mro__} & {"DoublePrecision", "HalfPrecision", "MixedPrecision"}
+    if not (precision is None or kinds or type(precision).__name__ == "Precision"):  # others replace layers or kernels
+        raise TypeError(
+            f"ShardtraceStrategy does not work with {type(precision).__name__}: use precision='32-true', "
+            "'64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
+        )
+
+
+def seconds(timeout: timedelta | None) -> float:
+    """How long ranks wait for each other."""
+    return 300.0 if timeout is None else timeout.total_seconds()
+
+
+@contextmanager
+def environment(strategy: Any) -> Iterator[None]:
+    """Around Lightning's own setup: the process group of ranks that torchrun has started, and the mesh."""
+    if dist.is_torchelastic_launched() and strategy.process_group_backend is None:
+        # torchrun may restart ranks, which Lightning's own group does not survive
+        device = strategy.root_device
+        strategy.accelerator.setup_device(device)
+        init_process_group(device, timeout=strategy.seconds, **({"device_id": device} if device.type == "cuda" else {}))
+    yield
+    if isinstance(strategy.mesh, tuple):
+        context = parse_context(strategy.options.get("context_parallel"))
+        names = ("replicate", "shard") if context is None else ("data", context.mesh_dim)
+        strategy.mesh = init_device_mesh(strategy.root_device.type, strategy.mesh, mesh_dim_names=names)
+
+
+def sampling(strategy: Any, usual: dict[str, Any]) -> dict[str, Any]:
+    """How many replicas of the data there are, and which is this rank's: the ranks of one sequence share theirs."""
+    context, mesh = parse_context(strategy.options.get("context_parallel")), strategy.mesh
+    if context is None or not isinstance(mesh, DeviceMesh):
+        return usual
+    others = [name for name in mesh.mesh_dim_names or () if name != context.mesh_dim]
+    replicas, rank = 1, 0
+    for name in others:
+        replicas, rank = replicas * mesh[name].size(), rank * mesh[name].size() + mesh.get_local_rank(name)
+    return {"num_replicas": replicas, "rank": rank}
+
+
+@contextmanager
+def building(precision: Any, empty: bool | None) -> Iterator[None]:
+    """Modules are built in host memory, or without memory for their parameters (``empty``)."""
+    with precision:
+        if empty:
+            with init_empty_weights():
+                yield
+        else:
+            yield
+
+
+def sharded(strategy: Any, module: M, precision: str) -> M:
+    """Shards the module in place by the strategy's options, unless it is sharded already."""
+    if state_of(module) is not None:
+        return module
+    policy = _POLICIES.get(precision)
+    options = {**({"mp_policy": policy} if policy is not None else {}), **strategy.options}
+    init = replace(options.pop("init_policy", InitPolicy()), device=strategy.root_device)
+    checks = replace(options.pop("checks", Checks()), timeout=strategy.seconds)
+    return fsdp(module, mesh=strategy.mesh, init_policy=init, checks=checks, **options)
+
+
+# ---- Fabric ----
 
 
 class ShardtraceStrategy(DDPStrategy):
@@ -242,3 +330,137 @@ class _NoSync:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()
+
+
+# ---- the Trainer ----
+
+
+AVERAGE = "_average_model"  # of the callbacks that average weights
+
+
+class ShardtraceTrainerStrategy(strategies.DDPStrategy):
+    """Trains with ``lightning.pytorch.Trainer(strategy="shardtrace", devices=2)``, or with an object of this class.
+
+    The Trainer shards the LightningModule in place by :func:`shardtrace.fsdp`, after ``configure_model`` and before
+    ``configure_optimizers``. ``training_step`` and its relatives are called as they are. The module, and each submodule
+    that they call, compiles its own forward; what else they compute, such as the loss, runs in PyTorch.
+
+    Checkpoints are those of a single process: one file of whole tensors, which the first rank writes and every rank
+    reads. "bf16-mixed" and "16-mixed" also gather parameters and reduce gradients in the lower precision.
+
+    Args:
+        sharding_strategy: as for :func:`shardtrace.fsdp`.
+        mesh: for hybrid strategies, a DeviceMesh or its shape (replicas, shards); for ``context_parallel``, (data,
+            context).
+        timeout: how long ranks wait for each other.
+        process_group_backend, start_method: as for Lightning's DDPStrategy.
+        options: further arguments of :func:`shardtrace.fsdp`, without ``InitPolicy.device`` and ``Checks.timeout``.
+
+    Raises:
+        TypeError: for a precision plugin that it does not work with.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharding_strategy: Any = "zero3",
+        mesh: DeviceMesh | tuple[int, int] | None = None,
+        timeout: timedelta | None = timedelta(seconds=300),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, process_group_backend=process_group_backend, start_method=start_method)
+        self.seconds = seconds(timeout)
+        self.mesh, self.options = mesh, {"sharding_strategy": sharding_strategy, **options}
+
+    # ---- processes ----
+
+    @property
+    def precision_plugin(self) -> trainer_precision.Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision: trainer_precision.Precision | None) -> None:
+        check_precision(precision)
+        self._precision_plugin = precision
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return sampling(self, super().distributed_sampler_kwargs)
+
+    def setup_environment(self) -> None:
+        with environment(self):
+            super().setup_environment()
+
+    def teardown(self) -> None:
+        """Leaves shards where they are, so that the model can be used again."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # ---- the model ----
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with building(self.precision_plugin.tensor_init_context(), empty_init):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        if self._layer_sync is not None:
+            raise ValueError("ShardtraceTrainerStrategy does not convert BatchNorm layers: leave sync_batchnorm out")
+        super(strategies.DDPStrategy, self).setup(trainer)  # without DistributedDataParallel
+        for callback in trainer.callbacks:
+            if isinstance(getattr(callback, AVERAGE, None), nn.Module):
+                callback.setup(trainer, self._module, "fit")  # averages what it copied before the module was sharded
+                average: Any = getattr(callback, AVERAGE)
+                average.state_dict = functools.partial(_whole_state_dict, average)
+
+    def model_to_device(self) -> None:
+        """Leaves the module where it is: shards are moved, so that no device holds the whole module."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return sharded(self, model, self.precision_plugin.precision)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert self.model is not None
+        with no_sync(self.model):
+            yield
+
+    # ---- checkpoints ----
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank copies its rows of a checkpoint into shards."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        check_files(self._module, checkpoint_path, "the checkpoint to load")
+        return super().load_checkpoint(checkpoint_path, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of the whole module on the first rank, and an empty one on the others. A collective."""
+        return full_state_dict(self._module, rank0_only=True, cpu=True)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of the optimizer in a single process on the first rank. A collective."""
+        return full_optimizer_state_dict(
+            self._module, getattr(optimizer, "_optimizer", optimizer), rank0_only=True, cpu=True
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_full_optimizer_state_dict(self._module, optimizer, state)
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def _whole_state_dict(module: nn.Module, **options: Any) -> Any:
+    """What a callback saves of a sharded module, when it is called without options."""
+    return type(module).state_dict(module, **options) if options else full_state_dict(module, rank0_only=True, cpu=True)

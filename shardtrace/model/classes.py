@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from passes.compat.lines import interrupt_of
+from passes.compat.jit import interrupt_of
 from passes.compat.versions import functional_transform
-from shardtrace.model.casts import INPUTS, cast, inputs_of_blocks, with_casts
-from shardtrace.model.choose import Chosen
-from shardtrace.model.pretrained import whole_only
-from shardtrace.model.state import ShardedState, own_state, part_of, state_of
+from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
+from shardtrace.model.state import ShardedState, own_state, part_of, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
-from shardtrace.model.whole import make_plain
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
@@ -240,3 +238,31 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if state.unsharded:
         make_plain(new)
     return new
+
+
+# ---- save_pretrained ----
+
+
+def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``save_pretrained`` that raises RuntimeError if it would write this rank's shards."""
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict", signature.bind(self, *args, **kwargs).arguments.get("state_dict"))
+        if given is None and any(e.home.is_spread for s in _states(self) if not s.unsharded for e in s.entries):
+            takes_values = "state_dict" in signature.parameters
+            whole = "pass state_dict=shardtrace.full_state_dict(model), or " if takes_values else ""
+            raise RuntimeError(
+                f"save_pretrained would write this rank's shards of {type(self).__name__}: {whole}call it inside "
+                "shardtrace.full_params(model), on one rank"
+            )
+        return save(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _states(module: nn.Module) -> list[ShardedState]:
+    """The states of the module, of its submodules, and of the sharded module that it is part of."""
+    outer = part_of(module)
+    return states_in(module) if outer is None else [*states_in(module), outer]

@@ -9,14 +9,9 @@ from weakref import ref
 
 from passes.compat.jit import set_traced_device
 from passes.plan import Placement, Wire
-from shardtrace.model.casts import keeps_dtype
-from shardtrace.model.choose import Chosen, Target
-from shardtrace.model.entry import Entry
-from shardtrace.model.home import Home, shard, unshard
-from shardtrace.model.materialize import broadcast, has_meta, materialized, set_data
-from shardtrace.model.places import Place
-from shardtrace.model.refusal import SEED_HINT, sample
-from shardtrace.model.shards import as_parameter
+from shardtrace.model.choose import SEED_HINT, Chosen, Target, keeps_dtype, sample
+from shardtrace.model.places import Home, Place, broadcast, has_meta, materialized, set_data, shard, unshard
+from shardtrace.model.shards import Entry, as_parameter
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare

@@ -2,6 +2,12 @@
 
 Thunder's interpreter finds a lookaside for functions of a sharded module. It adds the passes, puts full-shape stand-ins
 in place, and records the call (:mod:`shardtrace.record`).
+
+CUDA graphs: what ``CUDAGraphTransform`` of Thunder cannot hold is refused, by name. The lines of a step become graphs.
+In the first step they run three times, and once more while CUDA notes their kernels. Later steps launch these kernels
+and run no line. A graph reads parameters where they are, and copies its other inputs into memory of its own. Therefore
+it cannot hold a line that acts in Python, keeps an object of Python for backward, waits for the device, or writes into
+an input.
 """
 
 from __future__ import annotations
@@ -16,23 +22,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
-from passes.compat.lines import deeper_recursion, raised, without_log_of_fakes
-from passes.facts import Compilation, Facts
+from passes.analysis.recognise import module_of
+from passes.comm.sequence import Part, gather_sequence
+from passes.compat.jit import (
+    check_dtensors,
+    compile_data_and_stats,
+    deeper_recursion,
+    live_buffers,
+    proxied_values,
+    raised,
+    refresh_modules,
+    without_log_of_fakes,
+)
 from passes.kernels import executor as kernels
 from passes.kernels.registration import fuses
-from passes.pipeline import pipeline
-from passes.plan import ShardedParameter
-from passes.runner import FirstStage, Observe, Pass
-from shardtrace.model.context import check_alone, compare_batches, context_of, wholes
-from shardtrace.model.graphs import makes_graphs, refuse_graphs, refuse_lines
-from shardtrace.model.runtime import REMEDY
+from passes.kernels.torch_call import call_of
+from passes.pipeline import Compilation, Facts, FirstStage, Observe, Pass, pipeline
+from passes.plan import Gradients, ShardedParameter
+from passes.plan.plan import ContextPlan, Split
+from passes.split_sequence import Context
 from shardtrace.model.shards import current
-from shardtrace.model.state import ShardedState, link_of, own_state, refuse_shard, states_in
-from shardtrace.ranks.mesh import is_alone
+from shardtrace.model.state import REMEDY, ShardedState, link_of, own_state, refuse_shard, states_in
+from shardtrace.ranks.consensus import compare
+from shardtrace.ranks.mesh import is_alone, transport
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
 from shardtrace.record.calls import Record
+from shardtrace.record.eager import Eager
 from shardtrace.record.numbers import Varying
 from shardtrace.record.recording import Comparison, Recording, is_comparable
 
@@ -42,12 +58,192 @@ from thunder.core.compile_data import get_cache_option, get_compile_data
 from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx, register_general_jit_lookaside
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, TemporaryExecutor, get_always_executors, get_default_executors
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 from torch import nn
+
+# ---- sequences in parts ----
+
+
+def context_of(states: Sequence[ShardedState], facts: Facts) -> Context | None:
+    """How the models' sequences are split over ranks; None if each rank has whole ones.
+
+    Raises RuntimeError if another model of the jitted function splits them in another way.
+    """
+    found = [_context_of(state) for state in states]
+    known = facts.context if facts.models else found[0]
+    for state, context in zip(states, found, strict=True):
+        if not _is_same(context, known):
+            raise RuntimeError(
+                f"{state.model_name} is computed together with a model that splits sequences over other ranks, or in "
+                "another way, or not at all: pass the same mesh and the same context_parallel to fsdp() for both, or "
+                "jit them apart"
+            )
+    return known
+
+
+def _context_of(state: ShardedState) -> Context | None:
+    plan, options = plan_of(state), state.options.context
+    if plan is None or options is None:
+        return None
+    return Context(plan, options.sequence_dim, returns_parts=options.returns == "part")
+
+
+def plan_of(state: ShardedState) -> ContextPlan | None:
+    """The ranks that hold the parts of the model's sequences; None if each rank has whole ones."""
+    group, options = state.groups.context, state.options.context
+    if group is None or options is None:
+        return None
+    direct = transport(group, {e.device.type for e in state.entries}).direct
+    return ContextPlan(group.size(), group.rank(), attention=options.attention, direct=direct, runtime=state.runtime)
+
+
+def _is_same(one: Context | None, other: Context | None) -> bool:
+    """Whether sequences are split alike, over the same ranks."""
+
+    def ways(context: Context | None) -> tuple[Any, ...]:
+        if context is None or context.plan.ranks == 1:
+            return ()
+        plan = context.plan
+        return plan.runtime.group(plan.axis), plan.attention, context.dim, context.returns_parts
+
+    return ways(one) == ways(other)
+
+
+def takes_parts(state: ShardedState) -> bool:
+    """Whether ranks give the model their parts of a sequence."""
+    group, options = state.groups.context, state.options.context
+    return group is not None and group.size() > 1 and options is not None and options.arguments == "part"
+
+
+def check_alone(state: ShardedState, call: Callable[..., Any]) -> None:
+    """Raises RuntimeError if a jitted function around a model that takes parts could compute with parts itself."""
+    function = get_compile_data().fn
+    if takes_parts(state) and function is not state.model and getattr(function, "__wrapped__", None) is not call:
+        raise RuntimeError(
+            f'{state.model_name} takes parts of sequences (arguments="part"), but is called in a jitted function that '
+            'would see whole ones: jit the model alone, or choose ContextParallel(arguments="whole")'
+        )
+
+
+def wholes(state: ShardedState, context: Context | None) -> Callable[[TensorProxy], TensorProxy]:
+    """Gives for the proxy of an argument that of the whole value of which it is a part. The trace gathers it, once."""
+    if context is None or not takes_parts(state):
+        return lambda proxy: proxy
+    dim, ranks, made = context.dim, context.plan.ranks, dict[str, TensorProxy]()
+
+    def whole_of(p: TensorProxy) -> TensorProxy:
+        if p.ndim <= dim or p.shape[dim] < 2:
+            return p
+        if p.shape[dim] % 2:
+            raise RuntimeError(
+                f"argument {p.name!r} of {state.model_name} has {p.shape[dim]} positions in dimension {dim}, but a "
+                "part of a sequence has two chunks of equal length: cut it with shardtrace.shard_sequence"
+            )
+        if p.name not in made:
+            made[p.name] = gather_sequence(p, Part(context.plan, Split.along(dim, ranks * p.shape[dim])))
+        return made[p.name]
+
+    return whole_of
+
+
+def compare_batches(state: ShardedState, given: Mapping[str, torch.Tensor]) -> None:
+    """Raises RankMismatchError on all ranks of a sequence if they were given different batches. Compares the first one
+    of these shapes, so that a rank that compiles again by itself does not wait for the others."""
+    group = state.groups.context
+    shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(given.items()))
+    if group is None or is_alone(group) or takes_parts(state) or shapes in state.compared:
+        return
+    compare(
+        group,
+        f"the batch that {state.model_name} is given",
+        [f"{name}: {dtype} of shape {tuple(shape)}, {_digest(given[name])}" for name, dtype, shape in shapes],
+        timeout=state.options.checks.timeout,
+        hint="the ranks of one sequence need the same batch: let the sampler count the data ranks of the mesh",
+    )
+    state.compared.add(shapes)
+
+
+def _digest(t: torch.Tensor) -> str:
+    values = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    return f"digest {torch.hash_tensor(values).view(torch.int64).item()}" if t.numel() else "empty"
+
+
+# ---- CUDA graphs ----
+
+
+OTHERWISE = "or call thunder.jit without CUDAGraphTransform"
+
+
+def makes_graphs(transforms: Iterable[Transform]) -> bool:
+    """True if the lines of a step become CUDA graphs."""
+    return any(isinstance(t, CUDAGraphTransform) for t in transforms)
+
+
+def refuse_graphs(state: ShardedState) -> None:
+    """Raises RuntimeError if the steps of a model act in Python."""
+    name, ranks = state.model_name, state.group.size()
+    if any(p.host for p in state.plans.values()):
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name}, whose parameters are in host memory, because the program waits for "
+            f"their copies: call fsdp() without offload_policy, {OTHERWISE}"
+        )
+    if ranks > 1:
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name} over {ranks} ranks, because the program looks at each collective whether "
+            f"another rank has failed: run on one rank, {OTHERWISE}"
+        )
+    if state.runtime.gradients() in (Gradients.KEPT, Gradients.ADDED):
+        raise RuntimeError(
+            f"a CUDA graph cannot hold {name} inside or after no_sync, because the program adds up its gradients: call "
+            f"no_sync(model, reduce_each=True), {OTHERWISE}"
+        )
+
+
+def refuse_lines(name: str, computation: TraceCtx) -> None:
+    """Raises RuntimeError if a line of a model's computation, as it was traced, cannot be in a graph."""
+    inputs = {a.name for a in computation.args}
+    for bsym in computation.bound_symbols:
+        if reason := _obstacle(bsym, inputs):
+            raise RuntimeError(f"a CUDA graph cannot hold {name}, because {reason}, {OTHERWISE}")
+
+
+def _obstacle(bsym: BoundSymbol, inputs: set[str]) -> str:
+    call = call_of(bsym.sym)
+    if call is not None:
+        function = getattr(call.function, "__name__", call.name).removeprefix("eager_")
+        module = module_of(bsym)
+        where = f"{function} in {module}" if module else function
+        if isinstance(call.function, Eager):
+            return f"PyTorch runs {where}, which may read values of tensors: leave it out of the model"
+        if call.returned and call.program is None:
+            return (
+                f"torch's own autograd differentiates {where}, and keeps objects of Python for backward: compute it "
+                "with other functions"
+            )
+    for place in _written(bsym):
+        if place in inputs:
+            what = place.removeprefix("t_")
+            return f"forward writes into {what!r}, of which a graph has a copy: write outside of forward"
+    return ""
+
+
+def _written(bsym: BoundSymbol) -> Iterator[str]:
+    """The tensors into which a line copies."""
+    if bsym.sym.id is PrimIDs.COPY_:
+        yield bsym.args[1].name
+    for part in bsym.subsymbols:
+        yield from _written(part)
+
+
+# ---- tracing ----
 
 
 def add_kernels(data: Any) -> None:

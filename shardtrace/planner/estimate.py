@@ -1,8 +1,9 @@
-"""The predicted cost of a step: its seconds by the cost model, its bytes by kind."""
+"""What is to be planned, and the predicted cost of a step: its seconds by the cost model, its bytes by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import parts_in
@@ -18,13 +19,83 @@ from passes.analysis.recognise import (
     part_at,
 )
 from passes.plan import CostModel
-from passes.plan.hardware import HOST_MEMORY, Hardware
+from passes.plan.cost import HOST_MEMORY, Hardware
+from shardtrace.inspector.fake import compile_sharded, parse_arguments
 from shardtrace.inspector.timeline import predicted
-from shardtrace.planner.compose import ComposedStep
-from shardtrace.planner.optimizer import OptimizerCost
+from shardtrace.options.planned import mesh_dim_names
+from shardtrace.options.policies import NO_WIRES, Allowed, grouped, parse_context
+from shardtrace.options.strategy import ShardingStrategy, parse_rules, parse_sharding_strategy
+from shardtrace.planner.compose import Compiled, ComposedStep, compiled
 
+import torch
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.trace import TraceCtx
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# ---- the optimizer ----
+
+
+SIDE = 64  # of the matrix on which an optimizer is tried
+
+
+class OptimizerCost(NamedTuple):
+    """For each element of a parameter: ``state`` bytes that are kept between steps, ``moved`` bytes that a step reads
+    and writes, ``temporary`` bytes that it needs if it treats all parameters at once, as torch does on a GPU."""
+
+    name: str
+    state: float
+    moved: float
+    temporary: float
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up the bytes that operators read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        self.bytes += sum(t.nbytes for t in _tensors((args, kwargs, result)))
+        self.made += sum(t.nbytes for t in _tensors(result) if t.untyped_storage().data_ptr() not in before)
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.numel() >= SIDE]
+
+
+def optimizer_cost(optimizer: Callable[..., torch.optim.Optimizer] | str) -> OptimizerCost:
+    """Tries an optimizer on a small fp32 matrix.
+
+    Args:
+        optimizer: a class of optimizers, a partial one such as ``functools.partial(torch.optim.SGD, momentum=0.9)``, or
+            the name of one of ``torch.optim``.
+
+    Raises:
+        ValueError: if there is no optimizer of this name.
+    """
+    make: Any = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
+    if not callable(make):
+        raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
+    parameter = torch.nn.Parameter(torch.ones(SIDE, SIDE))
+    parameter.grad = torch.ones_like(parameter)
+    found = make([parameter], lr=1e-3)
+    found.step()  # makes its state
+    with _Moved() as moved:
+        found.step()
+    state = sum(t.nbytes for t in _tensors(list(found.state.values())))
+    numel = parameter.numel()
+    return OptimizerCost(type(found).__name__, state / numel, moved.bytes / numel, moved.made / numel)
+
+
+# ---- a step ----
 
 
 class Estimate(NamedTuple):
@@ -118,3 +189,109 @@ def _trained_words(forward: TraceCtx) -> tuple[int, int]:
     away = on_host(forward)
     there = sum(a.numel * a.dtype.bytes for a in trained if a.name in away)
     return sum(a.numel * a.dtype.bytes for a in trained) // 4 - there // 4, there // 4
+
+
+# ---- the task ----
+
+
+STRATEGIES = {  # of each family: what is kept gathered, and what is gathered again
+    "zero": ("zero2", "zero3"),
+    "hybrid": ("hybrid_zero2", "hybrid_zero3"),
+    "secondary": ("zero3_secondary", "zero3_secondary"),  # what backward gathers again is in the node: nothing is kept
+    "ddp": ("ddp", "ddp"),
+}
+OVER_MACHINES = ("hybrid", "secondary")  # which save only communication between machines
+
+
+class Task(NamedTuple):
+    """What is to be planned: a model, a rank's inputs, the ranks, options of ``fsdp`` that are ``fixed``, the wires
+    that are ``allowed``, and the number of ranks over which each sequence is split."""
+
+    model: nn.Module
+    inputs: Any
+    world_size: int
+    mesh_shape: tuple[int, int] | None
+    setting: Setting
+    fixed: Mapping[str, Any]
+    jit_options: Mapping[str, Any]
+    allowed: Allowed = NO_WIRES
+    context: int = 1
+
+    def strategies(self) -> dict[str, Any]:
+        """The families to try, with the strategy that each is compiled with."""
+        pinned = self.fixed.get("sharding_strategy")
+        if pinned is not None:
+            for _, rule in parse_rules(pinned):
+                self._check_mesh(rule)
+            if isinstance(pinned, Mapping):
+                return {"given": pinned}
+            strategy = parse_sharding_strategy(pinned).value
+            return {next((kind for kind, own in STRATEGIES.items() if strategy in own), "given"): strategy}
+        found = {"zero": "zero3"}
+        if self.context == 1 and min(self.mesh() or (1, 1)) > 1:  # otherwise it is ddp or zero
+            found |= {kind: STRATEGIES[kind][1] for kind in OVER_MACHINES}
+        return found if self.fixed.get("gather_dtype") is not None else found | {"ddp": "ddp"}  # which gathers nothing
+
+    def _check_mesh(self, strategy: ShardingStrategy) -> None:
+        if strategy.needs_mesh and self.context > 1:
+            raise ValueError(
+                f'sharding_strategy="{strategy.value}" cannot be combined with context={self.context}, which shards '
+                'parameters over all ranks: choose "zero3", "zero2" or "ddp"'
+            )
+        if strategy.needs_mesh and self.mesh() is None:
+            raise ValueError(
+                f'sharding_strategy="{strategy.value}" needs mesh_shape=(replicas, shards): {self.world_size} ranks do '
+                f"not fill several machines of {self.setting.cost.node_ranks}"
+            )
+
+    def mesh(self) -> tuple[int, int] | None:
+        """(replicas, shards) of a strategy over machines: as given, or one replica for each machine."""
+        inside = self.setting.cost.node_ranks
+        if self.mesh_shape is not None:
+            return self.mesh_shape
+        several = 1 < inside < self.world_size and self.world_size % inside == 0
+        return (self.world_size // inside, inside) if several else None
+
+    def mesh_of(self, strategy: Any) -> tuple[int, int] | None:
+        """The mesh of a strategy: (replicas, shards), or (data, context); None if it needs none."""
+        if self.context > 1:
+            return self.world_size // self.context, self.context
+        return self.mesh() if any(rule.needs_mesh for _, rule in parse_rules(strategy)) else None
+
+    @property
+    def positions(self) -> int:
+        """The length of the inputs' sequences."""
+        context = parse_context(self.fixed.get("context_parallel", "context"))
+        dim, leaves = context.sequence_dim if context is not None else 1, tree_leaves(self.inputs)
+        return next((t.shape[dim] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > dim), 0)
+
+    @property
+    def trained(self) -> int:
+        """The bytes of whole parameters that are trained."""
+        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def at_rest(self) -> float:
+        """The bytes of whole parameters, their gradients and their optimizer's state."""
+        whole = sum(p.nbytes for p in self.model.parameters())
+        return whole + self.trained * (1 + self.setting.optimizer.state / 4)
+
+    def options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of ``fsdp``: those ``chosen``, the fixed ones, and the buckets that all plans have."""
+        split = {"context_parallel": self.fixed.get("context_parallel", "context")} if self.context > 1 else {}
+        return {"bucketing_strategy": "block", **self.fixed, **split, **chosen}
+
+    def compile(self, **chosen: Any) -> Compiled:
+        """A step with options of ``fsdp`` in place of or beside the fixed ones. Call it as a fake rank."""
+        return compiled(self.compile_function(chosen))
+
+    def compile_function(self, chosen: Mapping[str, Any]) -> Any:
+        """The jitted model, compiled with options of ``fsdp`` in place of or beside the fixed ones."""
+        options = self.options(chosen) | {"cost_model": self.setting.cost}
+        if (context := parse_context(options.get("context_parallel"))) is not None:
+            options["context_parallel"] = replace(context, arguments="whole")  # as the inputs are
+        options["device"] = "cpu" if self.setting.hardware.name == "cpu" else "cuda"
+        if shape := self.mesh_of(options["sharding_strategy"]):
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=mesh_dim_names(options))
+        arguments = parse_arguments(self.inputs)
+        return compile_sharded(self.model, arguments, fsdp_options=grouped(options), jit_options=self.jit_options)

@@ -2,29 +2,399 @@
 
 The space is large (each block keeps its parameters or gathers them again; it saves its activations, or recomputes the
 cheap ones, or all), but blocks of a class are alike, so that only their numbers count. For each of ``LEVELS`` amounts
-of memory an integer program over these numbers finds the combination that should be fastest, from the seconds and bytes
-of single lines. Each is then composed and predicted exactly, beside what people choose by hand. The budget takes no
-part in this: it picks a point of the result. So more memory never gives a slower plan, and no plan is slower than a
-recipe.
+of memory an integer program over these numbers (how many blocks of each class recompute what, how many buckets are
+kept) finds the combination that should be fastest, from the seconds and bytes of single lines. Each is then composed
+and predicted exactly, beside what people choose by hand. The budget takes no part in this: it picks a point of the
+result. So more memory never gives a slower plan, and no plan is slower than a recipe.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product, starmap
+from typing import Any, NamedTuple
 
-from passes.analysis.recognise import bucket_of
-from passes.analysis.seconds import latency_seconds, link_seconds
-from passes.plan.bucketing import MB
-from passes.plan.hardware import HOST_MEMORY
-from shardtrace.options.blocks import repeated_blocks
-from shardtrace.planner.family import EXACT, NOTHING, Candidate, Family, Point, Rounding, make_family
-from shardtrace.planner.program import Program, whole_bytes
-from shardtrace.planner.task import OVER_MACHINES, STRATEGIES, Task
+from passes.analysis.flops import work
+from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
+from passes.analysis.seconds import block_seconds, compute_seconds, latency_seconds, link_seconds
+from passes.plan import Bucket, Wire
+from passes.plan.bucket import MB
+from passes.plan.cost import HOST_MEMORY
+from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
+from shardtrace.planner.compose import Call, Choice, Compiled, ComposedStep, Pair, compose
+from shardtrace.planner.estimate import OVER_MACHINES, STRATEGIES, Estimate, Task, estimate
 
 import numpy as np
+from thunder.core.symbol import BoundSymbol
 from torch.distributed.fsdp import CPUOffloadPolicy
+
+# ---- an integer program ----
+
+
+class Program:
+    """Minimises the seconds of backward, the longer of compute and communication, under a limit of the bytes that
+    forward leaves for it. Variables: for each class and variant a number of blocks; for each class, and each bucket
+    outside, a number of kept buckets; the seconds.
+    """
+
+    def __init__(self, family: Family, rounding: Rounding) -> None:
+        self.family, self.empty = family, Candidate(family.name, rounding=rounding)
+        self.variants = list(family.variants)
+        cost, backward = family.task.setting.cost, family.step(self.empty).backward.bound_symbols
+        pairs = [[family.variants[v][c.calls[0]] for v in self.variants] for c in family.classes]
+        self.seconds = [[block_seconds(cost, pair.backward.id).total for pair in row] for row in pairs]
+        self.bytes = [[_saved_bytes(pair.forward.id) for pair in row] for row in pairs]
+        self.groups = [c.labels for c in family.classes] + [(label,) for label in family.outside]
+        self.compute = sum(compute_seconds(cost, b) for b in backward)
+        self.link = sum(link_seconds(b) for b in backward if is_issue(b))
+        gathers = [b for b in backward if is_collective(b) and is_gather(b)]
+        issues = {bucket_of(b).label: b for b in gathers if is_issue(b)}
+        self.gather = [link_seconds(issues[labels[0]]) if labels else 0.0 for labels in self.groups]
+        firsts = {labels[0] for labels in self.groups if labels}
+        load = dict.fromkeys(firsts, 0.0)  # seconds that a gather and its wait take from compute
+        for b in gathers:
+            if bucket_of(b).label in load:
+                load[bucket_of(b).label] += compute_seconds(cost, b)
+        self.load = [load[labels[0]] if labels else 0.0 for labels in self.groups]
+        self.whole = [whole_bytes(family.buckets[labels[0]]) if labels else 0 for labels in self.groups]
+
+    @cached_property
+    def most(self) -> float:
+        """The bytes of the combination that saves and keeps everything."""
+        blocks = sum(max(row) * len(c.calls) for row, c in zip(self.bytes, self.family.classes, strict=True))
+        return float(blocks + sum(w * len(labels) for w, labels in zip(self.whole, self.groups, strict=True)))
+
+    def solve(self, memory: float) -> Candidate | None:
+        """The fastest combination whose saved and kept bytes are at most ``memory``."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        classes, v = self.family.classes, len(self.variants)
+        blocks = len(classes) * v
+        n = blocks + len(self.groups) + 1
+        extra = np.array([s - row[0] for row in self.seconds for s in row])
+        gather, load, whole = np.array(self.gather), np.array(self.load), np.array(self.whole, dtype=float)
+        scale = 1 / max(self.compute, self.link, 1e-12)
+        # beside the seconds, a little for all work and all messages, which choose among equals
+        objective = scale * np.concatenate([0.01 * extra, -0.01 * gather, [1.0]])
+        limit = np.concatenate([[b for row in self.bytes for b in row], whole, [0.0]])
+        rules = [
+            LinearConstraint(limit / max(self.most, 1.0), -np.inf, memory / max(self.most, 1.0)),
+            LinearConstraint(scale * np.concatenate([-extra, load, [1.0]]), scale * self.compute, np.inf),
+            LinearConstraint(scale * np.concatenate([0 * extra, gather, [1.0]]), scale * self.link, np.inf),
+        ]
+        for k, c in enumerate(classes):
+            row = np.zeros(n)
+            row[k * v : (k + 1) * v] = 1
+            rules.append(LinearConstraint(row, len(c.calls), len(c.calls)))
+        keeps = self.family.keeps is not False
+        most = [len(c.calls) for c in classes for _ in self.variants]
+        most += [len(labels) if keeps else 0 for labels in self.groups]
+        with _without_stdout():
+            found = milp(
+                objective,
+                integrality=[*[1] * (n - 1), 0],
+                bounds=Bounds(0, np.array([*most, np.inf])),
+                constraints=rules,
+                options={"mip_rel_gap": 0.0},  # the best, not the first good one that the solver meets
+            )
+        return self._candidate(np.rint(found.x[:-1]).astype(int)) if found.success else None
+
+    def _candidate(self, numbers: Sequence[int]) -> Candidate:
+        """The first blocks recompute, because their backward comes last, when memory is free again. The last buckets
+        are kept, because their backward comes first."""
+        v = len(self.variants)
+        recomputed: list[tuple[str, str]] = []
+        for k, c in enumerate(self.family.classes):
+            names = list(dict.fromkeys(name for name, _ in c.calls))
+            for variant, number in zip(
+                reversed(self.variants[1:]), numbers[k * v + 1 : (k + 1) * v][::-1], strict=True
+            ):
+                recomputed += [(name, variant) for name in names[:number]]
+                names = names[number:]
+        counts = numbers[len(self.family.classes) * v :]
+        kept = (labels[len(labels) - n :] for labels, n in zip(self.groups, counts, strict=True) if n)
+        labels = frozenset(label for found in kept for label in found)
+        return self.empty._replace(recomputed=self.family.in_order(recomputed), kept=labels)
+
+
+@contextmanager
+def _without_stdout() -> Iterator[None]:
+    """Drops what libraries print by C's printf, as HiGHS does whatever its options are (HiGHS, issue 2734)."""
+    sys.stdout.flush()
+    flush, kept = ctypes.CDLL(None).fflush, os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+        flush(None)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _saved_bytes(part: Any) -> int:
+    """The bytes of what a block's forward saves. Values that share memory count twice."""
+    return sum(nbytes(r) for r in part.trace.bound_symbols[-1].args[0] if isinstance(r, list))
+
+
+def whole_bytes(bucket: Bucket) -> int:
+    """The bytes of the unsharded parameters, however they travel."""
+    return (bucket.plain or bucket).bytes
+
+
+# ---- families of strategies ----
+
+
+PREFETCHES = (1, 2, 3)
+NOTHING = "nothing"  # is recomputed
+
+
+class Rounding(NamedTuple):
+    """The chosen values of ``gather_dtype`` and ``reduce_wire``; empty: not chosen."""
+
+    gather: str = ""
+    reduction: str = ""
+
+    def __str__(self) -> str:
+        if self.gather == self.reduction:
+            return f"{self.gather} both" if self.gather else ""
+        named = (self.gather, "gathers"), (self.reduction, "reductions")
+        return ", ".join(f"{value} {what}" for value, what in named if value)
+
+
+EXACT = Rounding()
+
+
+class Candidate(NamedTuple):
+    """A combination: a family by name, what each block recomputes ("cheap" or "full", nothing if it is not there),
+    which buckets are kept, the prefetch, and how messages are rounded."""
+
+    family: str
+    recomputed: tuple[tuple[str, str], ...] = ()
+    kept: frozenset[str] = frozenset()
+    prefetch: int = 1
+    rounding: Rounding = EXACT
+
+
+class Point(NamedTuple):
+    """A combination and what it costs. ``name`` is that of a recipe, or empty."""
+
+    candidate: Candidate
+    estimate: Estimate
+    name: str = ""
+
+
+class Class(NamedTuple):
+    """Blocks that call the same functions, in order of forward, and the labels of their buckets."""
+
+    calls: tuple[Call, ...]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Family:
+    """The steps of one family of strategies.
+
+    Args:
+        task: what is planned.
+        kind: "zero", "hybrid", "secondary", "ddp", or "given" for a strategy that is not to be changed.
+        base: a compiled step that gathers all buckets again, if the family does so.
+        variants: the functions of each call of a block, by what they recompute; those that recompute nothing first.
+        keeps: whether buckets are kept until backward: True, False, or None if that is to be decided.
+        options: those of ``fsdp`` that all its steps have beside what other families of its kind have; ``note`` says
+            them in words.
+    """
+
+    task: Task
+    kind: str
+    base: Compiled
+    variants: Mapping[str, Mapping[Call, Pair]]
+    keeps: bool | None
+    options: Mapping[str, Any]
+    note: str
+    _points: dict[Candidate, Point] = field(default_factory=dict)
+    _facts: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kind + self.note
+
+    @property
+    def prefetches(self) -> Sequence[int]:
+        """The numbers to choose from."""
+        pinned = self.task.fixed.get("prefetch")
+        return PREFETCHES if pinned is None else (pinned,)
+
+    # ---- its steps ----
+
+    @property
+    def points(self) -> list[Point]:
+        """All that were predicted so far."""
+        return list(self._points.values())
+
+    def point(self, candidate: Candidate, name: str = "") -> Point:
+        """Predicts a candidate. ``name``: of a recipe."""
+        if candidate not in self._points:
+            found = estimate(self.step(candidate), self.task.setting, self._facts)
+            self._points[candidate] = Point(candidate, found, name)
+        return self._points[candidate]
+
+    def step(self, candidate: Candidate) -> ComposedStep:
+        """The executed traces of a candidate."""
+        chosen, allowed = dict(candidate.recomputed), self.task.allowed
+        pairs = {call: self.variants[chosen.get(call[0], NOTHING)][call] for call in self.variants[NOTHING]}
+        gather = allowed.gathers.get(candidate.rounding.gather)
+        reduction = allowed.reductions.get(candidate.rounding.reduction)
+        return compose(self.base, pairs, Choice(candidate.kept, candidate.prefetch, gather, reduction))
+
+    @property
+    def useful_flops(self) -> float:
+        """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its
+        forward."""
+        return 3.0 * sum(work(b).flops for b in self.base.step.forward.bound_symbols)
+
+    # ---- what is known of them ----
+
+    @cached_property
+    def issues(self) -> list[BoundSymbol]:
+        """The lines of the base that issue collectives."""
+        return [b for trace in self.base.step for b in trace.bound_symbols if is_issue(b)]
+
+    @cached_property
+    def buckets(self) -> dict[str, Bucket]:
+        """The buckets that backward gathers again, by label, in order of forward."""
+        first, again = ([b for b in t.bound_symbols if is_issue(b) and is_gather(b)] for t in self.base.step)
+        labels = {bucket_of(b).label for b in again}
+        return {bucket_of(b).label: bucket_of(b) for b in first if bucket_of(b).label in labels}
+
+    @cached_property
+    def classes(self) -> list[Class]:
+        """The blocks that may recompute something, by class."""
+        found: dict[int, list[Call]] = {}
+        if len(self.variants) > 1:
+            for call, pair in self.variants[NOTHING].items():
+                found.setdefault(id(pair.forward.id), []).append(call)
+        labels = [tuple(dict.fromkeys(name for name, _ in calls if name in self.buckets)) for calls in found.values()]
+        return [Class(tuple(calls), own) for calls, own in zip(found.values(), labels, strict=True)]
+
+    @cached_property
+    def outside(self) -> list[str]:
+        """The buckets that belong to no class."""
+        inside = {label for c in self.classes for label in c.labels}
+        return [label for label in self.buckets if label not in inside]
+
+    @cached_property
+    def roundings(self) -> list[Rounding]:
+        """The allowed ways to round, of those that have something to round."""
+
+        def values(wires: Mapping[str, Wire], *, gathers: bool) -> list[str]:
+            buckets = [bucket_of(b) for b in self.issues if is_gather(b) == gathers]
+            return ["", *(name for name, wire in wires.items() if any(wire.takes(b) for b in buckets))]
+
+        gathers = values(self.task.allowed.gathers, gathers=True)
+        found = product(gathers, values(self.task.allowed.reductions, gathers=False))
+        return [rounding for rounding in starmap(Rounding, found) if rounding != EXACT]
+
+    def allowed_kept(self, kept: frozenset[str]) -> frozenset[str]:
+        """``kept``, or the set of kept buckets that is not to be changed."""
+        if self.keeps is None:
+            return kept
+        return frozenset(self.buckets) if self.keeps else frozenset()
+
+    def in_order(self, recomputed: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        """Pairs of a block and what it recomputes, in order of forward."""
+        chosen = dict(recomputed)
+        return tuple((name, chosen[name]) for name in dict.fromkeys(c[0] for c in self.base.calls) if name in chosen)
+
+    # ---- candidates as options and in words ----
+
+    def options_of(self, candidate: Candidate) -> dict[str, Any]:
+        """The options of ``fsdp`` that make a candidate, without the fixed ones."""
+        fixed, rounding = self.task.fixed, candidate.rounding
+        found = dict(self.options)
+        if "sharding_strategy" not in fixed:
+            found["sharding_strategy"] = self._strategy(candidate)
+        if "activation_checkpointing" not in fixed:
+            found["activation_checkpointing"] = self._checkpointing(candidate)
+        if fixed.get("prefetch") is None and self.buckets:
+            found["prefetch"] = candidate.prefetch
+        if rounding.gather:
+            found["gather_dtype"] = rounding.gather
+        if rounding.reduction:
+            found["reduce_wire"] = rounding.reduction
+            found |= {"error_feedback": True} if self.task.allowed.error_feedback else {}
+        return found
+
+    def words_of(self, candidate: Candidate) -> str:
+        """The strategy of a candidate, and how it rounds."""
+        name = "given"
+        if self.kind in STRATEGIES:
+            keeping, again = STRATEGIES[self.kind]
+            some = f"{again} and {keeping}"
+            name = again if not candidate.kept else keeping if candidate.kept == self.buckets.keys() else some
+            name += self.note
+        return ", ".join(filter(None, [name, str(candidate.rounding)]))
+
+    def _strategy(self, candidate: Candidate) -> Any:
+        keeping, again = STRATEGIES[self.kind]
+        if not candidate.kept:
+            return again
+        if candidate.kept == self.buckets.keys():
+            return keeping
+        rules: dict[str, str] = {}
+        for label in self.buckets:
+            if label in candidate.kept:
+                members = [m.parameter for m in self.buckets[label].members]
+                whole_block = all(p.block == label for p in members)
+                rules |= {f"{label}.*": keeping} if whole_block else {p.name: keeping for p in members}
+        return rules | {"*": again}
+
+    def _checkpointing(self, candidate: Candidate) -> Any:
+        chosen = dict(candidate.recomputed)
+        whats = set(chosen.values())
+        blocks = {name for c in self.classes for name, _ in c.calls}
+        if len(whats) == 1 and chosen.keys() == blocks:
+            return whats.pop()
+        return chosen or None
+
+
+def make_family(
+    task: Task,
+    kind: str,
+    first: Family | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    note: str = "",
+    recomputes: bool = True,
+) -> Family:
+    """Compiles a family of a ``kind``. Call it as a fake rank.
+
+    Its blocks call the functions that were compiled for ``first``, if that has the same ones. ``options`` and ``note``
+    are its own. ``recomputes``: whether its blocks may recompute something.
+    """
+    strategy, options = task.strategies()[kind], dict(options or {})
+    keeping, again = STRATEGIES.get(kind, (None, strategy))
+    keeps = strategy == keeping if "sharding_strategy" in task.fixed else None
+    base = task.compile(sharding_strategy=again, **options)
+    variants: dict[str, Mapping[Call, Pair]] = {NOTHING: base.calls}
+    if first is not None and recomputes and base.calls.keys() <= first.variants[NOTHING].keys():
+        variants = {what: {call: pairs[call] for call in base.calls} for what, pairs in first.variants.items()}
+    elif recomputes and base.calls and "activation_checkpointing" not in task.fixed:
+        for what in reversed(RECOMPUTED):
+            calls = task.compile(sharding_strategy=again, activation_checkpointing=what, **options).calls
+            variants[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
+    return Family(task, kind, base, variants, False if kind == "secondary" else keeps, options, note)
+
+
+# ---- the search ----
+
 
 LEVELS = 16  # amounts of memory, up to that of the device or the most that any combination takes
 BEYOND = 3  # more of them, up to the latter

@@ -38,7 +38,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
 
-from passes.compat.lines import notes_of
+from passes.compat.jit import notes_of
 from passes.compat.versions import aborted_together, default_store, own_connection
 from shardtrace.ranks.mesh import is_alone
 

@@ -24,12 +24,12 @@ COMPILES = "thunder", "get_computation_and_inputs"  # Thunder's function that co
 NAME = "shardtrace-progress"
 RECORDING = "recording the forward"
 STAGES = (  # by the module of the innermost frame that has one of these
-    ("shardtrace.planner.program", "solving"),
+    ("shardtrace.planner.search", "solving"),
     ("shardtrace.planner.compose", "composing steps"),
     ("thunder.transforms.autodiff", "differentiating"),
     ("thunder.executors", "choosing kernels"),
 )
-RUNNERS = ("passes.runner", "passes.pipeline", "passes.facts")  # that run passes and are none
+RUNNERS = ("passes.pipeline", "passes.pipeline", "passes.pipeline")  # that run passes and are none
 
 
 class _Says(threading.Thread):

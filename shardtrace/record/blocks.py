@@ -12,8 +12,8 @@ from typing import Any
 
 from passes.analysis.calls import Block, CallOf, unique_name
 from passes.analysis.recognise import names
+from passes.blocks import add_executor
 from passes.compat.jit import compile_data_and_stats, names_of_users
-from passes.outline import add_executor
 from passes.plan import ShardedParameter
 from shardtrace.record.calls import Call, Record, Span, storage
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost

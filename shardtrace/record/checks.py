@@ -22,7 +22,7 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from passes.compat.lines import add_note
+from passes.compat.jit import add_note
 from shardtrace.record.calls import Record
 from shardtrace.record.marks import is_library
 

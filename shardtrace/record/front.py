@@ -10,8 +10,15 @@ from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
-from passes.compat.jit import constraints, exempt_from_autocast, pack_tensors, traced_device, without_constraints
-from passes.compat.lines import add_note, make_name_legal
+from passes.compat.jit import (
+    add_note,
+    constraints,
+    exempt_from_autocast,
+    make_name_legal,
+    pack_tensors,
+    traced_device,
+    without_constraints,
+)
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf

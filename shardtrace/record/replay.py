@@ -11,8 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from passes.analysis.recognise import InModule
-from passes.compat.jit import name_as_user
-from passes.compat.lines import add_note
+from passes.compat.jit import add_note, name_as_user
 from passes.kernels.aten import Meta
 from passes.kernels.registration import is_as_eager
 from passes.kernels.torch_call import TorchCall, add_executor, laid_out

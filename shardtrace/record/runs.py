@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from passes.compat.lines import add_note
+from passes.compat.jit import add_note
 from passes.kernels.aten import storage
 from shardtrace.record.calls import Call
 from shardtrace.record.eager import EagerModule, is_named

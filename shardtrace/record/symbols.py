@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from passes.compat.lines import symbols_of_torch
+from passes.compat.jit import symbols_of_torch
 
 import torch
 from thunder import torch as ltorch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import Part, part_of, symbol_of_call
 from passes.analysis.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
-from passes.compat.lines import renamed
+from passes.compat.jit import renamed
 
 import torch
 from steps import Step
@@ -149,7 +149,7 @@ def fused(bsym: BoundSymbol, lines: Lines) -> BoundSymbol:
     region.names |= {p.name for b in lines for s in b.subsymbols for p in s.flat_proxy_outs}
     result = prims.python_return.bind(tuple(bsym.flat_proxy_outs), output=None)
     region.bound_symbols = [*lines, result]
-    from passes.compat.lines import set_signature
+    from passes.compat.jit import set_signature
 
     set_signature(region, "fusion")
     function = transform_for_execution(region, executors_list=(torch_executor,)).python_callable(

@@ -21,7 +21,7 @@ from passes.analysis.recognise import (
     is_wait,
     waits_for_future,
 )  # fmt: skip
-from passes.comm.kept_gradients import accumulate, accumulated
+from passes.comm.symbols import accumulate, accumulated
 from passes.plan import Axis, Bucket
 
 from bodies import (

@@ -20,11 +20,20 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import part_of
 from passes.analysis.recognise import is_random, is_return, is_unpack, issues_future, waits_for_future
-from passes.comm.kept_gradients import KeptGradients, accumulate, accumulated
-from passes.comm.symbols import GATHERS, OFFLOADS, all_reduce, keep_shards, replicated, wait_copies
+from passes.blocks import release
+from passes.comm.symbols import (
+    GATHERS,
+    OFFLOADS,
+    KeptGradients,
+    accumulate,
+    accumulated,
+    all_reduce,
+    keep_shards,
+    replicated,
+    wait_copies,
+)
 from passes.comm.symbols import note as note_step
-from passes.drop_unused import mark_unused, unless_unused
-from passes.outline import release
+from passes.gradients import mark_unused, unless_unused
 from passes.plan import Axis, Bucket, Member, Placement
 
 import torch

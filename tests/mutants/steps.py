@@ -17,8 +17,7 @@ from zlib import crc32
 
 import shardtrace
 from passes.analysis.recognise import is_gather, is_issue
-from passes.comm.kept_gradients import Kept, accumulated
-from passes.comm.symbols import replicated
+from passes.comm.symbols import Kept, accumulated, replicated
 from passes.proof.program import UnprovenError
 from passes.proof.prove import Proof, claim
 from shardtrace.inspector.fake import compile_sharded, fake_ranks
@@ -282,7 +281,7 @@ def compile_step(model: str, setting: str) -> Step:
         return Proof("proven")
 
     with (
-        mock.patch("passes.proof.prove_step.prove", remember),
+        mock.patch("passes.proof.prove.prove", remember),
         warnings.catch_warnings(),
         fake_ranks(chosen.world.size),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")),

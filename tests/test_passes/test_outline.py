@@ -4,7 +4,7 @@ import shardtrace
 from passes.analysis.calls import part_of, parts_in
 from passes.analysis.liveness import step_liveness
 from passes.analysis.recognise import names
-from passes.runner import PassAfterLowering, PassBeforeAutodiff
+from passes.pipeline import PassAfterLowering, PassBeforeAutodiff
 
 import pytest
 import thunder

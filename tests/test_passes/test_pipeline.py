@@ -5,8 +5,7 @@ from unittest import mock
 import shardtrace
 from passes import Bucket, Pass, PassAfterLowering, PassBeforeAutodiff, VerificationError, Wire
 from passes.analysis.recognise import is_collective, is_gather, is_issue
-from passes.facts import Compilation, Facts
-from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF, pipeline
+from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF, Compilation, Facts, pipeline
 from shardtrace.model import tracing
 
 import pytest

@@ -1,8 +1,8 @@
 """Equal fusions are compiled once."""
 
-from passes.compat.lines import function_of
-from passes.runner import PassAfterLowering
-from passes.share_fusions import share_fusions
+from passes.blocks import share_fusions
+from passes.compat.jit import function_of
+from passes.pipeline import PassAfterLowering
 
 import pytest
 import thunder

@@ -4,8 +4,8 @@ import copy
 import logging
 
 import shardtrace
-from passes.compat.lines import notes_of
-from passes.runner import FirstStage
+from passes.compat.jit import notes_of
+from passes.pipeline import FirstStage
 from shardtrace.record import recorder
 
 import numpy

@@ -3,7 +3,7 @@
 import copy
 
 import shardtrace
-from passes.compat.lines import notes_of
+from passes.compat.jit import notes_of
 from passes.compat.versions import NoMessages
 
 import pytest

@@ -3,8 +3,8 @@
 import copy
 
 import shardtrace
-from passes.compat.lines import notes_of
-from passes.runner import FirstStage
+from passes.compat.jit import notes_of
+from passes.pipeline import FirstStage
 from shardtrace.record.reads import VARIANTS
 
 import pytest

@@ -7,7 +7,7 @@ import types
 import shardtrace
 from passes.analysis.calls import CallOf, block_of
 from passes.analysis.liveness import collectives
-from passes.runner import FirstStage
+from passes.pipeline import FirstStage
 
 import pytest
 import thunder

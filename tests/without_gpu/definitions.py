@@ -14,7 +14,7 @@ import fused  # Thunder registers nvFuser when it is imported, and fused makes i
 # isort: split
 
 from passes.analysis.verify import verify
-from passes.compat.lines import function_of
+from passes.compat.jit import function_of
 from shardtrace import CompilePolicy
 
 import matrix

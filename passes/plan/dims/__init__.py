@@ -1,7 +1,7 @@
 """How dims of results relate to dims of operands, for each function of torch, as data."""
 
+from passes.plan.dims.reductions import RESHAPES, moved
 from passes.plan.dims.relation import Relation
-from passes.plan.dims.spatial import RESHAPES, moved
 from passes.plan.dims.table import TABLE, canonical, known
 
 __all__ = ["RESHAPES", "TABLE", "Relation", "canonical", "known", "moved"]

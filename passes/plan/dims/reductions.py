@@ -1,12 +1,32 @@
-"""Functions along some dims: reductions, scans, sorting, normalization."""
+"""Functions along some dims: reductions, scans, sorting, normalization, losses, and those that mix the last dims.
+
+Functions of images, signals and matrices, and transforms of Fourier, mix the last dims. Those that change the shape
+keep the elements in row-major order, which tells where a split dim goes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
-from passes.plan.dims.pointwise import pointwise
-from passes.plan.dims.relation import Draft, Operand, Rule, Shapes, Unknown, aligned, axes, axis, counted
+from passes.plan.dims.products import pointwise
+from passes.plan.dims.relation import (
+    Draft,
+    Labels,
+    Operand,
+    Rule,
+    Shape,
+    Shapes,
+    Unknown,
+    aligned,
+    axes,
+    axis,
+    broadcast,
+    counted,
+)
+from passes.plan.dims.views import mixed_last
+from passes.plan.plan import Split
 
 
 def reduced(results: Shapes, input: Operand, dims: Sequence[int], how: str | None = None) -> Draft:
@@ -246,4 +266,210 @@ RULES: dict[str, Rule] = {
     F + "batch_norm": batch_norm,
     F + "instance_norm": instance_norm,
     F + "local_response_norm": local_response_norm,
+}
+
+
+# ---- losses ----
+
+
+# the parameters of each; in all of these, every result before a reduction is of one position of the operands
+PARAMETERS = {
+    "mse_loss": "input target size_average reduce reduction weight",
+    "l1_loss": "input target size_average reduce reduction weight",
+    "smooth_l1_loss": "input target size_average reduce reduction beta",
+    "huber_loss": "input target reduction delta weight",
+    "binary_cross_entropy": "input target weight size_average reduce reduction",
+    "binary_cross_entropy_with_logits": "input target weight size_average reduce reduction pos_weight",
+    "kl_div": "input target size_average reduce reduction log_target",
+    "poisson_nll_loss": "input target log_input full size_average eps reduce reduction",
+    "soft_margin_loss": "input target size_average reduce reduction",
+    "gaussian_nll_loss": "input target var full eps reduction",
+    "hinge_embedding_loss": "input target margin size_average reduce reduction",
+    "margin_ranking_loss": "input1 input2 target margin size_average reduce reduction",
+}
+OF_ROWS = {
+    "multilabel_soft_margin_loss": "input target weight size_average reduce reduction",
+    "triplet_margin_loss": "anchor positive negative margin p eps swap size_average reduce reduction",
+}
+OF_CLASSES = {
+    "nll_loss": "input target weight size_average ignore_index reduce reduction",
+    "cross_entropy": "input target weight size_average ignore_index reduce reduction label_smoothing",
+}
+WEIGHTED = ("mse_loss", "l1_loss", "huber_loss")  # their mean is weighted
+
+
+def _bound(parameters: str, args: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    names = parameters.split()
+    if len(args) > len(names) or not set(named) <= set(names[len(args) :]):
+        raise Unknown
+    found = dict(zip(names, args, strict=False)) | named
+    if found.get("size_average") is not None or found.get("reduce") is not None:
+        raise Unknown
+    return found
+
+
+def total(rows: dict[Operand, Labels], terms: Labels, reduction: Any, mixed: frozenset[int] = frozenset()) -> Draft:
+    """A loss with a term for each position of ``terms``; they are kept, summed or averaged."""
+    if reduction == "none":
+        return Draft(rows, [terms], mixed=mixed)
+    if reduction not in ("sum", "mean"):
+        raise Unknown
+    return Draft(rows, [()], {label: reduction for label in terms if label is not None}, mixed)
+
+
+def of_positions(name: str, parameters: str) -> Any:
+    def rule(results: Shapes, *args: Any, **named: Any) -> Draft:
+        given = _bound(parameters, args, named)
+        tensors = {key: x for key, x in given.items() if isinstance(x, Operand)}
+        reduction = given.get("reduction", "mean")
+        if reduction == "mean" and name in WEIGHTED and "weight" in tensors:
+            raise Unknown
+        if name == "gaussian_nll_loss" and "var" in tensors and tensors["var"].dims != tensors["input"].dims:
+            raise Unknown
+        shape = broadcast(x.shape for x in tensors.values())
+        rows: dict[Operand, Labels] = {x: aligned(x.shape, len(shape)) for x in tensors.values()}
+        return total(rows, counted(len(shape)), reduction)
+
+    return rule
+
+
+def of_rows(parameters: str) -> Any:
+    """A term for each row, whose elements are mixed."""
+
+    def rule(results: Shapes, *args: Any, **named: Any) -> Draft:
+        given = _bound(parameters, args, named)
+        tensors = [x for key, x in given.items() if isinstance(x, Operand) and key != "weight"]
+        dims = tensors[0].dims
+        weight = given.get("weight")
+        if (
+            dims < 1
+            or (isinstance(weight, Operand) and weight.dims > 1)
+            or any(x.shape != tensors[0].shape for x in tensors)
+        ):
+            raise Unknown
+        rows: dict[Operand, Labels] = {x: counted(dims) for x in tensors}
+        return total(rows, counted(dims - 1), given.get("reduction", "mean"), frozenset({dims - 1}))
+
+    return rule
+
+
+def of_classes(parameters: str) -> Any:
+    """Scores (N, C, ...), with labels (N, ...) or probabilities (N, C, ...). Positions may be ignored or weighted, so
+    that a mean is not one of means."""
+
+    def rule(results: Shapes, *args: Any, **named: Any) -> Draft:
+        given = _bound(parameters, args, named)
+        scores, target = given["input"], given["target"]
+        reduction = given.get("reduction", "mean")
+        if reduction == "mean" or not scores.dims:
+            raise Unknown
+        every = counted(scores.dims)
+        classes = min(1, scores.dims - 1)
+        terms = tuple(d for d in every if d != classes)
+        rows: dict[Operand, Labels] = {scores: every, target: every if target.dims == scores.dims else terms}
+        return total(rows, terms, reduction, frozenset({classes}))
+
+    return rule
+
+
+def cosine_embedding_loss(
+    results: Shapes,
+    input1: Operand,
+    input2: Operand,
+    target: Operand,
+    margin: Any = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
+) -> Draft:
+    if size_average is not None or reduce is not None or input1.dims != 2 or input2.dims != 2 or target.dims != 1:
+        raise Unknown
+    rows: dict[Operand, Labels] = {input1: (0, 1), input2: (0, 1), target: (0,)}
+    return total(rows, (0,), reduction, frozenset({1}))
+
+
+LOSSES: dict[str, Rule] = {
+    **{F + name: of_positions(name, parameters) for name, parameters in PARAMETERS.items()},
+    **{F + name: of_rows(parameters) for name, parameters in OF_ROWS.items()},
+    **{F + name: of_classes(parameters) for name, parameters in OF_CLASSES.items()},
+    F + "cosine_embedding_loss": cosine_embedding_loss,
+}
+
+
+# ---- images, signals and matrices ----
+
+
+# their first result is their first operand in another shape
+RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as"})
+# and that shape is the second operand's
+LIKE_OTHER = frozenset({"view_as", "reshape_as"})
+
+
+def moved(split: Split, old: Shape, new: Shape) -> Split | None:
+    """The split of a value of shape ``old`` when it is reshaped to ``new``, both whole; None if there is none.
+
+    It is found by strides: the sequence has the same distance from the right before and after. If the new shape cuts
+    the sequence itself, the parts have no shape.
+    """
+    if prod(old) != prod(new) or split.length < 2 or split.size != old[split.dim] or not prod(old):
+        return None
+    stride = split.inner * prod(old[split.dim + 1 :])
+    for dim, size in enumerate(new):
+        step = prod(new[dim + 1 :])
+        if stride % step == 0 and size % (stride // step * split.length) == 0:
+            inner = stride // step
+            return Split(dim, size // (inner * split.length), split.length, inner)
+    return None
+
+
+def interpolated(results: Shapes, input: Operand, *args: Any, **options: Any) -> Draft:
+    every = counted(input.dims)
+    return Draft({input: every}, [every], mixed=frozenset(every[2:]))
+
+
+def grid_sample(results: Shapes, input: Operand, grid: Operand, *args: Any, **options: Any) -> Draft:
+    """Each position of the grid (N, ..., 2 or 3) looks up a value of each channel in the input (N, C, ...)."""
+    space = tuple(range(2, grid.dims))
+    rows = {input: (0, 1, *(None,) * (input.dims - 2)), grid: (0, *space, None)}
+    return Draft(rows, [(0, 1, *space)])
+
+
+def shuffled(results: Shapes, input: Operand, groups: Any) -> Draft:
+    every = counted(input.dims)
+    return Draft({input: every}, [every], mixed=frozenset({1}))
+
+
+def transformed(*dims: int) -> Any:
+    """A transform of Fourier over several dims; all if ``dims`` are none."""
+
+    def rule(results: Shapes, input: Operand, s: Any = None, dim: Any = dims or None, norm: Any = None) -> Draft:
+        every = counted(input.dims)
+        return Draft({input: every}, [every], mixed=frozenset(axes(dim, input.dims)))
+
+    return rule
+
+
+POOLS = "avg_pool max_pool lp_pool adaptive_avg_pool adaptive_max_pool"
+WITH_INDICES = "max_pool adaptive_max_pool"
+ONE = "fft ifft rfft irfft hfft ihfft"
+TWO = "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2"
+MANY = "fftn ifftn rfftn irfftn hfftn ihfftn"
+MATRICES = """
+    inverse det logdet slogdet cholesky matrix_exp matrix_power
+    linalg.inv linalg.det linalg.slogdet linalg.cholesky linalg.matrix_exp linalg.matrix_power linalg.pinv
+    linalg.svdvals linalg.eigvalsh linalg.eigh linalg.qr linalg.svd
+"""
+
+SPATIAL: dict[str, Rule] = {
+    **{f"{F}{name}{n}d": mixed_last(n) for name in POOLS.split() for n in (1, 2, 3)},
+    **{f"{F}{name}{n}d_with_indices": mixed_last(n) for name in WITH_INDICES.split() for n in (1, 2, 3)},
+    **{f"fft.{name}": along(-1, 1) for name in ONE.split()},
+    **{f"fft.{name}": transformed(-2, -1) for name in TWO.split()},
+    **{f"fft.{name}": transformed() for name in MANY.split()},
+    **dict.fromkeys(MATRICES.split(), mixed_last(2)),
+    F + "interpolate": interpolated,
+    F + "upsample": interpolated,
+    F + "grid_sample": grid_sample,
+    F + "channel_shuffle": shuffled,
+    F + "native_channel_shuffle": shuffled,
 }

@@ -10,7 +10,7 @@ from itertools import islice
 from passes.analysis.dims import Placed, follow, lead, resized, torch_line
 from passes.plan.dims import RESHAPES, TABLE, canonical, moved
 from passes.plan.dims.table import relation
-from passes.plan.sequence import Split
+from passes.plan.plan import Split
 from shardtrace import fsdp
 
 import pytest

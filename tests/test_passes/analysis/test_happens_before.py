@@ -1,8 +1,8 @@
 """Races: none in compiled traces, and one as soon as any wait between two streams is left out."""
 
 import shardtrace
-from passes.analysis.happens_before import COMPUTE, NONE, Wait, Work, actions, races, unordered
 from passes.analysis.recognise import ends_copies
+from passes.analysis.verify import COMPUTE, NONE, Wait, Work, actions, races, unordered
 from passes.plan import Keep, Level
 from shardtrace.inspector.fake import compile_only
 

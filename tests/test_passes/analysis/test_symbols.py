@@ -1,10 +1,9 @@
 """The table of symbols against other facts about all of Thunder's symbols: names, tags, and torch's operators."""
 
 from passes.analysis.flops import FLOPS
-from passes.analysis.symbols import TABLE, differentiated, identity, is_foreign, properties
-from passes.comm import kept_gradients
+from passes.analysis.recognise import TABLE, differentiated, identity, is_foreign, properties
 from passes.comm import symbols as ours
-from passes.comm.properties import Property
+from passes.comm.symbols import Property
 from passes.kernels import executor as kernels
 
 import pytest
@@ -161,9 +160,7 @@ def test_operators_of_users():
 
 
 def test_symbols_of_ours():
-    made = [
-        s for room in (ours, kept_gradients) for s in vars(room).values() if getattr(s, "executor", 0) is ours.executor
-    ]
+    made = [s for s in vars(ours).values() if getattr(s, "executor", 0) is ours.executor]
     assert len(made) >= 17
     assert {s.name: properties(s) for s in made if properties(s) is not Property.FREE} == {
         "replicated": Property.CAST,

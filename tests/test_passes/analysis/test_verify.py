@@ -6,7 +6,7 @@ from passes.analysis.recognise import is_collective, is_deletion
 from passes.analysis.verify import VerificationError, verify, verify_schedule
 from passes.comm.sequence import Part, issue_gather, issue_to_heads, wait_gather, wait_to_heads
 from passes.plan import Bucket
-from passes.plan.sequence import ContextPlan, Split
+from passes.plan.plan import ContextPlan, Split
 
 import pytest
 import thunder

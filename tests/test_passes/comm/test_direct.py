@@ -5,7 +5,7 @@ from passes.comm import direct
 from passes.comm.messages import PIECE
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
 from passes.plan.layout import SMALL
-from shardtrace.model.home import Home, shard
+from shardtrace.model.places import Home, shard
 
 import pytest
 import torch

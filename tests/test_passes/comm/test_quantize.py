@@ -1,7 +1,7 @@
 """Values in blocks: what comes back, and how far off it may be."""
 
 import shardtrace  # noqa: F401
-from passes.comm.quantize import FLOATS, FP8, INT4, INT8, Format
+from passes.comm.quantized import FLOATS, FP8, INT4, INT8, Format
 
 import pytest
 import torch

@@ -4,10 +4,9 @@ from unittest import mock
 
 import shardtrace  # noqa: F401
 from passes.comm import symbols
-from passes.comm.quantize import FP8, INT4, INT8
-from passes.comm.quantized import gather_wire, reduction_wire
+from passes.comm.quantized import FP8, INT4, INT8, gather_wire, reduction_wire
 from passes.plan import Bucket, BucketPlan, Member, Placement, PlainRuntime, ShardedParameter
-from shardtrace.model.home import Home, shard
+from shardtrace.model.places import Home, shard
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ from passes.comm.sequence import (
     local_part,
 )
 from passes.plan import PlainRuntime
-from passes.plan.sequence import ContextPlan, Split
+from passes.plan.plan import ContextPlan, Split
 
 import pytest
 import torch

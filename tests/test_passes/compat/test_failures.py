@@ -1,6 +1,6 @@
 import sys
 
-from passes.compat.lines import add_note, notes_of
+from passes.compat.jit import add_note, notes_of
 
 
 def test_notes(monkeypatch):

@@ -1,4 +1,4 @@
-from passes.compat.lines import function_of, has_grad_rule, shape_of, symbol_that_calls
+from passes.compat.jit import function_of, has_grad_rule, shape_of, symbol_that_calls
 
 import thunder
 import torch

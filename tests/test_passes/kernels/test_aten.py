@@ -2,9 +2,8 @@
 
 import shardtrace
 from passes.analysis.flops import bytes_moved, flops, work
-from passes.analysis.recognise import is_random, is_repeatable
-from passes.analysis.symbols import is_foreign, properties
-from passes.comm.properties import Property
+from passes.analysis.recognise import is_foreign, is_random, is_repeatable, properties
+from passes.comm.symbols import Property
 from passes.kernels.aten import Meta, Value, binding_of, find_program, operator_of, symbol_of
 from passes.kernels.torch_call import Line
 

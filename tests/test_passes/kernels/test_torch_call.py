@@ -8,8 +8,7 @@ from unittest import mock
 import shardtrace
 from passes.analysis import liveness
 from passes.analysis.flops import flops, is_library_call, work
-from passes.analysis.recognise import is_random
-from passes.analysis.symbols import is_foreign
+from passes.analysis.recognise import is_foreign, is_random
 from passes.kernels import torch_call
 from passes.kernels.aten import Meta
 from passes.kernels.torch_call import Autocast, Line, TorchCall, call_of

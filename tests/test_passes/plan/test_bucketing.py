@@ -1,4 +1,4 @@
-from passes.plan.bucketing import MB, Use, choose_pieces, group_uses
+from passes.plan.bucket import MB, Use, choose_pieces, group_uses
 from passes.plan.cost import GLOO, Link
 from passes.plan.plan import BucketPlan, Member, ShardedParameter
 

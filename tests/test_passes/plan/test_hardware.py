@@ -1,7 +1,7 @@
 """Devices and links by name, and the cost of collectives over machines."""
 
 from passes.plan import CostModel, Device, Link
-from passes.plan.hardware import HARDWARE, INSIDE, cluster, hardware, link
+from passes.plan.cost import HARDWARE, INSIDE, cluster, hardware, link
 
 import pytest
 

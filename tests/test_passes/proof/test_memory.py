@@ -1,7 +1,7 @@
 """Writes into memory that is read later by another name. (By the same name, the value has another number.)"""
 
 import shardtrace  # noqa: F401  isort: split
-from passes.proof.memory import hazards
+from passes.proof.prove import hazards
 
 from thunder.core import prims
 from thunder.core.devices import cpu

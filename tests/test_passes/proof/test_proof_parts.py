@@ -7,9 +7,9 @@ from passes.analysis.calls import Block, block_of
 from passes.analysis.recognise import is_return, is_unpack
 from passes.comm import sequence
 from passes.comm.sequence import Part
-from passes.plan.sequence import Split
+from passes.pipeline import FirstStage
+from passes.plan.plan import Split
 from passes.proof.parts import unproven
-from passes.runner import FirstStage
 
 import pytest
 import thunder

@@ -2,8 +2,8 @@
 
 import shardtrace  # isort: split
 
-from passes.proof.numbering import Numbers, arguments_of
-from passes.runner import PassAfterLowering
+from passes.pipeline import PassAfterLowering
+from passes.proof.program import Numbers, arguments_of
 
 import pytest
 import thunder

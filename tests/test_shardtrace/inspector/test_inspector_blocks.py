@@ -5,9 +5,9 @@ import re
 from collections import Counter
 
 import shardtrace
-from shardtrace.inspector.data import page_data
 from shardtrace.inspector.lines import Function
-from shardtrace.inspector.module_tree import first_lines, module_costs
+from shardtrace.inspector.page import page_data
+from shardtrace.inspector.summary import first_lines, module_costs
 
 import pytest
 import thunder

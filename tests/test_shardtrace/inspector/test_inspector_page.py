@@ -8,8 +8,8 @@ import zlib
 from html.parser import HTMLParser
 
 import shardtrace
-from shardtrace.inspector.data import page_data
-from shardtrace.inspector.diff import Mark
+from shardtrace.inspector.lines import Mark
+from shardtrace.inspector.page import page_data
 
 import pytest
 import torch

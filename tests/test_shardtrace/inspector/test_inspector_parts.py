@@ -4,13 +4,10 @@ import re
 
 import shardtrace
 from passes.plan import CostModel, Device, Link
-from shardtrace.inspector.curve import round_size
-from shardtrace.inspector.diff import Mark, diff
-from shardtrace.inspector.drawing import round_step
-from shardtrace.inspector.lines import Template
-from shardtrace.inspector.modules import fold
-from shardtrace.inspector.rows import count, duration, size
-from shardtrace.inspector.tables import highlight
+from shardtrace.inspector.drawing import round_size, round_step
+from shardtrace.inspector.lines import Mark, Template, diff, fold
+from shardtrace.inspector.page import highlight
+from shardtrace.inspector.step_data import count, duration, size
 
 import pytest
 import thunder

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import shardtrace
 from shardtrace.inspector.fake import compile_only
-from shardtrace.inspector.profiling import _stopwatches
+from shardtrace.inspector.measured import _stopwatches
 from shardtrace.inspector.timeline import stacked
 
 import pytest

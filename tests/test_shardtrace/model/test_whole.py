@@ -2,8 +2,8 @@
 
 import shardtrace
 from shardtrace.inspector.fake import fake_ranks
+from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import states_in
-from shardtrace.model.whole import whole_copy
 from shardtrace.options.planned import fingerprint
 
 import pytest

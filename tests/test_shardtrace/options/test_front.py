@@ -2,7 +2,7 @@
 
 import re
 
-from shardtrace.options.front import Row, _Axis, draw_front
+from shardtrace.options.planned import Row, _Axis, draw_front
 
 import pytest
 

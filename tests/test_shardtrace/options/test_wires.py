@@ -6,8 +6,7 @@ import re
 import shardtrace
 from passes import Wire
 from passes.analysis.recognise import bucket_of, is_issue
-from passes.comm.quantize import INT8
-from passes.comm.quantized import gather_wire, reduction_wire
+from passes.comm.quantized import INT8, gather_wire, reduction_wire
 from shardtrace.model.state import state_of
 from shardtrace.options.policies import grouped
 from shardtrace.ranks.consensus import RankMismatchError

@@ -1,13 +1,11 @@
 """A toy GPT, compiled once for all tests of the planner."""
 
 import shardtrace
-from passes.plan.hardware import cluster, hardware
+from passes.plan.cost import cluster, hardware
 from shardtrace.inspector.fake import fake_ranks
-from shardtrace.options.wires import parse_allowed
-from shardtrace.planner.estimate import Setting
-from shardtrace.planner.family import make_family
-from shardtrace.planner.optimizer import optimizer_cost
-from shardtrace.planner.task import Task
+from shardtrace.options.policies import parse_allowed
+from shardtrace.planner.estimate import Setting, Task, optimizer_cost
+from shardtrace.planner.search import make_family
 
 import pytest
 from toy_gpt import RANKS, gpt, tokens

@@ -4,8 +4,8 @@ import re
 
 from passes.analysis.verify import verify
 from shardtrace.inspector.fake import fake_ranks
-from shardtrace.planner.family import Candidate, Rounding, make_family
 from shardtrace.planner.planning import compiled_estimate
+from shardtrace.planner.search import Candidate, Rounding, make_family
 
 import pytest
 import thunder

@@ -5,7 +5,7 @@ from shardtrace import ContextParallel
 from shardtrace.cli import main
 from shardtrace.inspector.fake import fake_ranks
 from shardtrace.options.planned import NoPlanFitsError
-from shardtrace.planner.context import degrees
+from shardtrace.planner.planning import degrees
 
 import pytest
 import thunder

@@ -1,6 +1,6 @@
 import functools
 
-from shardtrace.planner.optimizer import optimizer_cost
+from shardtrace.planner.estimate import optimizer_cost
 
 import pytest
 import torch

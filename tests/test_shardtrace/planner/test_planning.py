@@ -10,7 +10,7 @@ import shardtrace
 from passes.plan import CostModel, Device, Link, Placement
 from shardtrace.cli import main
 from shardtrace.inspector.fake import fake_ranks
-from shardtrace.inspector.rows import duration
+from shardtrace.inspector.step_data import duration
 from shardtrace.model.state import state_of
 from shardtrace.options.planned import choices_of, options_of
 

@@ -2,9 +2,7 @@
 
 import ctypes
 
-from shardtrace.planner.family import EXACT, NOTHING, Candidate, Point
-from shardtrace.planner.program import Program
-from shardtrace.planner.search import explore, fastest, front
+from shardtrace.planner.search import EXACT, NOTHING, Candidate, Point, Program, explore, fastest, front
 
 import pytest
 import scipy.optimize

@@ -4,7 +4,7 @@ from unittest import mock
 
 import shardtrace
 from shardtrace.ranks import mesh
-from shardtrace.ranks.device import choose_device, resolve_device, use_device
+from shardtrace.ranks.mesh import choose_device, resolve_device, use_device
 
 import pytest
 import torch

@@ -353,7 +353,7 @@ def test_by_default_a_step_is_compared_when_it_is_not_the_usual_one(fake_ranks, 
     fake_ranks(2)
     monkeypatch.delenv("SHARDTRACE_CHECK_STEPS")
     compared = []
-    monkeypatch.setattr("shardtrace.model.runtime.compare", lambda *args, **options: compared.append(args))
+    monkeypatch.setattr("shardtrace.model.state.compare", lambda *args, **options: compared.append(args))
     kinds = {T: ["all_gather of weight"], V: ["broadcast of weight"], "nothing": []}
     runtime = shardtrace.fsdp(nn.Linear(4, 4))._shardtrace.runtime
     runtime.progress = Progress()  # as with real ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import shardtrace
-from shardtrace.trainers import huggingface
-from shardtrace.trainers.huggingface import after_first, check_files
+from shardtrace import trainers
+from shardtrace.trainers import after_first, check_files
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def last_checkpoint(folder):
 
 @on_ranks(2)
 def test_a_rank_that_looks_for_a_checkpoint_before_it_is_there(tmp_path):
-    huggingface._join(Late, last_checkpoint)
+    trainers._join(Late, last_checkpoint)
     torch.manual_seed(0)
     checks = shardtrace.Checks(timeout=20)
     trainer = Late(shardtrace.fsdp(nn.Linear(4, 4), checks=checks), tmp_path)

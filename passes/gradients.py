@@ -1,4 +1,6 @@
-"""Pass: no gradient, instead of zeros, for a parameter or an input that no gradient reaches.
+"""Passes over gradients: what stays None, and what is kept for later steps.
+
+``drop_unused``: no gradient, instead of zeros, for a parameter or an input that no gradient reaches.
 
     t30 = mark_unused(t29, uses0)           before a gradient is reduced or kept: minus zero if none has reached it
     t32 = unless_unused(t31, uses1)         the last lines of a backward: None if none has reached it on any rank
@@ -9,6 +11,15 @@ which a loss may use some, and what torch's backward of a line returns, which ma
 Note [Minus zero]. It is the only number that leaves every other one, also plus zero, as it is when it is added. A
 reduced gradient is all minus zero only if every rank has added that. So ranks agree without another collective (DDP
 has one), and sums that ``no_sync`` keeps remember it. A wire may lose the sign: then zero counts as such.
+
+``accumulate_gradients``: keeps gradients unreduced for later steps, or adds the kept ones to them.
+
+    accumulate(grads, bucket)               replaces their reduction: adds them to the kept ones
+    grads = accumulated(grads, bucket)      precedes their reduction: adds the kept ones and clears them
+
+Works on a lowered backward. The tracing of forward decides which of the two a model needs, if any
+(:class:`passes.plan.Step`). Thunder keeps a compiled step for each. Under a hybrid strategy, gradients may be kept
+between the reduction that leaves shards and the one over replicas.
 """
 
 from __future__ import annotations
@@ -16,21 +27,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.gradients import NOTHING, Flow
+from passes.analysis.calls import NOTHING, Flow
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
     is_deletion,
+    is_gather,
+    is_offload,
     is_sequence_wait,
     is_unpack,
     issues_future,
     waits_for_future,
 )
-from passes.comm.kept_gradients import accumulate, accumulated
-from passes.comm.properties import Property
-from passes.comm.symbols import OFFLOADS, REDUCTIONS, symbol
+from passes.comm.symbols import OFFLOADS, REDUCTIONS, Property, accumulate, accumulated, symbol
 from passes.kernels.torch_call import Line
-from passes.plan.step import Sources, Unused
+from passes.plan import Bucket, Gradients, Level, Runtime, Step, TracedParameters
+from passes.plan.runtime import Sources, Unused
 
 import torch
 from thunder.core.codeutils import ContextObject
@@ -155,3 +167,96 @@ def _like(gradient: TensorProxy, uses: ContextObject) -> TensorProxy:
 
 mark_unused = symbol("mark_unused", _like, _mark, properties=Property.VIEW)
 unless_unused = symbol("unless_unused", _like, _unless_unused, properties=Property.VIEW)
+
+
+# ---- accumulation ----
+
+
+def accumulate_gradients(trace: TraceCtx, *, parameters: TracedParameters, lowered: list[TraceCtx]) -> TraceCtx:
+    """Keeps gradients for a later step, or adds the kept ones, as each model's step says (no_sync).
+
+    Takes: a lowered backward.
+    Gives: lines that keep gradients, for which it returns None, or lines that add the kept ones before a reduction.
+    Notes the backward in ``lowered``, for another treatment of gradients (:mod:`passes.pipeline`).
+    No-op when: every model reduces its gradients in each step; in a forward.
+    """
+    steps = parameters.steps
+    if is_backward(trace):
+        lowered[:] = [trace]
+    if not is_backward(trace) or not {s.gradients for s in steps.values()} & {Gradients.KEPT, Gradients.ADDED}:
+        return trace
+    new = from_trace(trace)
+    lines = [b for b in trace.bound_symbols if not is_deletion(b)]
+    changes = _changes(new, lines, steps)
+    for i, bsym in enumerate(lines):
+        new.bound_symbols += changes.inserted.get(i, [])
+        if issues_future(bsym):
+            if bsym.output.name not in changes.kept:
+                new.bound_symbols.append(changes.replaced.get(bsym.output.name, bsym))
+        elif not (waits_for_future(bsym) and bsym.args[0].name in changes.kept):
+            new.bound_symbols.append(bsym)
+    last = new.bound_symbols.pop()
+    args = tree_map(lambda x: None if isinstance(x, Proxy) and x.name in changes.kept else x, last.args)
+    new.bound_symbols.append(last.from_bsym(args=args))
+    return del_last_used(new, clear_mutable_collections=True)
+
+
+class Changes(NamedTuple):
+    """What becomes of a backward."""
+
+    inserted: dict[int, list[BoundSymbol]]  # by the line that they precede, as soon as the gradients exist
+    replaced: dict[str, BoundSymbol]  # reductions, by their future
+    kept: set[str]  # futures and gradients that this step no longer has
+
+
+def _changes(trace: TraceCtx, lines: Sequence[BoundSymbol], steps: Mapping[Runtime, Step]) -> Changes:
+    inserted, replaced, kept = changes = Changes({}, {}, set())
+    made = {o.name: i for i, b in enumerate(lines) for o in b.flat_proxy_outs}
+    first = sum(is_unpack(b) for b in lines)  # a gradient may be an input of backward
+    reduced: set[str] = set()  # may be reduced again (hybrid strategies) or copied to the host
+    for bsym in lines:
+        if is_gather(bsym):
+            continue
+        if waits_for_future(bsym):
+            outputs = {o.name for o in bsym.flat_proxy_outs}
+            reduced |= outputs
+            kept.update(outputs if bsym.args[0].name in kept else ())
+        if not issues_future(bsym):
+            continue
+        grads, bucket = bsym.args
+        at = max(first, 1 + max(made[g.name] for g in grads))
+        if grads[0].name in kept:
+            kept.add(bsym.output.name)
+            continue
+        if is_offload(bsym):
+            continue
+        again = grads[0].name in reduced
+        mode = _treatment(steps.get(bucket.plan.runtime), bucket, Level.REPLICAS if again else Level.WHOLE)
+        if mode is Gradients.KEPT:
+            kept.add(bsym.output.name)
+            inserted.setdefault(at, []).append(accumulate.bind(grads, bucket, output=None))
+        elif mode is Gradients.ADDED:
+            with tracectx(trace):
+                sums = accumulated.meta(grads, bucket)
+            inserted.setdefault(at, []).append(accumulated.bind(grads, bucket, output=sums))
+            replaced[bsym.output.name] = bsym.from_bsym(args=(sums, bucket))
+    return changes
+
+
+def _treatment(step: Step | None, bucket: Bucket, level: Level) -> Gradients | None:
+    """What a step does with the gradients of a bucket. Raises RuntimeError if it is to keep only some of them."""
+    if step is None or step.gradients is Gradients.REDUCED:
+        return None
+    if step.gradients is Gradients.ADDED or step.keep is None:
+        return Gradients.ADDED if level in step.adds else None
+    if step.keep.level is not level:
+        return None
+    chosen = step.keep.parameters
+    names = {m.parameter.name: chosen is None or m.parameter.index in chosen for m in bucket.members}
+    if len(set(names.values())) > 1:
+        inside, outside = (next(name for name, kept in names.items() if kept is wanted) for wanted in (True, False))
+        raise RuntimeError(
+            f"no_sync keeps the gradient of {inside!r} and not that of {outside!r}, which travel in one bucket: call "
+            'it for the whole block or model, or call fsdp(bucketing_strategy="layer")'
+        )
+    return Gradients.KEPT if all(names.values()) else None

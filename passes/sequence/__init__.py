@@ -1,1 +1,0 @@
-"""Rewrites a computation for parts of sequences: values, lines, the rules of lines that mix positions, and blocks."""
