@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import CellType, ModuleType, TracebackType
 from typing import Any
 
+from shardtrace.record.marks import is_library
 from shardtrace.record.state import (
     MISSING,
     MODULE_STATE,
@@ -172,17 +173,21 @@ def _files(root: nn.Module) -> list[ModuleType]:
         if name in found or name not in sys.modules:
             continue
         found[name] = sys.modules[name]
-        used = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in _code(found[name]))
-        names += sorted({n for n in used if isinstance(n, str) and _is_own(n)})
+        names += sorted(n for n in _used_in(found[name]) - found.keys() if _is_own(n))
     return list(found.values())
 
 
-def _code(module: ModuleType) -> Iterator[Any]:
-    return (v for v in vars(module).values() if is_code(v))
+def _used_in(module: ModuleType) -> set[str]:
+    """The names of the modules of Python whose code a module has among its variables."""
+    code = (v for v in vars(module).values() if is_code(v))
+    names = (getattr(v, "__name__" if isinstance(v, ModuleType) else "__module__", None) for v in code)
+    return {name for name in names if isinstance(name, str)}
 
 
 def _is_own(name: str) -> bool:
     """Whether a module of Python is a file of the script's, not of an installed package."""
+    if is_library(name):
+        return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return not file.startswith(STDLIB) and not any(folder in file for folder in INSTALLED)
 
