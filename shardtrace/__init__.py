@@ -29,7 +29,7 @@ from shardtrace.checkpoint import (
     sharded_state_dict,
 )
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
-from shardtrace.inspector.measured import MemorySnapshot, memory_snapshot
+from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy

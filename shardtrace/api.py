@@ -27,11 +27,10 @@ from shardtrace.model.freed_memory import keep_freed_memory
 from shardtrace.model.shards import complete_operators
 from shardtrace.model.state import ParameterMemory, ShardedState, keep_data
 from shardtrace.model.tracing import refuse_dtensors
-from shardtrace.options.blocks import Checkpointed, Wrap
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
-from shardtrace.options.strategy import ShardingStrategy
+from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap
 from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, leave_in_peace
 from shardtrace.trainers import join_trainers

@@ -2,9 +2,18 @@
 
 from passes.plan.bucket import Bucket, inflight_limits
 from passes.plan.cost import CostModel, Device, Kernels, Link, Work, default_cost_model
-from passes.plan.plan import BucketPlan, Member, Placement, Shape, ShardedParameter, TracedParameters, shard_shape
+from passes.plan.plan import (
+    BucketPlan,
+    Ends,
+    Member,
+    Placement,
+    Shape,
+    ShardedParameter,
+    TracedParameters,
+    Wire,
+    shard_shape,
+)
 from passes.plan.runtime import Axis, Gradients, HostMemory, Keep, Level, PlainRuntime, Progress, Runtime, Step
-from passes.plan.wire import Ends, Wire
 
 __all__ = [
     "Axis",

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from passes.plan.cost import DEFAULT_LINKS, Link
 from passes.plan.layout import Layout, OwnerLayout, ShardLayout
-from passes.plan.plan import BucketPlan, Member, Placement, ShardedParameter
-from passes.plan.wire import Ends, Wire
+from passes.plan.plan import BucketPlan, Ends, Member, Placement, ShardedParameter, Wire
 
 import torch
 from thunder.core import dtypes

@@ -11,9 +11,9 @@ from passes.analysis.calls import parts_in
 from passes.pipeline import REMARK
 from shardtrace.inspector import drawing, page, summary
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
-from shardtrace.inspector.measured import Profile
 from shardtrace.inspector.step_data import Rows, Stage, StepData, Traces, build_step_data, count
 from shardtrace.inspector.summary import Totals, totals
+from shardtrace.inspector.timeline import Profile
 from shardtrace.model.state import state_of, states_in
 from shardtrace.proving import Proof, prove_compiled
 

@@ -17,8 +17,7 @@ from passes.plan import Axis, Bucket, BucketPlan, CostModel, Member, default_cos
 from passes.plan.cost import describe
 from passes.proof.prove import Proof
 from shardtrace.inspector.lines import Branch, Line, Name, Reader, Row, Table, assign_modules, diff, fold
-from shardtrace.inspector.measured import LineTimes
-from shardtrace.inspector.timeline import Timeline, measured, predicted
+from shardtrace.inspector.timeline import LineTimes, Timeline, measured, predicted
 from shardtrace.options.policies import needs
 
 from thunder.core.proxies import TensorProxy

@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
 from shardtrace.model.state import REMEDY, ParameterMemory, link_of, part_of, state_of, states_in
-from shardtrace.options.blocks import (
+from shardtrace.options.options import Options, canonical
+from shardtrace.options.planned import TrainingPlan, mesh_dim_names
+from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, refuse_reductions
+from shardtrace.options.strategy import (
+    ShardingStrategy,
+    assign,
     blocks_of_a_kind,
     checkpointed_blocks,
     chosen_blocks,
     eager_modules,
     repeated_blocks,
 )
-from shardtrace.options.options import Options, canonical
-from shardtrace.options.planned import TrainingPlan, mesh_dim_names
-from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, refuse_reductions
-from shardtrace.options.strategy import ShardingStrategy, assign
 from shardtrace.ranks.consensus import announced, compare
 from shardtrace.ranks.failure import tell_others_of_failure
 from shardtrace.ranks.mesh import (

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.plan import Wire
-from shardtrace.options.blocks import Checkpointed, Wrap, is_wrap
 from shardtrace.options.policies import (
     HOMES,
     POLICIES,
@@ -23,7 +22,7 @@ from shardtrace.options.policies import (
     parse_precision,
     parse_reduce_wire,
 )
-from shardtrace.options.strategy import Rules, parse_bucketing_strategy, parse_rules
+from shardtrace.options.strategy import Checkpointed, Rules, Wrap, is_wrap, parse_bucketing_strategy, parse_rules
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 

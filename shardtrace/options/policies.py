@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 from passes.comm.quantized import FP8, INT4, INT8, ROUNDED, SMALLEST, gather_wire, reduction_wire
 from passes.pipeline import check_disabled
 from passes.plan import CostModel, Placement, Wire, shard_shape
-from shardtrace.options.blocks import Eager, Repeated
-from shardtrace.options.strategy import Names, ShardingStrategy, refuse_conflict
+from shardtrace.options.strategy import Eager, Names, Repeated, ShardingStrategy, refuse_conflict
 
 import torch
 from thunder.core.dtypes import to_dtype

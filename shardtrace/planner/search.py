@@ -27,7 +27,7 @@ from passes.analysis.seconds import block_seconds, compute_seconds, latency_seco
 from passes.plan import Bucket, Wire
 from passes.plan.bucket import MB
 from passes.plan.cost import HOST_MEMORY
-from shardtrace.options.blocks import RECOMPUTED, repeated_blocks
+from shardtrace.options.strategy import RECOMPUTED, repeated_blocks
 from shardtrace.planner.compose import Call, Choice, Compiled, ComposedStep, Pair, compose
 from shardtrace.planner.estimate import OVER_MACHINES, STRATEGIES, Estimate, Task, estimate
 

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import shardtrace
 from shardtrace.inspector.fake import compile_only
-from shardtrace.inspector.measured import _stopwatches
-from shardtrace.inspector.timeline import stacked
+from shardtrace.inspector.timeline import _stopwatches, stacked
 
 import pytest
 import thunder

@@ -1,5 +1,5 @@
 from shardtrace.model.places import places
-from shardtrace.options.blocks import checkpointed_blocks, repeated_blocks
+from shardtrace.options.strategy import checkpointed_blocks, repeated_blocks
 
 import pytest
 from torch import nn
