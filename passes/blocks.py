@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from passes.analysis.calls import (
     Block,
-    Part,
+    BlockFunction,
     block_of,
     differentiated,
     function_of_lines,
@@ -85,8 +85,8 @@ class Parts(NamedTuple):
     """A differentiated block. Its backward takes what forward saved, if anything, and the inputs, outputs and gradients
     of outputs with these numbers."""
 
-    forward: Part
-    backward: Part | None
+    forward: BlockFunction
+    backward: BlockFunction | None
     saves: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -116,7 +116,7 @@ class Variant:
         return self._symbol(self.plain.name, self.block.symbol.meta, self.plain)(*args)
 
     @cached_property
-    def plain(self) -> Part:
+    def plain(self) -> BlockFunction:
         stages = _Stages(prepared(self.block, NOTHING))
         for run in self.inner.before(()):
             stages.run(run)
@@ -126,7 +126,7 @@ class Variant:
         stages.run(del_last_used)
         for run in self.inner.after:
             stages.run(run)
-        return Part(self.name, stages.traces, module=self.block.module)
+        return BlockFunction(self.name, stages.traces, module=self.block.module)
 
     # ---- with gradients ----
 
@@ -351,7 +351,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
     lines = [b for b in forward.bound_symbols if not (is_unpack(b) or is_return(b) or is_deletion(b))]
     function = function_of_lines(f"{name}_forward", args, lines, returned, forward.names)
     forwards.add(del_last_used(function), sign=True)
-    first = Part(f"{name}_forward", forwards.traces, module=block.module)
+    first = BlockFunction(f"{name}_forward", forwards.traces, module=block.module)
     if backwards is None:
         return Parts(first, None, bool(kept), (), (), (), (), ())
 
@@ -377,7 +377,7 @@ def _assemble(name: str, block: Block, forwards: _Stages, backwards: _Stages | N
     function = function_of_lines(f"{name}_backward", inputs, lines, results, backward.names, unpacking=unpacking)
     backwards.add(del_last_used(function), sign=True)
     emptied = inputs[0].name if kept else ""
-    second = Part(f"{name}_backward", backwards.traces, emptied, module=block.module)
+    second = BlockFunction(f"{name}_backward", backwards.traces, emptied, module=block.module)
     return Parts(
         forward=first,
         backward=second,

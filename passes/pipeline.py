@@ -107,7 +107,7 @@ class Compilation:
             refuse()
         self.facts.known = {}
 
-    def bound(self, run: Callable[..., TraceCtx], **options: Any) -> Callable[[TraceCtx], TraceCtx]:
+    def bind(self, run: Callable[..., TraceCtx], **options: Any) -> Callable[[TraceCtx], TraceCtx]:
         """A pass with the facts that it uses, and those of the ``options`` that it has."""
         names = inspect.signature(run).parameters.keys()
         facts = names & Facts.__dataclass_fields__.keys()
@@ -348,6 +348,7 @@ class Entry(NamedTuple):
     needed: str = ""
     over: Literal["prologue", "computation", "epilogue"] = "computation"  # of a pass before autodiff
     begins: bool = False  # whether its result is the program that all later passes must keep
+    remarks: bool = False  # whether its stage says what tracing remarked
     announces: bool = True  # its errors, which are this rank's own; else every rank raises them
 
     @property
@@ -366,7 +367,7 @@ BEFORE_AUTODIFF = (
     Entry("split_sequence", split_sequence, "first: it needs the computation as it was recorded",
           "ranks would compute on whole sequences", begins=True),
     Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",
-          "the step is called with shards"),
+          "the step is called with shards", remarks=True),  # the first that every model has
     Entry("shard_prologue", shard_parameters, "with the computation, whose inputs the prologue fetches and checks",
           "the step is called with shards", over="prologue"),
     Entry("insert_guards", insert_guards, "before checks are merged: some guards run after all checks",
@@ -444,11 +445,14 @@ def pipeline(
     inner = _inner(users, left_out)
 
     def before_autodiff(entry: Entry) -> PassBeforeAutodiff:
-        run = compilation.bound(entry.run, inner=inner)
-        return PassBeforeAutodiff(run, entry.name, over=entry.over, begins=entry.begins)
+        one = PassBeforeAutodiff(
+            compilation.bind(entry.run, inner=inner), entry.name, over=entry.over, begins=entry.begins
+        )
+        one.remarks = entry.remarks
+        return one
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
-        return PassAfterLowering(compilation.bound(entry.run), entry.name, announces=entry.announces)
+        return PassAfterLowering(compilation.bind(entry.run), entry.name, announces=entry.announces)
 
     early, before = _cut(BEFORE_AUTODIFF, left_out)
     late, after = _cut(AFTER_LOWERING, left_out)
@@ -458,7 +462,6 @@ def pipeline(
         one.compilation = compilation
     for one in (*first, *rest, *users, *last):
         one.observe = observe
-    first[1].remarks = True  # the first that every model has
     around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
     every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
     compilation.again = every[every.index(next(one for one in rest if one.name == "accumulate")) :]

@@ -130,7 +130,12 @@ def fsdp(
 
     Source: ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). The layout is that of PyTorch FSDP2.
     """
-    arguments = {name: value for name, value in locals().items() if name not in ("model", "plan", "spelling")}
+    arguments = {
+        "sharding_strategy": sharding_strategy, "bucketing_strategy": bucketing_strategy, "mesh": mesh,
+        "mp_policy": mp_policy, "activation_checkpointing": activation_checkpointing, "offload_policy": offload_policy,
+        "context_parallel": context_parallel, "ignored_params": ignored_params, "init_policy": init_policy,
+        "comm_policy": comm_policy, "compile_policy": compile_policy, "checks": checks,
+    }  # fmt: skip
     module = unjitted(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fsdp takes an nn.Module, not {type(module).__name__}")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import passes
 from passes import Collective
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.analysis.liveness import StepLiveness, step_liveness
 from passes.blocks import traced_block
 from passes.compat.versions import functional_transform
@@ -397,7 +397,9 @@ def _worst_of_ranks(rows: Iterable[Row]) -> list[Row]:
 
 def _torchs_lines(cmodel: Any) -> Mapping[str, int]:
     last = thunder.last_traces(cmodel)[-1]
-    lines = (b for trace in (last, *(part.traces[-1] for part in parts_in(last))) for b in trace.bound_symbols)
+    lines = (
+        b for trace in (last, *(called.traces[-1] for called in block_functions(last))) for b in trace.bound_symbols
+    )
     functions = [call.function for b in lines if (call := call_of(b.sym)) is not None]
     return Counter(f"module {type(f.module).__name__}" if isinstance(f, EagerModule) else name_of(f) for f in functions)
 
@@ -467,4 +469,4 @@ def block_traces(cmodel: Callable[..., Any]) -> dict[str, tuple[TraceCtx, ...]]:
     for trace in thunder.last_traces(cmodel):
         found |= {block.name: (block.trace,) for b in trace.bound_symbols if (block := traced_block(b)) is not None}
     final = (trace for trace in executed(cmodel) if trace is not None)
-    return found | {part.name: part.traces for part in parts_in(*final)}
+    return found | {called.name: called.traces for called in block_functions(*final)}

@@ -1,6 +1,6 @@
 """Calls of blocks, which are lines that stand for the lines of another trace, and where gradients flow.
 
-A traced line calls a :class:`Block`. Autodiff and lowering make it lines that call a :class:`Part` of it.
+A traced line calls a :class:`Block`. Autodiff and lowering make it lines that call a :class:`BlockFunction` of it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Block:
         return frozenset(i for i, p in enumerate(self.inputs) if p.name in found)
 
 
-class Part:
+class BlockFunction:
     """A function of a compiled block (its forward, its backward, or its forward without gradients), which any number of
     lines call. It is the id of their symbol.
 
@@ -97,14 +97,14 @@ class Part:
         return self._function(*args)
 
     def __repr__(self) -> str:
-        return f"Part({self.name})"
+        return f"BlockFunction({self.name})"
 
 
 class TraceWithBlocks(TraceCtx):
     """A trace that prints the functions of blocks that it calls below itself. It runs as any other trace."""
 
     def __repr__(self) -> str:
-        functions = (part.trace.python(print_depth=-1, include_decorators=False) for part in parts_in(self))
+        functions = (called.trace.python(print_depth=-1, include_decorators=False) for called in block_functions(self))
         return "\n\n\n".join([super().__repr__(), *functions])
 
 
@@ -115,7 +115,7 @@ def with_blocks(trace: TraceCtx) -> TraceCtx:
     Gives: the same lines, in a trace that prints these functions.
     No-op when: the trace calls none, or prints them already.
     """
-    if isinstance(trace, TraceWithBlocks) or not parts_in(trace):
+    if isinstance(trace, TraceWithBlocks) or not block_functions(trace):
         return trace
     new = TraceWithBlocks(trace.fn)
     new.__dict__.update(trace.__dict__)
@@ -133,15 +133,15 @@ def block_of(bsym: BoundSymbol) -> Block | None:
     return bsym.sym.id if isinstance(bsym.sym.id, Block) else None
 
 
-def part_of(bsym: BoundSymbol) -> Part | None:
+def block_function(bsym: BoundSymbol) -> BlockFunction | None:
     """The function of a block that a line calls; None if it does something else."""
-    return bsym.sym.id if isinstance(bsym.sym.id, Part) else None
+    return bsym.sym.id if isinstance(bsym.sym.id, BlockFunction) else None
 
 
-def parts_in(*traces: TraceCtx) -> list[Part]:
+def block_functions(*traces: TraceCtx) -> list[BlockFunction]:
     """The functions of blocks that traces call, in order of their first call."""
     lines = (b for trace in traces for b in trace.bound_symbols)
-    return list(dict.fromkeys(part for b in lines if (part := part_of(b)) is not None))
+    return list(dict.fromkeys(called for b in lines if (called := block_function(b)) is not None))
 
 
 def called_module(bsym: BoundSymbol) -> str | None:
@@ -151,8 +151,8 @@ def called_module(bsym: BoundSymbol) -> str | None:
 
 def lines_within(bsym: BoundSymbol) -> Sequence[BoundSymbol]:
     """The lines of the block's function that a line calls, or else its subsymbols."""
-    part = part_of(bsym)
-    return part.trace.bound_symbols if part is not None else bsym.subsymbols
+    called = block_function(bsym)
+    return called.trace.bound_symbols if called is not None else bsym.subsymbols
 
 
 def symbol_of_call(
@@ -249,7 +249,7 @@ class Flow:
 
     def of_results(self, bsym: BoundSymbol, found: dict[str, Sources], own: Mapping[str, Sources]) -> list[Sources]:
         """The sources of the results of a line: for a block, those inside of it; else all of the arguments."""
-        block, outs = part_of(bsym) or block_of(bsym), bsym.flat_proxy_outs
+        block, outs = block_function(bsym) or block_of(bsym), bsym.flat_proxy_outs
         if block is not None:
             *lines, last = block.trace.bound_symbols
             pairs = zip(block.trace.args, bsym.args, strict=True)

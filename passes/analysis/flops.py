@@ -17,8 +17,16 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import function_of_lines, lines_within, part_of
-from passes.analysis.recognise import bucket_of, differentiated, identity, is_foreign, is_repeatable, names, properties
+from passes.analysis.calls import block_function, function_of_lines, lines_within
+from passes.analysis.recognise import (
+    bucket_of,
+    differentiated_as,
+    identity,
+    is_foreign,
+    is_repeatable,
+    names,
+    properties,
+)
 from passes.comm.symbols import Property
 from passes.compat.jit import shape_of
 from passes.kernels import executor as kernels
@@ -116,7 +124,7 @@ def _is_cheap(bsym: BoundSymbol) -> bool:
 
 
 def _is_costly(bsym: BoundSymbol) -> bool:
-    if is_library_call(bsym.sym) or part_of(bsym) is not None or is_foreign(bsym.sym):
+    if is_library_call(bsym.sym) or block_function(bsym) is not None or is_foreign(bsym.sym):
         return True
     return any(map(_is_costly, lines_within(bsym)))
 
@@ -140,7 +148,7 @@ def work(bsym: BoundSymbol) -> Work:
     operator = operator_of(bsym.sym)
     if operator is not None:
         return _of_operator(operator, bsym)
-    function = differentiated(bsym.sym)
+    function = differentiated_as(bsym.sym)
     found = identity(bsym.sym) if function is None else function
     rule = FLOPS.get(found)
     if rule is not None:
@@ -208,7 +216,7 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     found = properties(bsym.sym)
     if _is_view(bsym):
         return 0
-    if part_of(bsym) is not None:
+    if block_function(bsym) is not None:
         return sum(map(bytes_moved, lines_within(bsym)))
     if Property.CAST in found:
         return sum(sum(_sizes(pair).values()) for pair in _changed(bsym))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Container, Hashable, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from passes.analysis.calls import Part, part_of
+from passes.analysis.calls import BlockFunction, block_function
 from passes.analysis.dry_run import Result, Values, blank, dry_run, rehearse, silent, storage_key, storages, wire_state
 from passes.analysis.recognise import (
     bucket_of,
@@ -80,8 +80,8 @@ def issues(trace: TraceCtx) -> Iterator[BoundSymbol]:
     for bsym in trace.bound_symbols:
         if is_issue(bsym) or is_sequence_issue(bsym):
             yield bsym
-        elif (part := part_of(bsym)) is not None:
-            yield from issues(part.trace)
+        elif (called := block_function(bsym)) is not None:
+            yield from issues(called.trace)
 
 
 def _row(bsym: BoundSymbol, phase: str) -> Collective:
@@ -256,8 +256,8 @@ class _Memory:
 
     def _call(self, bsym: BoundSymbol, unsharded: Container[str]) -> int:
         """Runs a line. Returns the bytes that it needs besides its outputs."""
-        if (part := part_of(bsym)) is not None:
-            return self._call_part(bsym, part)
+        if (called := block_function(bsym)) is not None:
+            return self._call_part(bsym, called)
         arguments = {a.name: self.values[a.name] for a in bsym.flat_proxy_args if a.name in self.values}
         if bsym.sym.id in REDUCTIONS:
             self._assign(arguments, "gradients")
@@ -278,7 +278,7 @@ class _Memory:
             self.facts, (bsym.sym.id, _work_of(bucket_of(bsym))), arguments, made, lambda: dry_run(bsym, arguments)
         )
 
-    def _call_part(self, bsym: BoundSymbol, part: Part) -> int:
+    def _call_part(self, bsym: BoundSymbol, part: BlockFunction) -> int:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
         function uses it."""
         values = {p.name: self.values[a.name] for p, a in zip(part.trace.args, bsym.args, strict=True)}
@@ -352,7 +352,7 @@ class _Memory:
                     buffer.kind = kind
 
 
-def _run_function(part: Part, values: Values, by_caller: Collection[str]) -> Result:
+def _run_function(part: BlockFunction, values: Values, by_caller: Collection[str]) -> Result:
     """Runs the function of a block; ``values`` are its inputs by name, of which the caller holds some meanwhile."""
     inside = _Memory()
     for name, value in values.items():
@@ -363,7 +363,7 @@ def _run_function(part: Part, values: Values, by_caller: Collection[str]) -> Res
     return Result({name: inside.values[name] for name in _returned(part)}, max(r.during for r in rows) - rows[-1].total)
 
 
-def _returned(part: Part) -> list[str]:
+def _returned(part: BlockFunction) -> list[str]:
     """The results of a function, also those in its list of what is saved."""
     return [p.name for r in part.trace.bound_symbols[-1].args[0] for p in (r if isinstance(r, list) else [r])]
 
@@ -431,7 +431,7 @@ def _results(trace: TraceCtx) -> set[str]:
     return names(result["output"] if isinstance(result, dict) and "output" in result else result)
 
 
-def _unpacked(part: Part) -> list[TensorProxy]:
+def _unpacked(part: BlockFunction) -> list[TensorProxy]:
     """The saved values of a block, by the names that its backward gives them."""
     return list(next(b for b in part.trace.bound_symbols if b.sym.id == prims.PrimIDs.UNPACK_SEQUENCE).output)
 

@@ -73,7 +73,7 @@ def identity(sym: Symbol) -> Hashable:
 
 
 @functools.cache
-def differentiated(sym: Symbol) -> Hashable:
+def differentiated_as(sym: Symbol) -> Hashable:
     """The id of the torch function that an operator calls again to compute its gradients; None for other symbols."""
     named = ((id, gradient) for id, gradient in backward_impls.items() if getattr(gradient, "name", "") == sym.name)
     return next((id for id, gradient in named if gradient == sym), None)
@@ -308,7 +308,7 @@ def is_random(bsym: BoundSymbol) -> bool:
         return False
     if prims.OpTags.AUTO_REGISTERED in (sym.tags or ()) and not is_foreign(sym):
         return Property.RANDOM in properties(sym) and _draws_when_called(bsym)
-    known = properties(sym) | TABLE.get(differentiated(sym), Property.NONE)
+    known = properties(sym) | TABLE.get(differentiated_as(sym), Property.NONE)
     named = is_foreign(sym) and any(random in sym.name for random in RANDOM_NAMES)
     tagged = prims.OpTags.RANDOM_OP in bsym.tags
     return Property.RANDOM in known or named or tagged or any(map(is_random, bsym.subsymbols))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import Part, part_of
+from passes.analysis.calls import BlockFunction, block_function
 from passes.analysis.flops import bytes_made, bytes_moved, is_free, work
 from passes.analysis.liveness import sequence_bytes, sequence_crossings
 from passes.analysis.recognise import (
@@ -128,8 +128,8 @@ def compute_seconds(cost: CostModel, bsym: BoundSymbol) -> float:
         return wire_seconds(cost, bsym)
     if is_free(bsym):
         return 0.0
-    if (part := part_of(bsym)) is not None:
-        return block_seconds(cost, part).total
+    if (called := block_function(bsym)) is not None:
+        return block_seconds(cost, called).total
     busy = cost.busy_seconds(**_sequence(bsym)) if is_sequence_issue(bsym) else 0.0
     return busy + cost.compute_seconds(work(bsym), bytes_moved(bsym), bytes_made(bsym))
 
@@ -151,7 +151,7 @@ class BlockSeconds(NamedTuple):
     sent: Sequence[Sent]
 
 
-def block_seconds(cost: CostModel, part: Part) -> BlockSeconds:
+def block_seconds(cost: CostModel, part: BlockFunction) -> BlockSeconds:
     """A call of a block, whose collectives of sequences follow each other on an otherwise idle link."""
     if cost not in part.facts:
         part.facts[cost] = _in_order(cost, part.trace.bound_symbols)
@@ -168,8 +168,8 @@ def _in_order(cost: CostModel, lines: Iterable[BoundSymbol]) -> BlockSeconds:
             place = places[bsym.args[0].name]
             idle = max(0.0, sent[place].stop - now)
             sent[place], now = sent[place]._replace(exposed=idle), now + idle
-        if (part := part_of(bsym)) is not None:
-            inner = block_seconds(cost, part).sent
+        if (called := block_function(bsym)) is not None:
+            inner = block_seconds(cost, called).sent
             sent += [s._replace(start=now + s.start, stop=now + s.stop) for s in inner]
         now += compute_seconds(cost, bsym)
         if is_sequence_issue(bsym):

@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
-from passes.analysis.calls import part_of, parts_in
+from passes.analysis.calls import block_function, block_functions
 from passes.analysis.recognise import (
     bucket_of,
     ends_copies,
@@ -295,8 +295,8 @@ def verify_lines(trace: TraceCtx) -> None:
     """Raises :class:`VerificationError` unless the invariants 1, 2, 4, 5 and 6 hold, which no pass may break. Autodiff
     and fusions leave collectives in any order: the others hold once a trace is scheduled."""
     lines = trace.bound_symbols
-    for part in parts_in(trace):
-        _verify_futures(part.trace.bound_symbols)
+    for called in block_functions(trace):
+        _verify_futures(called.trace.bound_symbols)
     if not any(is_collective(b) or is_sequence_issue(b) for b in lines):
         return
     _verify_values(lines)
@@ -318,7 +318,7 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
         _verify_secondary(trace)
         _verify_live_buckets(lines, unsharded_values(trace))
         _verify_inflight(lines)
-    for each in (trace, *(part.trace for part in parts_in(trace))):
+    for each in (trace, *(called.trace for called in block_functions(trace))):
         if any(is_collective(b) or is_sequence_issue(b) for b in each.bound_symbols):
             for race in races(each):
                 _fail(each.bound_symbols, race.line, race.message)
@@ -537,25 +537,25 @@ def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
     """What called blocks save: no unsharded parameter that backward gathers again, nothing that it computes again."""
     verified: set[tuple[int, frozenset[str]]] = set()  # calls of a function differ in its inputs alone
     for i, bsym in enumerate(lines):
-        part = part_of(bsym)
-        inside = part.trace.bound_symbols if part is not None else []
-        if part is None or not is_return(inside[-1]) or not isinstance(inside[-1].args[0][-1], list):
+        called = block_function(bsym)
+        inside = called.trace.bound_symbols if called is not None else []
+        if called is None or not is_return(inside[-1]) or not isinstance(inside[-1].args[0][-1], list):
             continue
-        pairs = zip(part.trace.args, bsym.args, strict=True)
+        pairs = zip(called.trace.args, bsym.args, strict=True)
         unsharded = frozenset(p.name for p, a in pairs if any(b.plan.regather for b in values.get(a.name, ())))
-        if (id(part), unsharded) in verified:
+        if (id(called), unsharded) in verified:
             continue
-        verified.add((id(part), unsharded))
+        verified.add((id(called), unsharded))
         aliases, kept = set(unsharded), names(inside[-1].args[0][-1])
         for line in inside:
             outs = names(line.flat_proxy_outs)
             if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in line.tags and kept & outs:
-                _fail(lines, i, f"{part.name} saves {min(kept & outs)}, which its backward is to compute again")
+                _fail(lines, i, f"{called.name} saves {min(kept & outs)}, which its backward is to compute again")
             if names(line.flat_proxy_args[:1]) & aliases and properties(line.sym).is_alias:
                 aliases |= outs
         if kept & aliases:
             _fail(
                 lines,
                 i,
-                f"{part.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
+                f"{called.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
             )

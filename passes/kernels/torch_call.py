@@ -80,7 +80,7 @@ class _Source(torch.autograd.Function):
         raise AssertionError("the gradients of its results are what is asked for")
 
 
-class Part(NamedTuple):
+class InputView(NamedTuple):
     """A tensor that is an input of the line, or a view of it. ``of_whole`` is the stride of that input, None if the
     tensor is the input itself."""
 
@@ -100,7 +100,7 @@ class Part(NamedTuple):
 class Slot:
     """What a node keeps of a tensor that it saves: the part of an input that it is, or its number in the list."""
 
-    def __init__(self, place: int | Part) -> None:
+    def __init__(self, place: int | InputView) -> None:
         self.place = place
 
 
@@ -208,7 +208,7 @@ class TorchCall:
         def pack(t: torch.Tensor) -> Slot:
             saved = the_list()
             assert saved is not None
-            slot = Slot(_part_of(t, inputs) or len(saved))
+            slot = Slot(_view_of(t, inputs) or len(saved))
             if isinstance(slot.place, int):
                 saved.append(t.detach())
             slots.append(ref(slot))
@@ -225,7 +225,7 @@ class TorchCall:
             outs = self.call(given)
         inputs.clear()
         places = {slot.place for one in slots if (slot := one()) is not None}  # without those of such a graph
-        read |= {place.number for place in places if isinstance(place, Part)}
+        read |= {place.number for place in places if isinstance(place, InputView)}
         saved[:] = (t if i in places else None for i, t in enumerate(saved))
         saved.results = {i: get_gradient_edge(outs[i]) for i in self.returned if outs[i].requires_grad}
         saved.inputs = [get_gradient_edge(given[i]) for i in self.wanted]
@@ -448,21 +448,21 @@ def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _part_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> Part | None:
+def _view_of(t: torch.Tensor, inputs: Mapping[int, torch.Tensor]) -> InputView | None:
     """Which of the ``inputs`` a tensor is or is a view of; None if that is not certain."""
     if t.layout != torch.strided or t.is_conj() or t.is_neg():
         return None
     same = [(i, a) for i, a in inputs.items() if storage(a) == storage(t) and a.dtype == t.dtype]
     for i, a in same:
         if (a.size(), a.stride(), a.storage_offset()) == (t.size(), t.stride(), t.storage_offset()):
-            return Part(i)
+            return InputView(i)
     if len(same) != 1 or not t.numel():  # parts of one tensor, of which each may be computed again by itself
         return None
     [(i, a)] = same
     offset = int(t.storage_offset() - a.storage_offset())
     if offset < 0 or offset + extent(t) > extent(a):
         return None
-    return Part(i, t.size(), t.stride(), offset, a.stride())
+    return InputView(i, t.size(), t.stride(), offset, a.stride())
 
 
 def extent(t: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import changes_values, identity, is_deletion, is_foreign, is_random, is_return, is_unpack
 from passes.epilogue import snapshot
 from passes.kernels.registration import has_mask, kernel_id
@@ -193,8 +193,8 @@ def has_fusions(*traces: TraceCtx) -> bool:
     """True if a line of the traces, or of the blocks that they call, is a fusion."""
     for trace in traces:
         for line in trace.bound_symbols:
-            part = part_of(line)
-            if line.sym.is_fusion or (part is not None and has_fusions(part.trace)):
+            called = block_function(line)
+            if line.sym.is_fusion or (called is not None and has_fusions(called.trace)):
                 return True
     return False
 
@@ -241,7 +241,7 @@ def _own_law(line: BoundSymbol, operation: Hashable) -> Law | None:
         return _nothing
     if operation in IDENTITIES:
         return _same
-    if part_of(line) is not None:
+    if block_function(line) is not None:
         return _call
     if operation == PrimIDs.COPY_:
         return _write
@@ -448,8 +448,8 @@ def _kind(proxy: Proxy) -> Hashable:
 
 
 def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
-    part = part_of(line)
-    assert part is not None
-    inside: Values = {a.name: values[b.name] for a, b in zip(part.trace.args, line.args, strict=True)}
-    evaluation.run(evaluation.program(part.trace).steps, inside)
-    name_results(line.output, evaluation.value(returned(part.trace), inside), values)
+    called = block_function(line)
+    assert called is not None
+    inside: Values = {a.name: values[b.name] for a, b in zip(called.trace.args, line.args, strict=True)}
+    evaluation.run(evaluation.program(called.trace).steps, inside)
+    name_results(line.output, evaluation.value(returned(called.trace), inside), values)

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from passes.analysis.calls import part_of, parts_in
+from passes.analysis.calls import block_function, block_functions
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
@@ -76,7 +76,7 @@ def handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[tuple[Proxy, 
 
 
 def _writes(trace: TraceCtx) -> bool:
-    parts = (part.trace for part in parts_in(trace))
+    parts = (called.trace for called in block_functions(trace))
     return any(_written(line) for t in (trace, *parts) for line in t.bound_symbols)
 
 
@@ -101,10 +101,10 @@ class Memory:
             if is_unpack(line) or is_deletion(line):
                 continue
             written = _written(line)
-            part = part_of(line)
-            if part is not None:
+            called = block_function(line)
+            if called is not None:
                 written |= self._written_inside(line)
-                yield from Memory().read(part.trace.bound_symbols)
+                yield from Memory().read(called.trace.bound_symbols)
             used = names(line.args[1]) if is_return(line) and len(line.args) > 1 else names(line.flat_proxy_args)
             for name in sorted(used - written) if not is_return(line) else ():
                 fresh = self._written.get(self._behind.get(name, name))
@@ -113,10 +113,10 @@ class Memory:
             self._apply(line, written)
 
     def _written_inside(self, line: BoundSymbol) -> set[str]:
-        part = part_of(line)
-        assert part is not None
-        inside = {name for b in part.trace.bound_symbols for name in _written(b)}
-        return {a.name for a, p in zip(line.args, part.trace.args, strict=True) if p.name in inside}
+        called = block_function(line)
+        assert called is not None
+        inside = {name for b in called.trace.bound_symbols for name in _written(b)}
+        return {a.name for a, p in zip(line.args, called.trace.args, strict=True) if p.name in inside}
 
     def _apply(self, line: BoundSymbol, written: set[str]) -> None:
         results = names(line.flat_proxy_outs) if line.sym.id not in WRITTEN else set[str]()

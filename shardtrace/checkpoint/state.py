@@ -18,7 +18,7 @@ from passes.plan import Placement, Shape
 from shardtrace.checkpoint.files import CheckpointError
 from shardtrace.model.places import Home
 from shardtrace.model.shards import Entry
-from shardtrace.model.state import ShardedState, link_of, part_of, state_of, states_in
+from shardtrace.model.state import ShardedState, link_of, state_around, state_of, states_in
 from shardtrace.training.full import full_state_dict, sharded_entries
 from shardtrace.training.gradients import no_sync
 
@@ -202,7 +202,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 def add_hooks(model: nn.Module) -> None:
     """Adds the hooks to a sharded module and to its parts. Copies of it have them, too."""
     for module in model.modules():
-        if module is model or part_of(module) is state_of(model):
+        if module is model or state_around(module) is state_of(model):
             module.register_state_dict_post_hook(_leave_out)
             module.register_load_state_dict_pre_hook(_take_part)
     _ask_the_model()
@@ -212,7 +212,9 @@ def _spread(module: nn.Module, prefix: str) -> Iterator[tuple[str, Entry]]:
     """The key in a state dict, and the entry, of each parameter that is a DTensor or that one rank owns.
 
     None for a part of a model whose whole state dict is made: the model's own hook sees all of it."""
-    state = state_of(module) or (None if prefix else part_of(module))  # None for a copy of a model as it was before
+    state = state_of(module) or (
+        None if prefix else state_around(module)
+    )  # None for a copy of a model as it was before
     if state is None or state.unsharded:
         return
     for name, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):

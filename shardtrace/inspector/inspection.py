@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.pipeline import REMARK
 from shardtrace.inspector import drawing, page, summary
 from shardtrace.inspector.fake import compile_sharded, count_ranks, fake_ranks, parse_arguments
@@ -226,7 +226,7 @@ def inspect_traces(function: Any, traces: Traces, profile: Profile | None = None
     if times is not None:
         steps = count(times.steps, "step")
         notes.append(f"Times are medians over {steps} on this rank. Reasons for a line's position rest on predictions.")
-        if parts_in(*forward):
+        if block_functions(*forward):
             notes.append(
                 "A block is timed as a whole; its lines share the time in proportion to their predicted times."
             )

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from passes.analysis.calls import Block, called_module, part_of
-from passes.analysis.calls import Part as BlockPart
+from passes.analysis.calls import Block, BlockFunction, block_function, called_module
 from passes.analysis.recognise import is_collective, is_offload, is_unpack, module_of, names
 from passes.analysis.seconds import compute_seconds
 from passes.blocks import traced_block
@@ -376,7 +375,7 @@ class Reader:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._lines: dict[Hashable, Line] = {}
-        self._functions: dict[BlockPart | Block, Function] = {}
+        self._functions: dict[BlockFunction | Block, Function] = {}
 
     def lines(self, bsyms: Sequence[BoundSymbol]) -> tuple[Line, ...]:
         return tuple(map(self._line, bsyms))
@@ -386,12 +385,12 @@ class Reader:
         values = (*map(id, bsym.flat_args), *map(id, bsym.flat_outs))
         key = id(bsym.sym), bsym.source_filename, bsym.source_positions, values
         if key not in self._lines:
-            called = part_of(bsym) or traced_block(bsym)
+            called = block_function(bsym) or traced_block(bsym)
             line = _read_line(bsym)
             self._lines[key] = line if called is None else line._replace(function=self._function(called))
         return self._lines[key]
 
-    def _function(self, called: BlockPart | Block) -> Function:
+    def _function(self, called: BlockFunction | Block) -> Function:
         if called not in self._functions:
             lines = called.trace.bound_symbols
             self._functions[called] = Function(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple, TypeVar
 
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.analysis.liveness import Buffer, Collective, LineMemory, Liveness, collectives, step_liveness
 from passes.analysis.recognise import bucket_of, is_collective, is_issue, is_offload
 from passes.pipeline import REMARK
@@ -277,8 +277,8 @@ def build_step_data(
     cost = plan.cost if plan is not None else default_cost_model(_device(last), "none")
     reader = Reader(cost)
     stages = _stages("forward", traces.forward, reader) + _stages("backward", traces.backward, reader)
-    for part in parts_in(*last):
-        stages += _stages(part.name, part.traces, reader)
+    for called in block_functions(*last):
+        stages += _stages(called.name, called.traces, reader)
     stages += _stages("prologue", traces.prologue, reader)
     expected = predicted(last, cost)
     clocks = measured(last, times.seconds, cost) if times is not None else expected

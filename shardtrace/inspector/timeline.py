@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.liveness import sequence_bytes, sequence_crossings
 from passes.analysis.recognise import (
     bucket_of,
@@ -133,9 +133,9 @@ def _of_block(
     bsym: BoundSymbol, line: int, begin: float, cost: CostModel, links: _Links, seconds: float | None = None
 ) -> Iterator[Span]:
     """The collectives of the block that a line calls, if it calls one. ``seconds`` is what it took, if known."""
-    if (part := part_of(bsym)) is None:
+    if (called := block_function(bsym)) is None:
         return
-    total, sent = block_seconds(cost, part)
+    total, sent = block_seconds(cost, called)
     scale = 1.0 if seconds is None or not total else seconds / total
     for s in sent:
         span = links.span(s.issue, line, begin + s.start * scale, begin + s.stop * scale)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from passes.plan import HostMemory, Placement, Wire
 from shardtrace.model.places import Place, places, sparse_embedding, uninitializable
-from shardtrace.model.state import REMEDY, ParameterMemory, link_of, part_of, state_of, states_in
+from shardtrace.model.state import REMEDY, ParameterMemory, link_of, state_around, state_of, states_in
 from shardtrace.options.options import Options, canonical
 from shardtrace.options.planned import TrainingPlan, mesh_dim_names
 from shardtrace.options.policies import InitPolicy, Travelling, assign_gathers, refuse_reductions
@@ -209,7 +209,7 @@ def _problems_of_module(model: nn.Module) -> Iterator[str]:
         yield f"{name} is sharded already: call fsdp() once for each model"
     inner = states_in(model)
     for part, module in model.named_modules():
-        outer = part_of(module)
+        outer = state_around(module)
         if outer is not None and outer not in inner:
             yield f"{part or name} is part of a sharded {outer.model_name}: shard the inner modules first"
         if part and isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):

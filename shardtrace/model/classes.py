@@ -16,7 +16,7 @@ from typing import Any
 from passes.compat.jit import interrupt_of
 from passes.compat.versions import functional_transform
 from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
-from shardtrace.model.state import ShardedState, own_state, part_of, state_of, states_in
+from shardtrace.model.state import ShardedState, own_state, state_around, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
 from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
@@ -38,7 +38,7 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = state_of(self) or part_of(self)  # None for a plain copy
+        state = state_of(self) or state_around(self)  # None for a plain copy
         if state is None or not state.is_to_run():
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
@@ -264,5 +264,5 @@ def whole_only(save: Callable[..., Any]) -> Callable[..., Any]:
 
 def _states(module: nn.Module) -> list[ShardedState]:
     """The states of the module, of its submodules, and of the sharded module that it is part of."""
-    outer = part_of(module)
+    outer = state_around(module)
     return states_in(module) if outer is None else [*states_in(module), outer]

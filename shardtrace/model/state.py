@@ -461,7 +461,7 @@ def state_of(module: nn.Module) -> ShardedState | None:
     return module.__dict__.get(ATTRIBUTE)
 
 
-def part_of(module: nn.Module) -> ShardedState | None:
+def state_around(module: nn.Module) -> ShardedState | None:
     """The state of the sharded module around ``module``, if ``module`` is a part of one."""
     return module.__dict__.get(PART_ATTRIBUTE)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import called_module, part_of
+from passes.analysis.calls import block_function, called_module
 from passes.analysis.recognise import (
     bucket_of,
     is_backward,
@@ -94,7 +94,7 @@ def _before_schedule(traces: Sequence[TraceCtx]) -> TraceCtx:
 def _calls(lines: Iterable[BoundSymbol], *, backwards: bool = False) -> Iterator[tuple[Call, BoundSymbol]]:
     """The lines that call blocks. ``backwards``: in the reverse order of forward, by which they are numbered."""
     number: Counter[str] = Counter()
-    calls = [(called_module(b) or "", b) for b in lines if part_of(b) is not None]
+    calls = [(called_module(b) or "", b) for b in lines if block_function(b) is not None]
     for module, bsym in reversed(calls) if backwards else calls:
         yield (module, number[module]), bsym
         number[module] += 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.analysis.liveness import KINDS, LineMemory, on_host, step_liveness
 from passes.analysis.recognise import (
     bucket_of,
@@ -169,7 +169,7 @@ def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
 
 def _reserved(step: ComposedStep, tensors: int, hardware: Hardware) -> dict[str, int]:
     groups = {bucket_of(b).plan.axis for t in step for b in t.bound_symbols if is_issue(b)}
-    traces = [*step, *(part.trace for t in step for part in parts_in(t))]
+    traces = [*step, *(called.trace for t in step for called in block_functions(t))]
     groups |= {part_at(b).plan.axis for t in traces for b in t.bound_symbols if is_sequence_issue(b)}
     found = {
         "context": hardware.context,

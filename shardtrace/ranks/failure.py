@@ -1,11 +1,11 @@
 """Reporting the error of a failed rank to the others, so that they end with it and not with a broken connection.
 
 Note [Dead peers]: gloo's collectives raise when a connection breaks. Those of nccl wait for a lost rank until the
-timeout of the process group, and then end the process. Therefore a thread looks for the word of a failed rank, and for
-ranks that show no sign of life. It prints the reason, and aborts all process groups, so that the program goes on to the
-next line that asks, which raises. A program that waits for something else is ended as torchrun ends it, by SIGTERM.
+timeout of the process group, and then end the process. Therefore a thread looks for the report of a failed rank, and
+for ranks that show no sign of life. It prints the reason, and aborts all process groups, so that the program goes on to
+the next line that asks, which raises. A program that waits for something else is ended as torchrun ends it, by SIGTERM.
 
-Note [Last rank]: a rank that fails stays until the others have its word, because the store may go with it, or because
+Note [Last rank]: a rank that fails stays until the others have its report, because the store may go with it, or because
 torchrun ends the others when it is gone.
 
 Note [Long waits]: the same thread says what this rank waits for, if that takes long, and shows it in the store while it
@@ -144,7 +144,7 @@ class Life:
         self._seen = sign, self._seen[1] + 1 if sign == self._seen[0] else 0
         state, looks = _state(sign), self._seen[1]
         if state in ("", "Z", "X"):
-            return f"rank {rank}: its process is gone and left no word, so it may have been killed: see its output"
+            return f"rank {rank}: its process is gone and left no report, so it may have been killed: see its output"
         if state == "T" and looks >= STOPPED:
             return _stopped(rank)
         if state is None and looks >= SILENT:
@@ -184,7 +184,7 @@ def _state(sign: str) -> str | None:
 KEY = "shardtrace/failed"  # in the default store; after a restart it has no old keys: mesh.py, Note [Restarts]
 WATCHING, HEARD = "shardtrace/watching", "shardtrace/heard"  # how many ranks look for this key, and have found it
 LOOK_UP = 1.0  # seconds between look-ups of this key
-PATIENCE = 5.0  # seconds for the others to hear a word, for an abort, for a store that does not answer, for a word
+PATIENCE = 5.0  # seconds for the others to read a report, for an abort, for a store that does not answer, for a report
 GRACE = 8.0  # seconds in which a rank comes to a line that raises, after the abort
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02  # seconds between questions to the store
 NETWORK_ERRORS = ("gloo", "NCCL", "onnection", "pair closure")
@@ -222,11 +222,11 @@ class _TellOthers:
         if watch is None or store is None or watch.in_fork() or issubclass(kind, KeyboardInterrupt):
             return self.before(kind, error, trace)
         watch.ends = True
-        word = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
+        report = f"rank {self.rank}: {kind.__name__}: {error}{notes_of(error)}"
         if watch.can_ask():
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that held it
-                first = store.compare_set(KEY, "", word).decode()  # the first one counts
-                if first != word:
+                first = store.compare_set(KEY, "", report).decode()  # the first one counts
+                if first != report:
                     watch.say_once(first)  # this error may be what follows from it, in a collective of the script
         self.before(kind, error, trace)
         if watch.can_ask():
@@ -257,10 +257,10 @@ def tell_others_of_failure(group: dist.ProcessGroup) -> None:
 
 
 class _Watch(threading.Thread):
-    """Looks for the word of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits for:
-    Note [Long waits].
+    """Looks for the report of another rank, and then aborts the groups: Note [Dead peers]. Says what this rank waits
+    for: Note [Long waits].
 
-    ``ends`` tells that this rank ends by itself, because it has raised an error, and ``said`` that the word of the
+    ``ends`` tells that this rank ends by itself, because it has raised an error, and ``said`` that the report of the
     other rank has been said, by an error or on stderr.
     """
 
@@ -299,13 +299,13 @@ class _Watch(threading.Thread):
             return False
 
     def _look(self, store: dist.Store) -> str:
-        """The word of another rank. Writes one for a rank that is lost, or that waits for something else."""
+        """The report of another rank. Writes one for a rank that is lost, or that waits for something else."""
         if self._life.first_is_stopped():
             lost = self._life.waited_for_first()
             return lost and LOST + lost
         if store.check([KEY]):
-            word = store.get(KEY).decode()
-            return "" if word.startswith(f"rank {self.rank}: ") else word
+            report = store.get(KEY).decode()
+            return "" if report.startswith(f"rank {self.rank}: ") else report
         if lost := self._life.look(store):
             store.compare_set(KEY, "", LOST + lost)
             store.add(WATCHING, -1)
@@ -354,7 +354,7 @@ def _watch() -> _Watch | None:
 
 
 def reason_to_stop() -> str:
-    """The word of another rank that has failed, or the error that has ended a collective, so that its results have no
+    """The report of another rank that has failed, or the error that has ended a collective, so that its results have no
     meaning. Empty if neither is known by now. Waits neither for the device nor for other ranks."""
     watch = _watch()
     if watch is None:
@@ -514,7 +514,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     while not _has(store, key):
         now = time.monotonic()
         if now >= min(deadline, look_up):
-            if reason := _word():
+            if reason := _report():
                 raise failed(reason)
             if now >= deadline:
                 return False
@@ -540,11 +540,11 @@ def _raise_if_rank_failed(error: RuntimeError, what: str) -> None:
     timed_out = "imed out" in str(error)
     if (watch := _watch()) is not None and not timed_out:
         watch.ends = True
-        _wait_until(lambda: bool(_word()), PATIENCE + 2 * LOOK_UP)  # of a rank that was killed, another one tells
-    reason = _word()
+        _wait_until(lambda: bool(_report()), PATIENCE + 2 * LOOK_UP)  # of a rank that was killed, another one tells
+    reason = _report()
     if not reason and timed_out:
         raise RankFailedError(f"the other ranks did not come to {what} in time. Perhaps {LIKELY}") from error
-    raise failed(reason or "it left no word, so it may have been killed: see its output", what) from error
+    raise failed(reason or "it left no report, so it may have been killed: see its output", what) from error
 
 
 def failed(reason: str, what: str = "") -> RankFailedError:
@@ -558,7 +558,7 @@ def _failed_text(reason: str) -> str:
     return reason if reason.startswith(DEADLOCK) else f"another rank failed: {reason}"
 
 
-def _word() -> str:
+def _report() -> str:
     """The message of a failed rank, which it writes before its connections break."""
     watch = _watch()
     if watch is not None and watch.reason:

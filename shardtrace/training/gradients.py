@@ -20,7 +20,16 @@ from passes.compat.jit import unjitted
 from passes.compat.versions import all_gather_single
 from passes.plan import Axis, Keep, Level, Placement
 from shardtrace.model.shards import Entry, current
-from shardtrace.model.state import Link, ShardedState, link_of, own_state, part_of, sharded_states, state_of, states_in
+from shardtrace.model.state import (
+    Link,
+    ShardedState,
+    link_of,
+    own_state,
+    sharded_states,
+    state_around,
+    state_of,
+    states_in,
+)
 from shardtrace.ranks.failure import communicating, failed, reason_to_stop
 from shardtrace.ranks.mesh import is_alone
 
@@ -87,7 +96,7 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
     """What the states of a model are to keep; those of its parameters, if it is a part of a sharded one."""
     module = unjitted(model)
     keep = {state: Keep(level) for state in states_in(module)}
-    outer = part_of(module) if state_of(module) is None else None
+    outer = state_around(module) if state_of(module) is None else None
     if outer is not None:
         links = (link_of(p) for p in module.parameters())
         mine = {id(link.entry) for link in links if link is not None and link.state is outer}

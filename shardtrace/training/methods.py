@@ -12,7 +12,7 @@ from typing import Any
 from passes.compat.jit import unjitted
 from passes.plan import Level
 from shardtrace.model.classes import Methods, compiling
-from shardtrace.model.state import ShardedState, link_of, own_state, part_of, state_of, states_in
+from shardtrace.model.state import ShardedState, link_of, own_state, state_around, state_of, states_in
 from shardtrace.training.full import full_params
 from shardtrace.training.gradients import no_sync, set_sync, syncs
 
@@ -145,7 +145,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: if the module is not sharded.
     """
-    if state_of(module) is None and part_of(module) is None:
+    if state_of(module) is None and state_around(module) is None:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
     method = getattr(module, name, None)
     if method is not None:

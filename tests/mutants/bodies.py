@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import Part, part_of, symbol_of_call
+from passes.analysis.calls import BlockFunction, block_function, symbol_of_call
 from passes.analysis.recognise import is_collective, is_deletion, is_offload, is_return, is_unpack
 from passes.compat.jit import renamed
 
@@ -83,11 +83,11 @@ def bodies(step: Step, *, raw: bool = False) -> Iterator[Body]:
         lines = trace.bound_symbols if raw else without_deletions(trace.bound_symbols)
         yield Body(step, where, (), list(lines), inputs, raw)
         for i, bsym in enumerate(lines):
-            part = part_of(bsym)
-            if part is not None and id(part) not in seen:
-                seen.add(id(part))
-                inside = part.trace.bound_symbols if raw else without_deletions(part.trace.bound_symbols)
-                yield Body(step, where, (("block", i),), list(inside), tuple(part.trace.args), raw)
+            called = block_function(bsym)
+            if called is not None and id(called) not in seen:
+                seen.add(id(called))
+                inside = called.trace.bound_symbols if raw else without_deletions(called.trace.bound_symbols)
+                yield Body(step, where, (("block", i),), list(inside), tuple(called.trace.args), raw)
                 if not raw:
                     yield from _fusions(step, where, (("block", i),), inside)
         if not raw:
@@ -122,16 +122,18 @@ def _put(outer: Lines, path: tuple[tuple[str, int], ...], lines: Lines, *, raw: 
     bsym = outer[at]
     if kind == "fusion":
         return [*outer[:at], fused(bsym, lines), *outer[at + 1 :]]
-    part = part_of(bsym)
-    assert part is not None
-    inside = list(part.trace.bound_symbols) if raw else without_deletions(part.trace.bound_symbols)
-    trace = from_trace(part.trace)
+    called = block_function(bsym)
+    assert called is not None
+    inside = list(called.trace.bound_symbols) if raw else without_deletions(called.trace.bound_symbols)
+    trace = from_trace(called.trace)
     trace.bound_symbols = _put(inside, tuple(rest), lines, raw=raw)
-    other = Part(part.name, [*part.traces[:-1], trace if raw else del_last_used(trace)], part.saved, module=part.module)
-    return [calling(b, other) if part_of(b) is part else b for b in outer]
+    other = BlockFunction(
+        called.name, [*called.traces[:-1], trace if raw else del_last_used(trace)], called.saved, module=called.module
+    )
+    return [calling(b, other) if block_function(b) is called else b for b in outer]
 
 
-def calling(bsym: BoundSymbol, part: Part) -> BoundSymbol:
+def calling(bsym: BoundSymbol, part: BlockFunction) -> BoundSymbol:
     """A line that calls another function of a block."""
     sym = bsym.sym
     return bsym.from_bsym(sym=symbol_of_call(part.name, sym.meta, part, executor=sym.executor, tags=sym.tags))

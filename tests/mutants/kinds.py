@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import (
     ends_copies,
     is_deletion,
@@ -201,7 +201,7 @@ def _leaves(bsym: BoundSymbol, wanted: type | tuple[type, ...]) -> list[int]:
 
 
 def _change_leaf(body: Body, rng: Random, wanted: Any, new: Callable[[Any], Any], name: str = "") -> Lines | None:
-    at = _at_random(body, rng, lambda b: name in b.sym.name and part_of(b) is None and _leaves(b, wanted))
+    at = _at_random(body, rng, lambda b: name in b.sym.name and block_function(b) is None and _leaves(b, wanted))
     if at is None:
         return None
     leaf = rng.choice(_leaves(body.lines[at], wanted))
@@ -300,7 +300,7 @@ def exchange_parameters_of_a_collective(body: Body, rng: Random) -> Lines | None
 
 @kind()
 def exchange_arguments_of_a_block(body: Body, rng: Random) -> Lines | None:
-    at = _at_random(body, rng, lambda b: part_of(b) is not None and pairs_alike(b.args))
+    at = _at_random(body, rng, lambda b: block_function(b) is not None and pairs_alike(b.args))
     if at is None:
         return None
     return _with(body, at, body.lines[at].from_bsym(args=exchange_places(body.lines[at].args, rng)))
@@ -308,7 +308,7 @@ def exchange_arguments_of_a_block(body: Body, rng: Random) -> Lines | None:
 
 @kind()
 def exchange_results_of_a_block(body: Body, rng: Random) -> Lines | None:
-    at = _at_random(body, rng, lambda b: part_of(b) is not None and pairs_alike(tuple(b.output)))
+    at = _at_random(body, rng, lambda b: block_function(b) is not None and pairs_alike(tuple(b.output)))
     if at is None:
         return None
     return _with(body, at, body.lines[at].from_bsym(output=exchange_places(tuple(body.lines[at].output), rng)))
@@ -317,10 +317,10 @@ def exchange_results_of_a_block(body: Body, rng: Random) -> Lines | None:
 @kind()
 def read_anothers_block(body: Body, rng: Random) -> Lines | None:
     """A call of a block reads a value of another call: a parameter, or what that one saved."""
-    calls = [i for i, b in enumerate(body.lines) if part_of(b) is not None]
+    calls = [i for i, b in enumerate(body.lines) if block_function(b) is not None]
     rng.shuffle(calls)
     for i in calls:
-        others = [j for j in calls if j != i and part_of(body.lines[j]) is part_of(body.lines[i])]
+        others = [j for j in calls if j != i and block_function(body.lines[j]) is block_function(body.lines[i])]
         known = {p.name for p in body.known(i)} | {o.name for b in body.lines[:i] for o in b.flat_proxy_outs}
         for j in others:
             mine, theirs = body.lines[i].args, body.lines[j].args
@@ -335,13 +335,17 @@ def read_anothers_block(body: Body, rng: Random) -> Lines | None:
 
 @kind()
 def share_blocks_that_differ(body: Body, rng: Random) -> Lines | None:
-    calls = [i for i, b in enumerate(body.lines) if part_of(b) is not None]
+    calls = [i for i, b in enumerate(body.lines) if block_function(b) is not None]
     rng.shuffle(calls)
     for i in calls:
         for j in calls:
             a, b = body.lines[i], body.lines[j]
-            if part_of(a) is not part_of(b) and len(a.args) == len(b.args) and len(a.output) == len(b.output):
-                return _with(body, i, calling(a, part_of(b)))
+            if (
+                block_function(a) is not block_function(b)
+                and len(a.args) == len(b.args)
+                and len(a.output) == len(b.output)
+            ):
+                return _with(body, i, calling(a, block_function(b)))
     return None
 
 
@@ -691,7 +695,7 @@ def draw_again(body: Body, rng: Random) -> Lines | None:
     draws = [
         b
         for b in kinds.get("forward", forward).lines
-        if computes(b) and part_of(b) is None and is_random(b) and len(b.flat_proxy_outs) == 1
+        if computes(b) and block_function(b) is None and is_random(b) and len(b.flat_proxy_outs) == 1
     ]
     draws = [b for b in draws if not any(is_value(a) for a in b.flat_proxy_args)] or draws
     if not draws:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_random, is_return, is_unpack, issues_future, waits_for_future
 from passes.blocks import release
 from passes.comm.symbols import (
@@ -107,7 +107,7 @@ class Simulation:
                 flush()
                 return [_read(bsym.args[0] if len(bsym.args) == 1 else bsym.args, env) for env in envs]
             communicates = issues_future(bsym) or waits_for_future(bsym)
-            special = communicates or bsym.sym.id in LOCAL or part_of(bsym) is not None
+            special = communicates or bsym.sym.id in LOCAL or block_function(bsym) is not None
             if not special and not _draws(bsym):
                 code.append(bsym)
                 continue
@@ -124,7 +124,7 @@ class Simulation:
 
     def _local(self, bsym: BoundSymbol, env: Env, rank: Rank, path: str) -> Any:
         """The result of a line that asks for more than its arguments."""
-        part, here = part_of(bsym), f"{path} {_names(bsym)}"
+        part, here = block_function(bsym), f"{path} {_names(bsym)}"
         if part is not None:
             given = _read(bsym.args, env)
             inside = dict(zip((a.name for a in part.trace.args), given, strict=True))

@@ -4,7 +4,7 @@ import warnings
 
 import shardtrace
 from passes import PassAfterLowering
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return
 from passes.comm.symbols import wait_reduce_scatter
 from shardtrace.testing import fake_ranks
@@ -68,13 +68,13 @@ def exchanged(values):
 
 def swaps_parameters_of_a_shared_block(trace):
     def line(b):
-        return b.from_bsym(args=exchanged(b.args)) if part_of(b) and not is_backward(trace) else b
+        return b.from_bsym(args=exchanged(b.args)) if block_function(b) and not is_backward(trace) else b
 
     return rewritten(trace, line)
 
 
 def runs_one_block_with_the_parameters_of_another(trace):
-    calls = [b for b in trace.bound_symbols if part_of(b)]
+    calls = [b for b in trace.bound_symbols if block_function(b)]
     if is_backward(trace) or len(calls) < 2:
         return trace
     first, second = calls[0], calls[1]

@@ -3,7 +3,7 @@
 import shutil
 
 import shardtrace
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_random, names
 from passes.analysis.verify import VerificationError, verify
 
@@ -128,8 +128,8 @@ def saved(cmodel):
     forward = thunder.last_traces(cmodel)[-1]
     _, (tensors, others) = forward.bound_symbols[-1].args
     for bsym in forward.bound_symbols:
-        if part_of(bsym) is not None and names(bsym.output) & names(others):
-            tensors += tuple(part_of(bsym).trace.bound_symbols[-1].args[0][-1])
+        if block_function(bsym) is not None and names(bsym.output) & names(others):
+            tensors += tuple(block_function(bsym).trace.bound_symbols[-1].args[0][-1])
     return sorted(f"{p.dtype}".removeprefix("thunder.dtypes.") for p in tensors if not p.name.startswith("t_"))
 
 

@@ -1,7 +1,7 @@
 """A block is differentiated and lowered once. Its calls are lines that pass parameters and keep one list for backward."""
 
 import shardtrace
-from passes.analysis.calls import part_of, parts_in
+from passes.analysis.calls import block_function, block_functions
 from passes.analysis.liveness import step_liveness
 from passes.analysis.recognise import names
 from passes.pipeline import PassAfterLowering, PassBeforeAutodiff
@@ -45,7 +45,7 @@ def traces(cmodel):
 
 def functions(cmodel):
     """The functions of blocks that a step calls, by name."""
-    return {part.name: part for trace in traces(cmodel) for part in parts_in(trace)}
+    return {called.name: called for trace in traces(cmodel) for called in block_functions(trace)}
 
 
 def test_golden(fake_ranks):
@@ -198,7 +198,7 @@ def test_a_call_with_an_input_without_a_gradient_is_of_another_kind(fake_ranks):
     found = functions(cmodel)
     assert sorted(found) == ["Block_backward", "Block_forward"]
     assert len(found["Block_backward"].trace.bound_symbols[-1].args[0]) == 4
-    assert sum(part_of(b) is not None for b in traces(cmodel)[0].bound_symbols) == 2
+    assert sum(block_function(b) is not None for b in traces(cmodel)[0].bound_symbols) == 2
 
 
 class Two(Block):
@@ -248,11 +248,11 @@ def test_results_without_a_gradient(fake_ranks):
     fake_ranks(1)
     cmodel = compile_fake(lambda: Pairs(Pair(), Pair(), Pair()), torch.ones(2, WIDTH, requires_grad=True))
     _, backward = traces(cmodel)
-    calls = [b for b in backward.bound_symbols if part_of(b) is not None]
+    calls = [b for b in backward.bound_symbols if block_function(b) is not None]
     assert len(calls) == 3
     assert not any("zeros" in b.sym.name or "full" in b.sym.name for b in backward.bound_symbols)
-    for part in parts_in(backward):
-        assert not any(b.sym.name in ("sin", "cos", "neg") for b in part.trace.bound_symbols)
+    for called in block_functions(backward):
+        assert not any(b.sym.name in ("sin", "cos", "neg") for b in called.trace.bound_symbols)
 
 
 class Noisy(Block):
@@ -268,7 +268,7 @@ class Twice(Net):
 def test_two_random_calls_on_the_same_values_draw_twice(fake_ranks):
     fake_ranks(1)
     cmodel = compile_fake(lambda: Twice(Noisy(), Noisy()), torch.ones(2, WIDTH))
-    assert sum(part_of(b) is not None for b in traces(cmodel)[0].bound_symbols) == 3
+    assert sum(block_function(b) is not None for b in traces(cmodel)[0].bound_symbols) == 3
 
 
 def test_without_gradients(fake_ranks):
@@ -278,7 +278,7 @@ def test_without_gradients(fake_ranks):
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
         found = cmodel(x)
-    (part,) = parts_in(thunder.last_traces(cmodel)[-1])
+    (part,) = block_functions(thunder.last_traces(cmodel)[-1])
     assert part.name == "Block"
     assert not part.saved
     with shardtrace.full_params(net):

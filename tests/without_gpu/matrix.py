@@ -18,7 +18,7 @@ import fused
 from fused import on_cpu
 
 import shardtrace  # isort: skip
-from passes.analysis.calls import part_of
+from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_collective, is_offload
 from passes.analysis.verify import verify
 from passes.compat.jit import attention_of_gpus
@@ -136,8 +136,8 @@ def compile_step(
 def all_lines(trace: Any) -> Iterator[BoundSymbol]:
     """The lines of a trace, with those of a block for each of its calls."""
     for bsym in trace.bound_symbols:
-        part = part_of(bsym)
-        yield from [bsym] if part is None else part.trace.bound_symbols
+        called = block_function(bsym)
+        yield from [bsym] if called is None else called.trace.bound_symbols
 
 
 def count_regions(trace: Any) -> int:

@@ -1,7 +1,7 @@
 """What a cheap block saves: the results of products and attention, and nothing that cheap lines make of them."""
 
 import shardtrace
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.analysis.flops import is_library_call
 
 import pytest
@@ -44,7 +44,7 @@ def step(mix, **options):
 
 def saved(cmodel):
     """The shapes of what each call of a block saves beside its inputs."""
-    (part,) = parts_in(thunder.last_traces(cmodel)[-1])
+    (part,) = block_functions(thunder.last_traces(cmodel)[-1])
     lists = [r for r in part.trace.bound_symbols[-1].args[0] if isinstance(r, list)]
     return sorted(tuple(p.shape) for found in lists for p in found if isinstance(p, TensorProxy))
 
@@ -73,7 +73,7 @@ def test_what_is_saved(single_rank, mix, kept):
 
 
 def products(cmodel):
-    parts = parts_in(thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1])
+    parts = block_functions(thunder.last_traces(cmodel)[-1], thunder.last_backward_traces(cmodel)[-1])
     return sum(is_library_call(b.sym) for part in parts for b in part.trace.bound_symbols)
 
 

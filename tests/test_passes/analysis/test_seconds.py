@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from passes.analysis.calls import parts_in
+from passes.analysis.calls import block_functions
 from passes.analysis.flops import bytes_made, bytes_moved, flops
 from passes.analysis.liveness import sequence_bytes
 from passes.analysis.recognise import bucket_of, is_issue, is_sequence_issue, is_sequence_wait, is_wait
@@ -60,7 +60,7 @@ def test_a_block_waits_for_parts_of_a_sequence(fake_ranks):
     tokens = torch.zeros(2, 16, dtype=torch.long)
     config = GPTConfig(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=32, dropout=0.0)
     cmodel = compile_fake(lambda: GPT(config), tokens, tokens, **mesh)
-    block = parts_in(thunder.last_traces(cmodel)[-1])[0]
+    block = block_functions(thunder.last_traces(cmodel)[-1])[0]
     lines = block.trace.bound_symbols
     slow = replace(MODEL, link=Link(bandwidth=1e9, latency=1e6))
     first, second = (i for i, b in enumerate(lines) if is_sequence_issue(b))

@@ -1,7 +1,7 @@
 """The table of symbols against other facts about all of Thunder's symbols: names, tags, and torch's operators."""
 
 from passes.analysis.flops import FLOPS
-from passes.analysis.recognise import TABLE, differentiated, identity, is_foreign, properties
+from passes.analysis.recognise import TABLE, differentiated_as, identity, is_foreign, properties
 from passes.comm import symbols as ours
 from passes.comm.symbols import Property
 from passes.kernels import executor as kernels
@@ -130,7 +130,7 @@ def test_names_of_random_symbols():
     same = where(
         lambda s: (
             any(name in s.name for name in NAMES_OF_RANDOM.split())
-            and Property.RANDOM not in properties(s) | TABLE.get(differentiated(s), Property.NONE)
+            and Property.RANDOM not in properties(s) | TABLE.get(differentiated_as(s), Property.NONE)
         )
     )
     philox = {f":{PrimIDs.UNIFORM_PHILOX}", ":torch.uniform_philox", "torch:ops.rngprims.philox_rand"}
@@ -146,7 +146,7 @@ def test_operators_stand_for_torch_functions():
     }
     narrow, narrow_vjp = torchex.ex.opmap["narrow"], torchex.ex.opmap["narrow_vjp"]
     assert (identity(narrow), identity(torchex.ex.opmap["as_strided"])) == ("torch.narrow", "Tensor.as_strided")
-    assert (differentiated(narrow_vjp), differentiated(narrow)) == ("torch.narrow", None)
+    assert (differentiated_as(narrow_vjp), differentiated_as(narrow)) == ("torch.narrow", None)
     assert (identity(torchex.permute), identity(torchex.copy_)) == ("torch.permute", PrimIDs.COPY_)
 
 

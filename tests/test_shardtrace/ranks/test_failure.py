@@ -310,7 +310,7 @@ def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path)
         parts[3:], ("the norms of the gradients of all ranks", "a checkpoint to be saved"), strict=True
     ):
         # its connection breaks before or after its process is looked for
-        error = "(no sign of life from rank 1: its process is gone and|it) left no word, so it may have been killed"
+        error = "(no sign of life from rank 1: its process is gone and|it) left no report, so it may have been killed"
         assert re.search(
             rf"rank 0: RankFailedError: another rank failed: {error}: see its output \(noticed in {where}\)", said
         )
