@@ -38,7 +38,7 @@ from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
 from shardtrace.record.runs import settle_runs, unguarded
-from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.snapshot import Buffers, Snapshot
 from shardtrace.record.state import MISSING, Entry
 from shardtrace.record.watcher import CodeWatcher
 
@@ -377,7 +377,7 @@ class Front:
             replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
             label=type(self._module).__name__,
         )  # fmt: skip
-        guards: list[Callable[[], None]] = [snapshot.check]
+        guards: list[Callable[[], None]] = [snapshot.check, Buffers(self._module).check]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards
