@@ -273,11 +273,13 @@ class RecordingOfNumbers(Recording):
         for number, fake in self.inputs.items():
             replay.values.know(fake, replay.line(number.number, (), {}, [fake])[0])
         origins = [number for number in self.numbers if not number.read]
-        checked = [*origins, *self.inputs]
+        inputs = list(self.inputs)
         self.inputs.clear()
 
         def take() -> None:
-            if not all(type(value := n.now()) is n.type and _fits(value) for n in checked):
+            if not all(type(n.now()) is n.type for n in origins) or not all(
+                type(value := n.now()) is n.type and _fits(value) for n in inputs
+            ):
                 raise RuntimeError("a number is of another type")  # Thunder compiles another step
 
         return [take] if origins else []
