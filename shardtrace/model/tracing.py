@@ -129,7 +129,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         name = f"shardtrace_state_{len(facts.guards)}"
         varying = compilation.earlier.setdefault(name, Varying(partial(_warn, states[0])))
         setting = _setting(
-            states, facts.known, found, by_stand_in,
+            states, facts.known, found, by_stand_in, earlier=facts.changes,
             state=name, varying=varying, whole_of=wholes(states[0], context), parts=context is not None,
         )  # fmt: skip
         with compiling(states[0].model_name, states[0].group):

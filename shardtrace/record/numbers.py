@@ -249,7 +249,7 @@ class RecordingOfNumbers(Recording):
                 if not takes or not _fits(plain(found)):
                     read(found)
         for change in changes if self.shared else ():
-            if number_in(change.old) in used:
+            if is_number(old := number_in(change.old)) and old in used:
                 read(change.old)
         held = (done.result, *(change.new for change in changes if type(change.new) is not StandIn))
         for found in _stand_ins(held, set()):

@@ -60,7 +60,7 @@ REFUSED = {
 OF_THIS_STEP = {
     torch.Tensor.storage_offset, torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg,
     torch.Tensor.is_inference, torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.is_conj, torch.is_neg,
-    torch.is_inference, torch.Tensor._base.__get__, torch.Tensor._version.__get__,  # type: ignore[attr-defined]
+    torch.is_inference, torch.Tensor._base.__get__, torch.Tensor._version.__get__,  # type: ignore[attr-defined, union-attr]
 }  # fmt: skip
 GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 OF_GRADIENT = {torch.Tensor.is_leaf.__get__, GRAD_FN}  # type: ignore[attr-defined]

@@ -143,7 +143,8 @@ class Buffers:
 
 def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
     """For each tensor the numbers of the first one that is the same object, and of the first one in its memory."""
-    objects, memory = {}, {}
+    objects: dict[int, int] = {}
+    memory: dict[int, int] = {}
     for i, t in enumerate(tensors):
         objects.setdefault(id(t), i)
         memory.setdefault(_memory(t), i)
