@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 from passes.compat.jit import set_traced_device, unjitted
 from passes.plan import Axis, BucketPlan, CostModel, Gradients, Placement, ShardedParameter
 from passes.plan.bucketing import choose_pieces
-from shardtrace.model.entry import Entry, PlanKey
+from shardtrace.model.entry import Entry, PlanKey, was_replaced
 from shardtrace.model.runtime import ModelRuntime, ParameterMemory, lay_out_flat
 from shardtrace.options.options import Options
 from shardtrace.options.strategy import ShardingStrategy
@@ -276,6 +276,10 @@ class ShardedState:
                     f"module {name!r} of {self.model_name} was replaced, moved or removed after fsdp(): "
                     "do that before fsdp()"
                 )
+        for name, module in modules.items():
+            for key, p in module._parameters.items() if not self.entries else ():
+                if p is not None and not isinstance(p, nn.Parameter):
+                    raise was_replaced(f"{name}.{key}".strip("."), f"by a {type(p).__name__}")
         if any(children != known for children, known in self._children):
             self.runtime.generation += 1
         self._children = [(module._modules, dict(module._modules)) for module in modules.values()]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from passes.compat.jit import check_dtensors, compile_data_and_stats, live_buffers, proxied_values, refresh_modules
+from passes.compat.jit import check_dtensors, compile_data_and_stats, live_tensors, proxied_values, refresh_modules
 from passes.compat.lines import deeper_recursion, raised, without_log_of_fakes
 from passes.facts import Compilation, Facts
 from passes.kernels import executor as kernels
@@ -185,7 +185,7 @@ def _stand_in_of(stand_ins: Mapping[int, torch.Tensor], tensor: torch.Tensor) ->
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards += [*filter(None, [live_buffers()]), traced.guard]
+    facts.guards += [*filter(None, [live_tensors()]), traced.guard]
     facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter

@@ -45,6 +45,7 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _HOOK = (
     "of a tensor, and no step would run the hook: pass the tensor through a torch.autograd.Function that returns it, "
     "and do in its backward what the hook does"
@@ -224,7 +225,10 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self._written = []
         self._memory.use(given.values(), written=changed)
-        if self._check_states(func, given, before, changed):
+        is_cut = self._check_states(func, given, before, changed)
+        if func == SET_REQUIRES_GRAD:
+            return result
+        if is_cut:
             self._keep(torch.Tensor.detach, kept_args, kept_kwargs, result, (), False, renewed=True)
         else:
             if func in STATISTICS:
