@@ -53,7 +53,7 @@ _HOOK = (
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
-    torch._VF._make_dual: "(derivatives in forward mode), whose own gradient would be lost: use torch.func.grad",
+    torch._make_dual: "(derivatives in forward mode), whose own gradient would be lost: use torch.func.grad",
     torch.Tensor.retain_grad: "of a tensor, and no step would keep the gradient: return the tensor, or call the model "
     "inside shardtrace.full_params",
 }
