@@ -125,17 +125,29 @@ class Buffers:
 
     def __init__(self, root: nn.Module) -> None:
         self._places = [(module._buffers, key) for module in root.modules() for key in module._buffers]
-        self._last = self._now()
-        self._expected = list(map(_described, self._last, _firsts(self._last)))
+        self._remember(now := self._now())
+        self._expected = list(map(_described, now, _firsts(now)))
 
     def check(self) -> None:
         """Raises RuntimeError if there is a difference."""
-        now = self._now()
-        if all(map(operator.is_, now, self._last)):
+        if self._is_identical():
             return
+        now = self._now()
         if list(map(_described, now, _firsts(now))) != self._expected:
             raise RuntimeError("a buffer has other metadata, or shares memory with others than before")
-        self._last = now
+        self._remember(now)
+
+    def _is_identical(self) -> bool:
+        try:
+            for buffers, key, value in self._rows:
+                if buffers[key] is not value:
+                    return False
+        except KeyError:
+            return False
+        return True
+
+    def _remember(self, now: Sequence[torch.Tensor | None]) -> None:
+        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=True)]
 
     def _now(self) -> list[torch.Tensor | None]:
         return [buffers.get(key) for buffers, key in self._places]
