@@ -68,6 +68,7 @@ class Facts:
     lowered: list[TraceCtx] = field(default_factory=list)  # the backward that accumulate gets
     choose: Callable[..., Any] | None = None  # runs a backward, by the treatment of gradients when it begins
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
+    changes: list[Any] = field(default_factory=list)  # likewise, what forwards set
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
     context: Context | None = None  # the sequence that ranks hold in parts
     proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven

@@ -232,24 +232,44 @@ def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter])
             jitted._overrides_parameters[name] = current(parameter)
 
 
-def live_buffers() -> Callable[[], None] | None:
+def live_tensors() -> Callable[[], None] | None:
     """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
-    it is called, in place of those that were there when they were jitted. None if there are no buffers."""
+    it is called, and the parameters that are no DTensors, in place of those that were there when they were jitted.
+    None if there are none. The function raises RuntimeError for a tensor in the place of a parameter."""
     data, _ = compile_data_and_stats()
-    rows = []
+    rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+    parameters: dict[int, Any] = {}
     for jitted in data._thunder_module_map.values():
         for name, module in jitted._model.named_modules(remove_duplicate=False):
-            for key, value in module._buffers.items():
-                path = f"{name}.{key}" if name else key
-                if jitted._overrides_buffers.get(path) is value is not None:
-                    rows.append((jitted._overrides_buffers, path, module._buffers, key))
+            parameters[id(module._parameters)] = module._parameters
+            for overrides, held in (
+                (jitted._overrides_buffers, module._buffers),
+                (jitted._overrides_parameters, module._parameters),
+            ):
+                for key, value in held.items():
+                    path = f"{name}.{key}" if name else key
+                    if overrides.get(path) is value is not None and not isinstance(value, DTensor):
+                        rows.append((overrides, path, held, key))
+
+    def is_same() -> bool:
+        try:
+            for overrides, path, held, key in rows:
+                if held[key] is not overrides[path]:
+                    return False
+        except KeyError:
+            return False
+        return True
 
     def refresh() -> None:
-        for overrides, path, buffers, key in rows:
-            if buffers.get(key) is not overrides.get(path):
-                overrides.pop(path, None)
-                if (new := buffers.get(key)) is not None:
-                    overrides[path] = new
+        if is_same():
+            return
+        for overrides, path, held, key in rows:
+            new = held.get(key)
+            if held is parameters.get(id(held)) and not isinstance(new, torch.nn.Parameter):
+                raise RuntimeError(f"parameter {path} was replaced by a {type(new).__name__}")
+            overrides.pop(path, None)
+            if new is not None:
+                overrides[path] = new
 
     return refresh if rows else None
 

@@ -47,6 +47,10 @@ THUNDER = (
 
 TORCH = (
     Private("torch", "Tensor._version", "whether a function has written into a tensor"),
+    Private("torch", "Tensor._base", "a forward may not ask for it"),
+    Private("torch", "Tensor._is_view", "likewise"),
+    Private("torch", "_make_dual", "derivatives in forward mode are refused"),
+    Private("torch._C", "_autograd._top_saved_tensors_default_hooks", "hooks on what is saved are refused"),
     Private("torch", "UntypedStorage._cdata", "whether tensors share memory"),
     Private("torch", "_foreach_add_", "adds many gradients in one kernel"),
     Private("torch", "_chunk_cat", "packs gradients of all ranks in one kernel"),

@@ -195,6 +195,13 @@ class Forwarding(nn.Parameter):
 PlanKey = tuple[ShardingStrategy, Placement, MixedPrecisionPolicy | None, Wire | None]
 
 
+def was_replaced(name: str, by: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} was replaced after fsdp() {by}: change its values in place. What puts other tensors there "
+        "(functional_call, prune, parametrizations) works inside shardtrace.full_params, or before fsdp()"
+    )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Entry:
     """One sharded parameter, and the ``rows`` of it that this rank holds, padding included, which compiled steps read.
@@ -244,11 +251,7 @@ class Entry:
         new = held[0]
         if not isinstance(new, nn.Parameter) or any(p is not new for p in held):
             by = "in one of its places only" if any(p is not new for p in held) else f"by a {type(new).__name__}"
-            raise RuntimeError(
-                f"parameter {self.name!r} was replaced after fsdp() {by}: change its values in place. What puts other "
-                "tensors there (functional_call, prune, parametrizations) works inside shardtrace.full_params, or "
-                "before fsdp()"
-            )
+            raise was_replaced(self.name, by)
         if new is self.shard and (new.dtype, new.device) == (self.dtype, self.rest_device) and not self.has_moved:
             return self
         if new is self.shard and (new.dtype, new.device) == (self.dtype, self.rest_device) and self.local is not None:

@@ -34,7 +34,7 @@ from passes.plan import (
     Step,
 )
 from passes.plan.bucket import Use, choose_pieces, group_uses
-from shardtrace.model.shards import Entry, PlanKey
+from shardtrace.model.shards import Entry, PlanKey, was_replaced
 from shardtrace.options.options import Options
 from shardtrace.options.policies import Checks
 from shardtrace.options.strategy import ShardingStrategy
@@ -303,6 +303,10 @@ class ShardedState:
                     f"module {name!r} of {self.model_name} was replaced, moved or removed after fsdp(): "
                     "do that before fsdp()"
                 )
+        for name, module in modules.items():
+            for key, p in module._parameters.items() if not self.entries else ():
+                if p is not None and not isinstance(p, nn.Parameter):
+                    raise was_replaced(f"{name}.{key}".strip("."), f"by a {type(p).__name__}")
         if any(children != known for children, known in self._children):
             self.runtime.generation += 1
         self._children = [(module._modules, dict(module._modules)) for module in modules.values()]

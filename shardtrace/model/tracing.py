@@ -28,7 +28,7 @@ from passes.compat.jit import (
     check_dtensors,
     compile_data_and_stats,
     deeper_recursion,
-    live_buffers,
+    live_tensors,
     proxied_values,
     raised,
     refresh_modules,
@@ -325,7 +325,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         name = f"shardtrace_state_{len(facts.guards)}"
         varying = compilation.earlier.setdefault(name, Varying(partial(_warn, states[0])))
         setting = _setting(
-            states, facts.known, found, by_stand_in,
+            states, facts.known, found, by_stand_in, earlier=facts.changes,
             state=name, varying=varying, whole_of=wholes(states[0], context), parts=context is not None,
         )  # fmt: skip
         with compiling(states[0].model_name, states[0].group):
@@ -381,7 +381,7 @@ def _stand_in_of(stand_ins: Mapping[int, torch.Tensor], tensor: torch.Tensor) ->
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards += [*filter(None, [live_buffers()]), traced.guard]
+    facts.guards += [*filter(None, [live_tensors()]), traced.guard]
     facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter

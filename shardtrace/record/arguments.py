@@ -32,6 +32,7 @@ from thunder.core.symbol import has_tags
 from thunder.core.trace import get_tracectx
 
 WholeOf = Callable[[TensorProxy], TensorProxy]
+COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device)  # plain values that Thunder compares
 
 
 class Arguments:
@@ -217,7 +218,7 @@ def _guard(wrapped: Any) -> Hashable:
     value = wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
     if isinstance(value, Iterator):
         raise RuntimeError(f"an argument is an iterator, a {type(value).__name__}: pass a list or a tuple")
-    if isinstance(value, (*PLAIN, Proxy, torch.Tensor)) or not is_input(wrapped):
+    if isinstance(value, (*COMPARED, Proxy, torch.Tensor)) or not is_input(wrapped):
         return None
     proxy = Proxy(prefix="argument", history=copy.copy(wrapped.provenance))
     expected = signature(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import copy
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +97,30 @@ def apply(changes: Iterable[Change], tensors: Sequence[torch.Tensor]) -> None:
                 held.copy_(value)
         else:
             change.put(value)
+
+
+@contextmanager
+def made(changes: Iterable[Change]) -> Iterator[None]:
+    """Around what runs as if changes were made, with placeholders for tensors. Buffers and memory stay as they are."""
+    with ExitStack() as stack:
+        for change in changes:
+            if change.kind in ("buffer", "memory", "left"):
+                continue
+            stack.callback(change.put, copy.copy(change.owner) if change.key is None else change.get())
+            if change.kind == "append":
+                list.extend(change.owner, change.new)
+            else:
+                change.put(change.new.now() if is_number(change.new) else change.new)
+        yield
+
+
+def described(changes: Iterable[Change]) -> list[Hashable]:
+    """What changes do, without tensors."""
+
+    def plain(value: Any) -> tuple[Any, ...]:
+        return tuple(repr(v) if is_plain(v) else type(v) for v in pytree.tree_leaves(value))
+
+    return [(id(c.owner), c.key, c.kind, plain(c.new)) for c in changes]
 
 
 def _memory(change: Change) -> Any:

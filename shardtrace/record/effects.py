@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from types import CellType, ModuleType, TracebackType
+from types import CellType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from shardtrace.record.marks import is_library
@@ -165,9 +165,12 @@ def tensors_held(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _files(root: nn.Module) -> list[ModuleType]:
-    """The modules of Python that define the classes of the modules, and those of the script's own that they use."""
+    """The modules of Python that define the classes of the modules and their methods, and those of the script's own
+    that they use."""
     classes = {base for module in root.modules() for base in type(module).__mro__ if is_user_class(base)}
-    names, found = sorted({cls.__module__ for cls in classes}), {}
+    methods = (value for cls in classes for value in vars(cls).values() if isinstance(value, FunctionType))
+    defined = {cls.__module__ for cls in classes} | {str(method.__module__) for method in methods}
+    names, found = sorted(name for name in defined if not is_library(name)), {}
     while names:
         name = names.pop()
         if name in found or name not in sys.modules:

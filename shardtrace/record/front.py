@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,17 +19,19 @@ from passes.compat.jit import (
     traced_device,
     without_constraints,
 )
+from passes.kernels.aten import Meta
 from shardtrace.record.absent import is_absent
 from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
 from shardtrace.record.calls import Record, storage
-from shardtrace.record.changes import apply, holds_fake, numbered, written_outside
+from shardtrace.record.changes import apply, described, holds_fake, made, numbered, written_outside
 from shardtrace.record.checks import after_checks, tokens_of
 from shardtrace.record.eager import updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
 from shardtrace.record.memory import Memory
 from shardtrace.record.numbers import (
+    Number,
     RecordingOfNumbers,
     Varying,
     check_recurrent,
@@ -40,12 +42,12 @@ from shardtrace.record.numbers import (
 )
 from shardtrace.record.reads import Reads, Source
 from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
-from shardtrace.record.recording import Described, Recording, check_no_fakes
+from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
 from shardtrace.record.results import is_plain as is_returnable
 from shardtrace.record.runs import settle_runs, unguarded
-from shardtrace.record.snapshot import Snapshot
+from shardtrace.record.snapshot import Buffers, Snapshot
 from shardtrace.record.state import MISSING, Entry
 from shardtrace.record.watcher import CodeWatcher
 
@@ -125,6 +127,13 @@ class Inputs:
         _write(known.wrapped.value, new)
         known.now = new
 
+    def renew(self, changes: Iterable[Change], replay: Replay) -> None:
+        """Lets later calls of the module read the buffers that ``changes`` put in the place of others."""
+        for old, new in ((c.old, c.new) for c in changes if c.kind == "buffer"):
+            if isinstance(new, torch.Tensor) and self.has(old) and Meta.of(old) == Meta.of(new):
+                self.proxy(old)
+                self._known[id(self.tensor(old))].now = replay.proxy(new)
+
     def source(self, fake: torch.Tensor) -> Source | None:
         """What a buffer holds, or a tensor that no module holds by name. None for a parameter, and for a buffer that an
         earlier call has written into."""
@@ -195,6 +204,7 @@ class Setting:
 
     Args:
         known: the parameters and buffers that an earlier call has met, by their ids.
+        earlier: what earlier calls of the step set. This one adds its own.
         found: is told of each further one that becomes an input of the trace, and of its wrapped value.
         parameter_of: gives the sharded parameter of a tensor, or None.
         stand_in_of: gives for a shard what stands for the whole parameter, and for another tensor itself.
@@ -211,6 +221,7 @@ class Setting:
     """
 
     known: dict[int, Any]
+    earlier: list[Change]
     found: Found
     parameter_of: ParameterOf
     stand_in_of: Callable[[torch.Tensor], torch.Tensor]
@@ -315,8 +326,37 @@ class Front:
         recording, record, changes = record_numbers(
             recording, record, changes, watcher, tried, computing=self._setting.computing, shared=shared
         )
+        self._check_earlier(recording, record, changes)
         keep = partial(varying.keep, places, tried, recording)
         return Recorded(record, inputs, arguments, changes, watcher, recording, keep)
+
+    def _check_earlier(self, recording: RecordingOfNumbers, done: Record, changes: Sequence[Change]) -> None:
+        """Raises Refused if the forward depends on what earlier calls of the step set: they set it after the step."""
+        earlier = self._setting.earlier
+        written = {storage(c.owner) for c in earlier if c.kind == "memory"}
+        outside = recording.memory.outside
+        used = (outside[id(t)] for call in done.calls for t in call.tensors() if id(t) in outside)
+        depends = any(storage(t) in written for t in used)
+        if earlier and not depends and is_comparable(done):
+            numbers = [Number(number.place) for number in recording.numbers]
+            again = replace(recording, numbers=numbers, inputs={})
+            expected = Described.of(done)
+            with made(earlier):
+                try:
+                    found, new = again(CodeWatcher())
+                except (CannotRecord, TypeError):
+                    depends = True
+                else:
+                    depends = bool(expected.difference(Described.of(found))) or described(new) != described(changes)
+                    check_no_fakes(found)
+        if depends:
+            raise self.with_place(
+                Refused(
+                    f"a jitted function calls {type(self._module).__name__} several times, and a call depends on what "
+                    f"an earlier one sets ({', '.join(sorted({c.label for c in earlier}))}), which each step sets at "
+                    "its end: call the model itself, outside of a jitted function"
+                )
+            )
 
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
@@ -352,6 +392,7 @@ class Front:
                 if returned and tokens:
                     replay.renew(returned[0], after_checks, tokens)
                 result = map_tensors(outputs, lambda t, path: replay.proxy(t))
+                inputs.renew(done.changes, replay)
                 if changes or left:
                     pack_tensors(setting.state, tuple(map(replay.proxy, left)))
         except CannotWrite:
@@ -359,6 +400,7 @@ class Front:
             raise
         finally:
             replay.values.clear()
+        setting.earlier.extend(changes)
         guards = self._guards(done, [*excluded, *(change.entry for change in only_written(done.changes, used))])
         return Traced(
             wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=[inputs.module.provenance])),
@@ -384,7 +426,7 @@ class Front:
             replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
             label=type(self._module).__name__,
         )  # fmt: skip
-        guards: list[Callable[[], None]] = [snapshot.check]
+        guards: list[Callable[[], None]] = [snapshot.check, Buffers(self._module).check]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards

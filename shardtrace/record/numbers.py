@@ -249,7 +249,7 @@ class RecordingOfNumbers(Recording):
                 if not takes or not _fits(plain(found)):
                     read(found)
         for change in changes if self.shared else ():
-            if number_in(change.old) in used:
+            if is_number(old := number_in(change.old)) and old in used:
                 read(change.old)
         held = (done.result, *(change.new for change in changes if type(change.new) is not StandIn))
         for found in _stand_ins(held, set()):
@@ -273,11 +273,13 @@ class RecordingOfNumbers(Recording):
         for number, fake in self.inputs.items():
             replay.values.know(fake, replay.line(number.number, (), {}, [fake])[0])
         origins = [number for number in self.numbers if not number.read]
-        checked = [*origins, *self.inputs]
+        inputs = list(self.inputs)
         self.inputs.clear()
 
         def take() -> None:
-            if not all(type(value := n.now()) is n.type and _fits(value) for n in checked):
+            if not all(type(n.now()) is n.type for n in origins) or not all(
+                type(value := n.now()) is n.type and _fits(value) for n in inputs
+            ):
                 raise RuntimeError("a number is of another type")  # Thunder compiles another step
 
         return [take] if origins else []

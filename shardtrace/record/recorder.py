@@ -45,6 +45,7 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _HOOK = (
     "of a tensor, and no step would run the hook: pass the tensor through a torch.autograd.Function that returns it, "
     "and do in its backward what the hook does"
@@ -52,12 +53,22 @@ _HOOK = (
 REFUSED = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
+    torch._make_dual: "(derivatives in forward mode), whose own gradient would be lost: use torch.func.grad",
     torch.Tensor.retain_grad: "of a tensor, and no step would keep the gradient: return the tensor, or call the model "
     "inside shardtrace.full_params",
 }
+# about a tensor from outside, which in later steps may be another one
+OF_THIS_STEP = {
+    torch.Tensor.storage_offset, torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg,
+    torch.Tensor.is_inference, torch.Tensor.is_pinned, torch.Tensor.is_shared, torch.is_conj, torch.is_neg,
+    torch.is_inference, torch.Tensor._base.__get__, torch.Tensor._version.__get__,  # type: ignore[attr-defined, union-attr]
+}  # fmt: skip
+GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+OF_GRADIENT = {torch.Tensor.is_leaf.__get__, GRAD_FN}  # type: ignore[attr-defined]
 MOVING = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
 GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
+SEED = "asks for torch's seed (initial_seed), which a script may set before each step: pass it as an argument"
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
 
 
@@ -152,6 +163,7 @@ class Recorder(TorchFunctionMode):
         self._memory = memory
         memory.begin()
         self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
+        self._hooks = _saved_tensors_hooks()
         self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
 
     @contextmanager
@@ -189,6 +201,8 @@ class Recorder(TorchFunctionMode):
             )
         if func == SET_DATA:
             return self._set_data(*args)
+        if func in OF_THIS_STEP or (func in OF_GRADIENT and args[0].requires_grad):
+            self._check_made(func, args[0])
         if func in INDEXING:
             args = pytree.tree_map_only(slice, self._with_numbers, tuple(args))
         flat, spec = pytree.tree_flatten((args, kwargs))
@@ -211,13 +225,27 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self._written = []
         self._memory.use(given.values(), written=changed)
-        if self._check_states(func, given, before, changed):
+        is_cut = self._check_states(func, given, before, changed)
+        if func == SET_REQUIRES_GRAD:
+            return result
+        if is_cut:
             self._keep(torch.Tensor.detach, kept_args, kept_kwargs, result, (), False, renewed=True)
         else:
             if func in STATISTICS:
                 changed = tuple(t for t in changed if id(t) not in self._memory.named)
             self._keep(function, kept_args, kept_kwargs, result, changed, self._drawn)
+        if func == GRAD_FN and result is not None:
+            return _Node(result)
         return pytree.tree_map_only(torch.Tensor, lambda t: outside.get(id(t), t), result) if outside else result
+
+    def _check_made(self, func: Any, t: torch.Tensor) -> None:
+        """Raises NotImplementedError for what a step cannot tell of a tensor that forward has not made."""
+        parameter = isinstance(t, nn.Parameter) and func in OF_GRADIENT
+        if not parameter and not any(t is r for call in self.record.calls for r in call.results):
+            raise NotImplementedError(
+                f"forward asks for {name_of(func)} of a tensor that it was given, which may be another one in the next "
+                "step: ask for it outside of forward, and pass the answer as an argument"
+            )
 
     def _met(self, t: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor that forward meets."""
@@ -327,6 +355,12 @@ class Recorder(TorchFunctionMode):
         names: tuple[str, ...] = (), grad: bool = False,
     ) -> None:  # fmt: skip
         """Adds a call to the record."""
+        hooks = _saved_tensors_hooks()
+        if hooks != self._hooks and hooks is not None and not is_library(str(hooks[0].__module__)):
+            raise NotImplementedError(
+                "forward sets hooks on what is saved for backward (saved_tensors_hooks), which no step would call: "
+                "set them around the call of the model"
+            )
         checkpoint = self._checkpoints[-1] if self._checkpoints else None
         self.record.calls.append(
             Call(
@@ -485,9 +519,14 @@ def record(
         CannotRecord: from what the function raised. It names the modules that ran.
     """
     with _in_place_of_torchs(recorder, compiling), mode, recorder:
-        mode.recorder = recorder
+        mode.recorder, modes = recorder, _modes()
         try:
             recorder.record.result = function(*args, **kwargs)
+            if _modes() != modes:
+                raise Refused(
+                    "forward leaves gradients, autocast or the default dtype in another state, which no step would do: "
+                    "put what needs that state into a with block"
+                )
             recorder.random.check()
             recorder.check_leaves()
         except Exception as error:
@@ -583,6 +622,7 @@ def _in_place_of_torchs(recorder: Recorder, compiling: bool) -> Iterator[None]:
         (torch._C.ScriptFunction, "__call__", whole(torch._C.ScriptFunction.__call__)),
         (torch._C.ScriptMethod, "__call__", whole(torch._C.ScriptMethod.__call__)),
         (torch, "Generator", generators),
+        (torch, "initial_seed", here(recorder.refusing(torch.initial_seed, SEED), torch.initial_seed)),
         *([] if compiling else [(torch._subclasses, "FakeTensor", _hidden_fakes(here(lambda: True, lambda: False)))]),
         *([(FunctionMeta, "__getattribute__", here(attribute, type.__getattribute__))] if APPLIES_IN_CPP else []),
     ]
@@ -601,6 +641,28 @@ def _frame(without: str = "") -> FrameType:
             break
         frame = frame.f_back
     return frame
+
+
+def _saved_tensors_hooks() -> Any:
+    """What is called for each tensor that is saved for backward, and that is called for it in backward; or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _modes() -> tuple[object, ...]:
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return grad, inference, autocast_states(), torch.get_default_dtype()
+
+
+class _Node:
+    """A node of autograd's graph, without hooks."""
+
+    def __init__(self, node: torch.autograd.graph.Node) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise NotImplementedError(f"forward calls {name} of the grad_fn {_HOOK}")
+        return getattr(self._node, name)
 
 
 class TensorState(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from types import CellType
 from typing import Any
 
+from shardtrace.record.calls import storage
 from shardtrace.record.state import (
     BUILTIN,
     HOOKS,
@@ -116,6 +117,60 @@ class Snapshot:
         if any(self._empty) or list(map(len, self._filled)) != self._lengths:
             return False
         return all(contents_of(array) == contents for array, contents in self._arrays)
+
+
+class Buffers:
+    """Guards which names of ``root`` are one buffer, which buffers share memory, and their metadata: a forward may read
+    these without a call of torch. The usual answer comes from identities alone."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places = [(module._buffers, key) for module in root.modules() for key in module._buffers]
+        self._remember(now := self._now())
+        self._expected = list(map(_described, now, _firsts(now)))
+
+    def check(self) -> None:
+        """Raises RuntimeError if there is a difference."""
+        if self._is_identical():
+            return
+        now = self._now()
+        if list(map(_described, now, _firsts(now))) != self._expected:
+            raise RuntimeError("a buffer has other metadata, or shares memory with others than before")
+        self._remember(now)
+
+    def _is_identical(self) -> bool:
+        try:
+            for buffers, key, value in self._rows:
+                if buffers[key] is not value:
+                    return False
+        except KeyError:
+            return False
+        return True
+
+    def _remember(self, now: Sequence[torch.Tensor | None]) -> None:
+        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=True)]
+
+    def _now(self) -> list[torch.Tensor | None]:
+        return [buffers.get(key) for buffers, key in self._places]
+
+
+def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """For each tensor the numbers of the first one that is the same object, and of the first one in its memory."""
+    objects: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        objects.setdefault(id(t), i)
+        memory.setdefault(_memory(t), i)
+    return [(objects[id(t)], memory[_memory(t)]) for t in tensors]
+
+
+def _memory(t: torch.Tensor | None) -> int:
+    return storage(t) if t is not None and t.layout == torch.strided and t.device.type != "meta" else id(t)
+
+
+def _described(t: torch.Tensor | None, firsts: tuple[int, int]) -> Any:
+    if t is None:
+        return None
+    return firsts, t.shape, t.stride() if t.layout == torch.strided else None, t.dtype, t.device
 
 
 def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:

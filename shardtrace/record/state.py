@@ -176,17 +176,18 @@ class State:
     def _add_class(self, cls: type, label: str) -> None:
         """Adds what the user's classes define, as instances read it: the first of the method resolution order."""
         bases = [base for base in reversed(cls.__mro__) if is_user_class(base)]
+        for base in bases:  # first, so that their functions are looked into as deep as those of a class that wraps them
+            self.add_value(base, base.__qualname__)
         entries: dict[str, Any] = {}
         for base in bases:
             names = [name for name in vars(base) if self._counts(name) and (id(base), name) not in self._excluded]
             entries |= {name: vars(base)[name] for name in names}
         kept = {k: v for k, v in entries.items() if _is_class_state(v)}
         self.add(Holder(cls, label, kept, counted=False))
-        for base in bases:
-            self.add_value(base, base.__qualname__)
 
     def _add_python_module(self, module: ModuleType, label: str, depth: int) -> None:
-        """Adds the variables of a module of the user's, but no code without ``names``."""
+        """Adds the variables of a module of the user's. Without ``names`` also what its own functions and classes hold,
+        but not these themselves."""
         name = module.__name__.partition(".")[0]
         if not is_library(name) and name not in sys.stdlib_module_names:
             depth = depth if self._names is not None else min(depth, OUTSIDE_DEPTH)
@@ -194,7 +195,7 @@ class State:
             entries = {k: v for k, v in every if self._names is not None or not is_code(v)}
             self.add(Holder(vars(module), label, entries, counted=False), depth)
             for key, value in vars(module).items() if self._names is None else ():
-                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                if isinstance(value, (FunctionType, type)) and value.__module__ == module.__name__:
                     self.add_value(value, f"{label}.{key}", depth)
 
     def _add_function(self, value: Any, label: str, depth: int) -> None:

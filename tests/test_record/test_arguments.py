@@ -203,6 +203,9 @@ CALLED = {
     "deque": lambda k: collections.deque([k]),
     "array": lambda k: numpy.array([k]),
     "bytes": lambda k: bytearray([int(k)]),
+    "frozen bytes": lambda k: bytes([int(k)]),
+    "range": lambda k: range(1, 1 + int(k)),
+    "size": lambda k: torch.Size([1] * int(k)),
 }
 
 
@@ -251,6 +254,17 @@ def test_what_a_script_changes_in_place(single_rank):
 def test_an_iterator_is_refused(single_rank):
     with pytest.raises(RuntimeError, match="an argument is an iterator, a generator: pass a list or a tuple"):
         thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
+
+
+class Asks(Net):
+    def forward(self, x, what):
+        return self.linear(x) * float(getattr(x, what)())
+
+
+@pytest.mark.parametrize("what", ["storage_offset", "is_conj", "_is_view"])
+def test_what_no_step_can_tell_of_an_argument_is_refused(single_rank, what):
+    with pytest.raises(NotImplementedError, match=f"asks for {what} of a tensor that it was given"):
+        shardtrace.fsdp(Asks())(torch.ones(4, 4)[1:], what)
 
 
 class Strides(Net):

@@ -27,6 +27,12 @@ SEEN = []
 FAKES = FakeTensorMode(allow_non_fake_inputs=True)
 
 
+class Counter:
+    """No module holds one."""
+
+    calls = 0
+
+
 class Slots:
     __slots__ = ("kept",)
 
@@ -121,6 +127,11 @@ CASES = {
     "config": (lambda net, x: setattr(net.config, "last", x * 2), "attribute", "model.config.last"),
     "slots": (lambda net, x: setattr(net.slots, "kept", x * 2), "attribute", "model.slots.kept"),
     "class": (count_class, "attribute", "Base.calls"),
+    "class of no module": (
+        lambda net, x: setattr(Counter, "calls", Counter.calls + 1),
+        "attribute",
+        f"global {__name__}.Counter.calls",
+    ),
     "global": (count_global, "attribute", f"global {__name__}.STEPS"),
     "list of a global": (lambda net, x: SEEN.append(x * 2), "append", f"global {__name__}.SEEN"),
 }

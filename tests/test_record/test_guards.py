@@ -361,6 +361,53 @@ class Statistics(Base):
         return y * self.seen.clone()
 
 
+def counts(net, y):
+    net.count += 1
+    return y
+
+
+def scales(net, y):
+    net.count += 1
+    return y * net.count
+
+
+def writes(net, y):
+    net.held.add_(1)
+    return y * net.held
+
+
+def replaces(net, y):
+    net.buffer = net.buffer * 0.5 + y.detach().mean(0)
+    return y * net.buffer
+
+
+class Sets(Base):
+    def __init__(self, forward):
+        super().__init__()
+        self.how, self.count, self.held = forward, 0, torch.ones(D)
+        self.register_buffer("buffer", torch.ones(D))
+
+    def forward(self, x):
+        return self.how(self, self.linear(x))
+
+
+@pytest.mark.parametrize("forward", [counts, scales, writes, replaces])
+def test_two_calls_in_a_step_of_which_one_sets(single_rank, forward):
+    """The second one reads what the first one has left in a buffer. What depends on anything else is refused."""
+    eager, ours = Sets(forward), shardtrace.fsdp(Sets(forward))
+    jitted = thunder.jit(lambda x: ours(x) + ours(x * 2))
+    x = torch.ones(3, D)
+    if forward in (scales, writes):
+        with pytest.raises(
+            NotImplementedError, match="calls Sets several times, and a call depends on what an earlier"
+        ):
+            jitted(x)
+    else:
+        for _ in range(2):
+            torch.testing.assert_close(jitted(x), eager(x) + eager(x * 2))
+            assert ours.count == eager.count
+
+
 COLLECTIONS = 0
 
 

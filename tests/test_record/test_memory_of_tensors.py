@@ -168,6 +168,53 @@ def test_what_the_script_replaces_is_read(single_rank, between):
     runs_as_eager(reads_all, between)
 
 
+def writes_row_and_reads_buffer(net, y):
+    net.row.add_(1)
+    return y * net.buffer * net.row
+
+
+def becomes_the_same(net, step):
+    if step == 1:
+        net.buffer = net.row
+
+
+def becomes_a_part(net, step):
+    if step == 1:
+        net.buffer = net.row.view(2, 2).view(4)
+
+
+@pytest.mark.parametrize("between", [becomes_the_same, becomes_a_part])
+def test_buffers_come_to_share_memory_and_part_again(single_rank, between):
+    def and_parts(net, step):
+        between(net, step)
+        if step == 3:
+            net.buffer = torch.ones(4)
+
+    runs_as_eager(writes_row_and_reads_buffer, and_parts, steps=5)
+
+
+def test_a_parameter_that_the_script_replaces_is_read(single_rank):
+    """On one rank, where it is whole."""
+
+    def another(net, step):
+        if step == 1:
+            net.fc.weight = nn.Parameter(torch.full((4, 4), 0.1))
+
+    runs_as_eager(lambda net, y: y, another, steps=4)
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_refused(single_rank):
+    net, x = shardtrace.fsdp(Net(lambda net, y: y)), torch.ones(3, 4)
+    net(x)
+    with pytest.raises(RuntimeError, match=r"'fc.weight' was replaced after fsdp\(\) by a Tensor"):
+        torch.func.functional_call(net, {"fc.weight": torch.ones(4, 4)}, (x,))
+    net(x)
+
+
+def test_the_shape_alone_of_a_buffer_is_read(single_rank):
+    runs_as_eager(lambda net, y: y * net.buffer.shape[0], grows)
+
+
 def test_data_of_shared_memory_is_refused(single_rank):
     net = shardtrace.fsdp(Net(lambda net, y: (setattr(net.buffer, "data", y.detach()[0]), y)[1]))
     with pytest.raises(NotImplementedError, match="use copy_"):

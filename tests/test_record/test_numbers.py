@@ -122,6 +122,7 @@ INPUTS = {
     "special values": (lambda net, x: net.linear(x) * net.t, lambda net, i: vars(net).update(t=[1.0, 0.0, math.inf, math.nan][i]), {}),
     "integers": (lambda net, x: net.linear(x + (x > 0).long() * net.n), lambda net, i: vars(net).update(n=i), {}),
     "counter": (counting, NOTHING, {}),
+    "a part of a large one": (lambda net, x: net.linear(x) * (net.n % 7), lambda net, i: vars(net).update(n=2**70 + i), {}),
     "decay": (decaying, NOTHING, {}),
 }  # fmt: skip
 READ = {

@@ -338,3 +338,43 @@ def test_a_view_without_a_gradient_is_written(single_rank):
             return forward(self, x)
 
     check(lambda: Net(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), lambda step: (torch.randn(3, 4),))
+
+
+def hooks_on_a_node(x):
+    y = x * 2
+    y.grad_fn.register_hook(lambda given, got: None)
+    return y
+
+
+def hooks_on_what_is_saved(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return x.tanh()
+
+
+def leaves_gradients_off(x):
+    torch.set_grad_enabled(False)
+    return x * 2
+
+
+def seeds_its_own(x):
+    return x * (torch.initial_seed() % 2)
+
+
+REFUSED = {
+    hooks_on_a_node: "register_hook of the grad_fn of a tensor",
+    hooks_on_what_is_saved: "sets hooks on what is saved",
+    leaves_gradients_off: "leaves gradients, autocast or the default dtype in another state",
+    seeds_its_own: "asks for torch's seed",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_no_step_would_do_is_refused(function):
+    with torch.enable_grad(), pytest.raises(CannotRecord) as error:
+        recorded(function, "x")
+    assert REFUSED[function] in str(error.value.__cause__)
+
+
+def test_a_node_of_the_graph_may_be_looked_at():
+    done = recorded(lambda x: x * 2 if "Mul" in (x * 1).grad_fn.name() else x, "x")
+    assert names(done) == ["mul", "mul"]
