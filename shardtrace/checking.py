@@ -36,10 +36,10 @@ from shardtrace.inspector.step_data import Rows
 from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
 from shardtrace.proving import executed
+from shardtrace.record.calls import tensors_in
 from shardtrace.record.eager import EagerModule
-from shardtrace.record.marks import is_library
-from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import name_of
+from shardtrace.record.watcher import is_library
 
 import thunder
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from passes.plan.runtime import HostMemory
-from shardtrace.record.absent import claim
+from shardtrace.record.arguments import claim
 
 import torch
 

@@ -13,7 +13,7 @@ from shardtrace.api import fsdp
 from shardtrace.model.choose import hollow_copy
 from shardtrace.options.policies import Checks, InitPolicy, parse_count
 from shardtrace.ranks.mesh import resolve_device
-from shardtrace.record.absent import claim, is_absent, never_runs
+from shardtrace.record.arguments import claim, is_absent, never_runs
 
 import thunder
 import torch

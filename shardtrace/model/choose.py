@@ -37,9 +37,9 @@ from shardtrace.ranks.mesh import (
     resolve_groups,
     use_device,
 )
-from shardtrace.record.absent import is_absent
+from shardtrace.record.arguments import is_absent
 from shardtrace.record.effects import tensors_held
-from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.record.watcher import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import torch
 import torch.distributed as dist

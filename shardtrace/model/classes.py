@@ -19,7 +19,7 @@ from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make
 from shardtrace.model.state import ShardedState, own_state, state_around, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
 from shardtrace.ranks.consensus import RankMismatchError
-from shardtrace.record.marks import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
+from shardtrace.record.watcher import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import thunder
 import torch

@@ -15,7 +15,7 @@ from shardtrace.model.shards import Entry, as_parameter
 from shardtrace.options.options import Options
 from shardtrace.options.policies import InitPolicy
 from shardtrace.ranks.consensus import compare
-from shardtrace.record.absent import claim, is_absent, never_runs
+from shardtrace.record.arguments import claim, is_absent, never_runs
 
 import torch
 import torch.distributed as dist

@@ -41,8 +41,8 @@ from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.ranks.consensus import announce, compare
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import Groups, is_alone, transport
-from shardtrace.record.marks import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 from shardtrace.record.memory import Extent
+from shardtrace.record.watcher import ATTRIBUTE, EAGER, PART_ATTRIBUTE
 
 import torch
 from thunder.core import dtypes

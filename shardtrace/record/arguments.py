@@ -1,4 +1,8 @@
-"""The arguments of a sharded module's call: proxies, fakes for the recording, and a guard for what is no tensor."""
+"""The arguments of a sharded module's call: proxies, fakes for the recording, and a guard for what is no tensor.
+
+For steps that are compiled and never run, such as a GPU's on a laptop, shards are on the meta device. The stand-ins,
+inputs and buffers of a trace claim to be on the device of the step.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,11 @@ from typing import Any
 
 from passes.compat.jit import constraints, is_input, name_as_user, proxied_values, proxy_tensors
 from passes.guards import check_value
-from shardtrace.record.absent import is_absent
-from shardtrace.record.calls import storage
+from shardtrace.record.calls import CODE, PLAIN, Path, map_tensors, parts, storage
 from shardtrace.record.memory import overlap
 from shardtrace.record.reads import Guard, Source
 from shardtrace.record.recorder import FakeMode
-from shardtrace.record.results import CODE, PLAIN, Path, map_tensors, parts
-from shardtrace.record.state import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
+from shardtrace.record.snapshot import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
 
 import torch
 from thunder import clang
@@ -30,6 +32,29 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import has_tags
 from thunder.core.trace import get_tracectx
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# ---- steps that never run ----
+
+
+def is_absent(device: torch.device) -> bool:
+    """True for a CUDA device on a machine without CUDA."""
+    return device.type == "cuda" and not torch.cuda.is_available()
+
+
+def claim(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor without memory that is like ``values`` and claims to be on another device. Compute nothing with it:
+    torch without CUDA may abort the process."""
+    return FakeTensor(FakeTensorMode(), values.detach().to("meta"), device)
+
+
+def never_runs(module: nn.Module) -> None:
+    """As ``param_init_fn``: the model will be compiled and not run, so that nothing of it needs memory."""
+
+
+# ---- arguments ----
+
 
 WholeOf = Callable[[TensorProxy], TensorProxy]
 COMPARED = (bool, int, float, complex, str, torch.dtype, torch.device)  # plain values that Thunder compares

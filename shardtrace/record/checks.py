@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from passes.compat.jit import add_note
 from shardtrace.record.calls import Record
-from shardtrace.record.marks import is_library
+from shardtrace.record.watcher import is_library
 
 import torch
 

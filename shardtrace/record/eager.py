@@ -29,13 +29,10 @@ from weakref import ref
 
 from passes.compat.versions import NoMessages
 from passes.kernels.aten import Meta, storage
-from shardtrace.record.calls import tensors_of
+from shardtrace.record.calls import map_tensors, tensors_in, tensors_of
 from shardtrace.record.effects import FIXED, Change, Effects
-from shardtrace.record.marks import ATTRIBUTE, PART_ATTRIBUTE
-from shardtrace.record.random_state import RandomStates
-from shardtrace.record.results import map_tensors, tensors_in
-from shardtrace.record.state import contents_of, is_array, is_plain, same
-from shardtrace.record.watcher import CodeWatcher
+from shardtrace.record.snapshot import contents_of, is_array, is_plain, same
+from shardtrace.record.watcher import ATTRIBUTE, PART_ATTRIBUTE, CodeWatcher, RandomStates
 
 import numpy as np
 import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain
@@ -19,37 +19,39 @@ from passes.compat.jit import (
     traced_device,
     without_constraints,
 )
+from passes.kernels import aten
 from passes.kernels.aten import Meta
-from shardtrace.record.absent import is_absent
-from shardtrace.record.arguments import Arguments, WholeOf, check_reads, stand_in, step
+from shardtrace.record.arguments import Arguments, WholeOf, check_reads, is_absent, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.calls import Record, storage
-from shardtrace.record.changes import apply, described, holds_fake, made, numbered, written_outside
+from shardtrace.record.calls import Call, Rebuild, Record, check_result, map_tensors, storage, tensors_in
+from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.checks import after_checks, tokens_of
-from shardtrace.record.eager import updated_parameter
+from shardtrace.record.eager import EagerModule, is_named, updated_parameter
 from shardtrace.record.effects import Change
-from shardtrace.record.marks import EAGER, REPEATED, is_library, recomputed
-from shardtrace.record.memory import Memory
+from shardtrace.record.memory import Buffers, Memory
 from shardtrace.record.numbers import (
     Number,
     RecordingOfNumbers,
     Varying,
+    apply,
     check_recurrent,
+    described,
+    holds_fake,
     is_number,
+    made,
+    numbered,
     only_written,
     places_of,
     record_numbers,
+    replaces_tensors,
+    written_outside,
 )
 from shardtrace.record.reads import Reads, Source
 from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import CannotWrite, Replay
-from shardtrace.record.results import Rebuild, check_result, map_tensors, tensors_in
-from shardtrace.record.results import is_plain as is_returnable
-from shardtrace.record.runs import settle_runs, unguarded
-from shardtrace.record.snapshot import Buffers, Snapshot
-from shardtrace.record.state import MISSING, Entry
-from shardtrace.record.watcher import CodeWatcher
+from shardtrace.record.snapshot import MISSING, Entry, Snapshot
+from shardtrace.record.watcher import EAGER, REPEATED, CodeWatcher, is_library, recomputed
 
 import torch
 from thunder import clang
@@ -62,6 +64,96 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import get_tracectx
 from torch import nn
 from torch.nn.utils import parametrize
+
+# ---- what runs of modules mean ----
+
+
+def unguarded(changes: Iterable[Change], used: Collection[int], names: Collection[str]) -> list[Entry]:
+    """The entries that PyTorch's runs of modules change and that the forward around these does not read: a
+    :class:`Snapshot` excludes them.
+
+    Args:
+        used: the ids of the tensors from outside that calls used.
+        names: those that occur in the code around the modules.
+
+    Raises:
+        RuntimeError: if the forward may read a value that depends on the values of tensors.
+    """
+    found = []
+    for change in (c for c in changes if c.kind != "written"):
+        is_read = is_named(change, names)
+        if is_read and change.kind == "varies":
+            raise RuntimeError(
+                f"forward may read {change.label}, which a module that PyTorch runs sets by the values of tensors: let "
+                "it be a tensor, or have a name that nothing else reads"
+            )
+        if not is_read or replaces_tensors(change, used):
+            found.append(change.entry)
+    return found
+
+
+def _check_memory(calls: Sequence[Call], read: Iterable[torch.Tensor]) -> None:
+    """Raises CannotWrite if the forward writes into what a module that PyTorch runs returns, and then reads what may
+    share memory with that, or the other way round. ``read``: the tensors that are read after the calls."""
+    partners: dict[int, set[int]] = {}  # of a memory; -1 is that of the user's objects
+    stale: dict[int, Call] = {}  # a memory, and the call that wrote into another one that may be the same
+
+    def check(memories: Iterable[int]) -> None:
+        for call in (stale[m] for m in memories if m in stale):
+            error = CannotWrite(
+                "it writes into a tensor that may share memory with what a module that PyTorch runs returns, is given "
+                "or keeps: write into a clone"
+            )
+            error.module = call.place.module
+            add_note(error, f"at {call.place}")
+            raise error
+
+    for call in calls:
+        tensors = [*call.tensors(), *call.results]
+        check(map(aten.storage, tensors))
+        stale |= {other: call for t in call.written for other in partners.get(aten.storage(t), ())}
+        check([-1])
+        for pair in call.function.shared if isinstance(call.function, EagerModule) else ():
+            a, b = (aten.storage(tensors[i]) if i >= 0 else -1 for i in pair)
+            partners.setdefault(a, set()).add(b)
+            partners.setdefault(b, set()).add(a)
+    check(map(aten.storage, read))
+
+
+def settle_runs(calls: list[Call], read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Drops the results of modules' runs that they leave in places which nothing reads, so that a later run need not
+    leave them. Returns tokens: the step has to return them, because Thunder drops a call of which nothing is read.
+
+    Args:
+        calls: those of a forward in which there are such runs.
+        read: the tensors that are read after the calls.
+
+    Raises:
+        CannotWrite: if the forward reads memory that it may have written into unseen.
+    """
+    live, tokens = set(map(aten.storage, read)), []
+    _check_memory(calls, read)
+    for i, call in reversed(list(enumerate(calls))):
+        run = call.function if isinstance(call.function, EagerModule) else None
+        is_live = not live.isdisjoint(map(aten.storage, (*call.results, *call.written)))
+        if run is not None:
+            of_result, left = run.expected
+            count = len(call.results) - len(left) - 1
+            *pairs, (_, token) = zip((*left, None), call.results[count:], strict=True)
+            places = {number[0] for number, t in pairs if aten.storage(t) in live}
+            run.places = {number: run.places[number] for number in places}
+            run.expected = of_result, {number: facts for number, facts in left.items() if number[0] in places}
+            run.token = not is_live
+            kept = [t for number, t in pairs if number[0] in places] + [token] * run.token
+            tokens += [token] * run.token
+            calls[i] = replace(call, results=(*call.results[:count], *kept))
+        if is_live or run is not None:
+            live |= set(map(aten.storage, call.tensors()))
+    return tokens
+
+
+# ---- the call ----
+
 
 Found = Callable[[torch.Tensor, Any], None]
 Compare = Callable[[Recording, Record], Callable[[], None] | None]
@@ -361,13 +453,10 @@ class Front:
     def write(self, done: Recorded) -> Traced:
         record, inputs, arguments, setting = done.record, done.inputs, done.arguments, self._setting
         memory = inputs.memory
-        _refuse(record, memory, setting)
         used = {id(t) for t in memory.outside.values()}
-        check_recurrent([*done.changes, *record.ran], used)
-        excluded = unguarded(record.ran, used, done.watcher.names())
         written = {storage(t) for call in record.calls for t in call.written}
-        memory.check_whole(written)
-        _check_apart(inputs, arguments, written)
+        self._check(done, used, written)
+        excluded = unguarded(record.ran, used, done.watcher.names())
         changes, left = numbered([*done.changes, *written_outside(memory, written)])
         inputs.replaced = {id(c.old) for c in done.changes if c.kind == "buffer"}
         replay = Replay(lambda t: (inputs if inputs.has(t) else arguments).proxy(t), memory, written, inputs.absent)
@@ -411,6 +500,14 @@ class Front:
             rebuild,
             arguments.tensors(),
         )
+
+    def _check(self, done: Recorded, used: Set[int], written: Set[int]) -> None:
+        """Raises for what a step could not do. ``used``: the ids of tensors that no module holds by name, and that
+        forward uses. ``written``: the memory that it writes."""
+        _refuse(done.record, done.inputs.memory, self._setting)
+        check_recurrent([*done.changes, *done.record.ran], used)
+        done.inputs.memory.check_whole(written)
+        _check_apart(done.inputs, done.arguments, written)
 
     def _guards(self, done: Recorded, excluded: Sequence[Entry]) -> list[Callable[[], None]]:
         """What is checked before each later step. ``excluded``: entries that do not count."""

@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from passes.kernels.aten import Meta
-from shardtrace.record.calls import Call, Record, Span, storage
-from shardtrace.record.results import PLAIN
+from shardtrace.record.calls import PLAIN, Call, Record, Span, storage
 
 import torch
 from torch.utils import _pytree as pytree

@@ -1,20 +1,25 @@
-"""Which memory a call of torch writes, and which tensors share it.
+"""Which memory a call of torch writes, which tensors share it, and what it holds while lines are written.
 
 What an operator writes is in its schema, whatever mode torch is in. A tensor that forward reads and that no module
 holds by name (an attribute, an entry of a list, a global) has a fake, which is a part of another one's memory if the
 tensor is.
+
+While recorded calls are written as lines, values take the place of writes. A tensor is known by its fake. Fakes that
+share memory are views of the storage's first tensor, the base. A write gives the base a new value. A view that is read
+after a write is taken again from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import extent
 from shardtrace.record.calls import storage, tensors_of
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 STATISTICS = {"running_mean", "running_var"}  # written by norms in training, whose schemas do not say so
@@ -242,3 +247,136 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
         return t
     with unset_fake_temporarily():
         return torch.empty(0, dtype=t.dtype, device=t.device).set_(of, 0, (count,), (1,))
+
+
+# ---- buffers ----
+
+
+class Buffers:
+    """Guards which names of ``root`` are one buffer, which buffers share memory, and their metadata: a forward may read
+    these without a call of torch. The usual answer comes from identities alone."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places = [(module._buffers, key) for module in root.modules() for key in module._buffers]
+        self._remember(now := self._now())
+        self._expected = list(map(_described, now, _firsts(now)))
+
+    def check(self) -> None:
+        """Raises RuntimeError if there is a difference."""
+        if self._is_identical():
+            return
+        now = self._now()
+        if list(map(_described, now, _firsts(now))) != self._expected:
+            raise RuntimeError("a buffer has other metadata, or shares memory with others than before")
+        self._remember(now)
+
+    def _is_identical(self) -> bool:
+        try:
+            for buffers, key, value in self._rows:
+                if buffers[key] is not value:
+                    return False
+        except KeyError:
+            return False
+        return True
+
+    def _remember(self, now: Sequence[torch.Tensor | None]) -> None:
+        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=True)]
+
+    def _now(self) -> list[torch.Tensor | None]:
+        return [buffers.get(key) for buffers, key in self._places]
+
+
+def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """For each tensor the numbers of the first one that is the same object, and of the first one in its memory."""
+    objects: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        objects.setdefault(id(t), i)
+        memory.setdefault(_memory_of(t), i)
+    return [(objects[id(t)], memory[_memory_of(t)]) for t in tensors]
+
+
+def _memory_of(t: torch.Tensor | None) -> int:
+    return storage(t) if t is not None and t.layout == torch.strided and t.device.type != "meta" else id(t)
+
+
+def _described(t: torch.Tensor | None, firsts: tuple[int, int]) -> Any:
+    if t is None:
+        return None
+    return firsts, t.shape, t.stride() if t.layout == torch.strided else None, t.dtype, t.device
+
+
+# ---- values ----
+
+
+# (base's proxy, base, view) -> the view's proxy; (base's proxy, base, view, new value) -> the base's proxy
+Take = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+Put = Callable[[Any, torch.Tensor, torch.Tensor, Any], Any]
+# (base's proxy, base, new proxy) -> the base's proxy
+Keep = Callable[[Any, torch.Tensor, Any], Any]
+
+
+class Values:
+    """The proxies of fakes. ``take`` and ``put`` write the lines that read and replace a part of a base, ``keep`` that
+    which gives a base other values and the gradient that it has."""
+
+    def __init__(self, take: Take, put: Put, keep: Keep) -> None:
+        self._take, self._put, self._keep = take, put, keep
+        self._proxies: dict[int, Any] = {}
+        self._alive: list[torch.Tensor] = []  # keeps ids from being used again
+        self._bases: dict[int, tuple[torch.Tensor, Any]] = {}  # of a storage
+        self._writes: dict[int, int] = {}  # into a storage, so far
+        self._valid: dict[int, int] = {}  # of a tensor: how many writes its proxy knows
+
+    def __contains__(self, t: torch.Tensor) -> bool:
+        return id(t) in self._proxies
+
+    def know(self, t: torch.Tensor, proxy: Any) -> None:
+        """``proxy`` is what ``t`` holds now."""
+        s = storage(t)
+        self._proxies[id(t)] = proxy
+        self._alive.append(t)
+        self._bases.setdefault(s, (t, proxy))
+        self._valid[id(t)] = self._writes.setdefault(s, 0)
+
+    def know_part(self, t: torch.Tensor) -> None:
+        """``t`` is a part of a base that is known: it is taken when it is read."""
+        self._proxies[id(t)] = None
+        self._alive.append(t)
+        self._valid[id(t)] = -1
+
+    def read(self, t: torch.Tensor) -> Any:
+        """The proxy of what ``t`` holds now."""
+        s = storage(t)
+        if self._valid[id(t)] != self._writes[s]:
+            base, now = self._bases[s]
+            whole = same_place(base, t) and (t.requires_grad or not base.requires_grad)  # else it is detached
+            self.know(t, now if whole else self._take(now, base, t))
+        return self._proxies[id(t)]
+
+    def write(self, t: torch.Tensor, proxy: Any, *, tracked: bool = True) -> None:
+        """``t`` holds ``proxy`` from here on, and all tensors that share its memory follow. ``tracked``: whether
+        autograd sees the write. Gradients ignore another one."""
+        s = storage(t)
+        base, now = self._bases[s]
+        new = proxy if same_place(base, t) else self._put(now, base, t, proxy)
+        keeps = not tracked and base.requires_grad
+        self._bases[s] = base, self._keep(now, base, new) if keeps else new
+        self._writes[s] += 1
+        if not keeps:
+            self.know(t, proxy)
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forgets tensors, and what their memory holds."""
+        for t in tensors:
+            self._proxies.pop(id(t), None)
+            self._bases.pop(storage(t), None)
+            self._writes.pop(storage(t), None)
+
+    def clear(self) -> None:
+        """Forgets all tensors, so that they die with the record."""
+        for known in (self._proxies, self._alive, self._bases, self._writes, self._valid):
+            known.clear()
+
+    def is_written(self, t: torch.Tensor) -> bool:
+        return bool(self._writes.get(storage(t)))

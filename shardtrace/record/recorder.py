@@ -20,17 +20,14 @@ from unittest import mock
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, NAMESPACES, Fakes, functional_transform
 from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_of
+from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_in, tensors_of
 from shardtrace.record.checks import assigned, check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
-from shardtrace.record.marks import is_library
 from shardtrace.record.memory import Memory, arguments_written, written_by
-from shardtrace.record.random_state import RandomStates
 from shardtrace.record.reads import CannotRead, Reads
-from shardtrace.record.results import tensors_in
 from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
-from shardtrace.record.watcher import CodeWatcher
+from shardtrace.record.watcher import CodeWatcher, RandomStates, is_library
 
 import torch
 import torch._dynamo

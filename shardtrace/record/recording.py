@@ -14,19 +14,16 @@ from typing import Any
 from weakref import ref
 
 from passes.kernels.aten import Meta
-from shardtrace.record.calls import DEVICES, Call, Place, Record
+from shardtrace.record.calls import DEVICES, Call, Place, Record, tensors_in
 from shardtrace.record.eager import EagerModule
-from shardtrace.record.effects import Change, Effects
+from shardtrace.record.effects import Change, Effects, check_leaks
 from shardtrace.record.kinds import Numbers
-from shardtrace.record.leaks import check_leaks
 from shardtrace.record.memory import Memory
-from shardtrace.record.random_state import RandomStates
 from shardtrace.record.reads import Reads
 from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
-from shardtrace.record.results import tensors_in
-from shardtrace.record.state import State
+from shardtrace.record.snapshot import State
 from shardtrace.record.symbols import name_of
-from shardtrace.record.watcher import CodeWatcher
+from shardtrace.record.watcher import CodeWatcher, RandomStates
 
 import torch
 from torch import nn

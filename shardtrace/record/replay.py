@@ -18,9 +18,8 @@ from passes.kernels.torch_call import TorchCall, add_executor, laid_out
 from passes.save import mark_block
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
-from shardtrace.record.memory import Memory
+from shardtrace.record.memory import Memory, Values
 from shardtrace.record.symbols import NotTrusted, check_rounding, name_of, value, value_in_place
-from shardtrace.record.values import Values
 
 import torch
 from thunder import torch as ltorch

@@ -2,33 +2,289 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import operator
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+import weakref
+from array import array
+from collections import Counter, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from types import CellType
-from typing import Any
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
-from shardtrace.record.calls import storage
-from shardtrace.record.state import (
-    BUILTIN,
-    HOOKS,
-    MISSING,
-    Entry,
-    Holder,
-    State,
-    cell_contents,
-    contents_of,
-    is_plain,
-    same,
-)
-from shardtrace.record.watcher import CodeWatcher, Outside
+from shardtrace.record.watcher import CodeWatcher, Outside, is_library
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+
+# ---- state ----
+
+
+PLAIN = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, range, type(None), type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    )
+)
+BUILTIN = (list, tuple, dict, set)
+CONTAINERS = (*BUILTIN, deque)
+FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType, partial)
+LARGEST = 64  # entries of a container that is looked into
+DEPTH = 4  # containers and objects, one in another, below a module or a global variable
+OUTSIDE_DEPTH = 2  # the same, below a module of Python of which all is looked at
+SAMPLED = 1 << 16  # bytes of an array from which on only some of its elements are compared
+SAMPLES = 1024  # such elements
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_STATE = frozenset(nn.Module().__dict__) - {"training"}  # what nn.Module keeps for itself
+Entry = tuple[Any, Any]  # a container and a key, or None for its whole contents
+
+
+class Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()  # in place of the value of an entry that is not there
+
+
+class Holder(NamedTuple):
+    """One container, or one object's attributes, and the entries that count.
+
+    ``owner``: the ``__dict__`` of a module, a function or an object, a list, a set, a class, a cell, an array. ``kind``
+    of its entries: "attribute", "submodule", "parameter", "buffer", "hook", "item", "cell", "array". ``counted``:
+    whether its number of entries counts too.
+    """
+
+    owner: Any
+    label: str
+    entries: dict[Any, Any]
+    kind: str = "attribute"
+    counted: bool = True
+
+    def name(self, key: Any) -> str:
+        if self.kind not in ("item", "hook"):
+            return self.label if self.kind in ("cell", "array") else f"{self.label}.{key}"
+        return f"{self.label}[{key!r}]" if is_plain(key) else f"{self.label}[a {type(key).__name__}]"
+
+
+def is_plain(value: object) -> bool:
+    return type(value) in PLAIN or isinstance(value, (enum.Enum, type))
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two values are one object, or plain, of one type and equal: 1 is not 1.0, and nan is nan."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) in (float, complex):
+        return repr(a) == repr(b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) in PLAIN and a == b
+
+
+def is_user_class(cls: type) -> bool:
+    return cls.__module__ != "builtins" and not is_library(cls.__module__)
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of numbers, of numpy or of Python, which a script may change in place."""
+    return isinstance(value, (bytearray, array)) or _is_of_numpy(value, "ndarray")
+
+
+def _is_of_numpy(value: object, name: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, name))
+
+
+def contents_of(value: Any, *, sampled: bool = True) -> tuple[Any, ...]:
+    """What an array holds: its bytes, with their type and shape. ``sampled``: only evenly spaced elements of a large
+    one of numpy, and its identity."""
+    if not _is_of_numpy(value, "ndarray"):
+        return type(value), bytes(value)
+    found = sys.modules["numpy"].asarray(value)  # a subclass may hold more
+    if found.nbytes > SAMPLED and sampled:
+        flat = found.reshape(-1) if found.flags.c_contiguous else found.flat
+        return found.dtype.str, found.shape, flat[:: -(-found.size // SAMPLES)].tobytes(), id(value)
+    return found.dtype.str, found.shape, found.tobytes()
+
+
+class State:
+    """The holders that were reached.
+
+    Args:
+        names: the attributes of objects, classes, functions and modules of Python that count, None for all. Those of
+            modules, dataclasses and namespaces always count.
+        excluded: entries that do not count.
+        replaced: likewise, but no other entries may be added or removed.
+    """
+
+    def __init__(
+        self, names: Container[str] | None = None, excluded: Collection[Entry] = (), replaced: Collection[Entry] = ()
+    ) -> None:
+        self.holders: list[Holder] = []
+        self._names = names
+        self._excluded = {(id(owner), key) for owner, key in excluded}
+        self._incomplete = {owner for owner, _ in self._excluded}
+        self._excluded |= {(id(owner), key) for owner, key in replaced}
+        self.seen: dict[int, tuple[str, object]] = {}  # what was reached, by id, and where; keeps it alive
+
+    def add_value(self, value: Any, label: str, depth: int = DEPTH) -> None:
+        """Adds what a module, a container, an object or a class holds."""
+        value = value() if type(value) is weakref.ref else value
+        if type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum)) or depth < 0:
+            return
+        if id(value) in self.seen or type(value) in weakref.ProxyTypes:
+            return
+        self.seen[id(value)] = label, value
+        if isinstance(value, nn.Module):
+            self._add_module(value, label)
+        elif isinstance(value, type):
+            self._add_class(value, label)
+        elif isinstance(value, ModuleType):
+            self._add_python_module(value, label, depth)
+        elif isinstance(value, FUNCTIONS):
+            self._add_function(value, label, depth)
+        elif is_array(value):
+            self.add(Holder(value, label, {"contents": contents_of(value)}, "array", counted=False), depth)
+        else:
+            self._add_container(value, label, depth)
+            self._add_object(value, label, depth)
+
+    def add(self, holder: Holder, depth: int = DEPTH) -> None:
+        """Adds one holder and what its entries hold."""
+        if (id(holder.owner), None) in self._excluded:
+            return
+        entries = {k: v for k, v in holder.entries.items() if (id(holder.owner), k) not in self._excluded}
+        counted = holder.counted and id(holder.owner) not in self._incomplete
+        self.holders.append(holder._replace(entries=entries, counted=counted))
+        for key, value in entries.items():
+            if type(value) not in PLAIN and holder.kind != "array":
+                self.add_value(value, holder.name(key), depth - 1)
+
+    def _add_module(self, module: nn.Module, label: str) -> None:
+        own = module.__dict__
+        entries = {k: v for k, v in own.items() if k not in MODULE_STATE and not k.startswith("_shardtrace")}
+        self.add(Holder(own, label, entries))
+        self.add(Holder(module._modules, label, dict(module._modules), "submodule"))
+        for name, kind in (("_parameters", "parameter"), ("_buffers", "buffer")):  # tensors are guarded elsewhere
+            absent = {k: None for k, v in own[name].items() if v is None}
+            self.add(Holder(own[name], label, absent, kind))
+        for name in HOOKS:
+            self.add(Holder(own[name], f"{label}.{name}", dict(own[name]), "hook"))
+        self.add_value(type(module), type(module).__qualname__)
+
+    def _add_class(self, cls: type, label: str) -> None:
+        """Adds what the user's classes define, as instances read it: the first of the method resolution order."""
+        bases = [base for base in reversed(cls.__mro__) if is_user_class(base)]
+        for base in bases:  # first, so that their functions are looked into as deep as those of a class that wraps them
+            self.add_value(base, base.__qualname__)
+        entries: dict[str, Any] = {}
+        for base in bases:
+            names = [name for name in vars(base) if self._counts(name) and (id(base), name) not in self._excluded]
+            entries |= {name: vars(base)[name] for name in names}
+        kept = {k: v for k, v in entries.items() if _is_class_state(v)}
+        self.add(Holder(cls, label, kept, counted=False))
+
+    def _add_python_module(self, module: ModuleType, label: str, depth: int) -> None:
+        """Adds the variables of a module of the user's. Without ``names`` also what its own functions and classes hold,
+        but not these themselves."""
+        name = module.__name__.partition(".")[0]
+        if not is_library(name) and name not in sys.stdlib_module_names:
+            depth = depth if self._names is not None else min(depth, OUTSIDE_DEPTH)
+            every = ((k, v) for k, v in vars(module).items() if self._counts(k))
+            entries = {k: v for k, v in every if self._names is not None or not is_code(v)}
+            self.add(Holder(vars(module), label, entries, counted=False), depth)
+            for key, value in vars(module).items() if self._names is None else ():
+                if isinstance(value, (FunctionType, type)) and value.__module__ == module.__name__:
+                    self.add_value(value, f"{label}.{key}", depth)
+
+    def _add_function(self, value: Any, label: str, depth: int) -> None:
+        """Adds the attributes and defaults of a function, and what a method and a partial are bound to. Without
+        ``names`` also its free variables: a watcher knows those that count."""
+        if isinstance(value, partial):
+            for part in (value.func, value.args, value.keywords):
+                self.add_value(part, label, depth)
+        elif not isinstance(value, FunctionType):
+            self.add_value(getattr(value, "__func__", None), label, depth)
+            self.add_value(value.__self__, label, depth - 1)
+        else:
+            own = {k: v for k, v in value.__dict__.items() if self._counts(k)}
+            defaults = {k: v for k in ("__defaults__", "__kwdefaults__") if (v := getattr(value, k))}
+            for owner, entries in ((value.__dict__, own), (value, defaults)):
+                if entries:
+                    self.add(Holder(owner, label, entries, counted=False), depth)
+            variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for name, cell in variables if self._names is None else ():
+                label = f"variable {name} of {value.__qualname__}"
+                self.add(Holder(cell, label, cell_contents(cell), "cell", counted=False), depth - 1)
+
+    def _add_container(self, value: Any, label: str, depth: int) -> None:
+        base = next((b for b in CONTAINERS if isinstance(value, b)), None)
+        if base is not None:  # a subclass may refuse len()
+            entries = dict(entries_of(value)) if base.__len__(value) <= LARGEST else {}
+            counted = base is not tuple and type(value).__len__ is base.__len__
+            self.add(Holder(value, label, entries, "item", counted), depth)
+
+    def _add_object(self, value: Any, label: str, depth: int) -> None:
+        if not is_user_class(type(value)):
+            return
+        everything = dataclasses.is_dataclass(value) or isinstance(value, (SimpleNamespace, UserDict, UserList))
+        own = getattr(value, "__dict__", None)
+        if type(own) is dict:
+            entries = {k: v for k, v in own.items() if everything or self._counts(k)}
+            self.add(Holder(own, label, entries), depth)
+        names = [name for name in slot_names(value) if self._counts(name)]
+        if names:
+            present = {name: getattr(value, name) for name in names if hasattr(value, name)}
+            self.add(Holder(value, label, present, counted=False), depth)
+        self.add_value(type(value), type(value).__qualname__, depth)
+
+    def _counts(self, name: str) -> bool:
+        return not (name.startswith("__") and name.endswith("__")) and (self._names is None or name in self._names)
+
+
+def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of a container by key. The members of a set are their own keys."""
+    base: Any = next(b for b in CONTAINERS if isinstance(container, b))
+    if base is dict:
+        return iter(dict.items(container))
+    members = base.__iter__(container)  # that of a subclass may be another
+    return ((m, m) for m in members) if base is set else enumerate(members)
+
+
+def cell_contents(cell: CellType) -> dict[str, Any]:
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # empty
+        return {}
+
+
+def is_code(value: object) -> bool:
+    return isinstance(value, (FunctionType, type, ModuleType))
+
+
+def _is_class_state(value: object) -> bool:
+    """Whether reading the attribute from the class gives the value itself, as it does not for a property."""
+    return is_plain(value) or isinstance(value, (FunctionType, torch.Tensor)) or not hasattr(type(value), "__get__")
+
+
+def slot_names(value: object) -> Iterator[str]:
+    """The attributes for which an object has slots."""
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+# ---- the guard ----
+
 
 WIDTH = 4  # entries of one dict that are compared in one turn of the loop
 Read = Callable[[Any, Any], Any]
@@ -117,60 +373,6 @@ class Snapshot:
         if any(self._empty) or list(map(len, self._filled)) != self._lengths:
             return False
         return all(contents_of(array) == contents for array, contents in self._arrays)
-
-
-class Buffers:
-    """Guards which names of ``root`` are one buffer, which buffers share memory, and their metadata: a forward may read
-    these without a call of torch. The usual answer comes from identities alone."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._places = [(module._buffers, key) for module in root.modules() for key in module._buffers]
-        self._remember(now := self._now())
-        self._expected = list(map(_described, now, _firsts(now)))
-
-    def check(self) -> None:
-        """Raises RuntimeError if there is a difference."""
-        if self._is_identical():
-            return
-        now = self._now()
-        if list(map(_described, now, _firsts(now))) != self._expected:
-            raise RuntimeError("a buffer has other metadata, or shares memory with others than before")
-        self._remember(now)
-
-    def _is_identical(self) -> bool:
-        try:
-            for buffers, key, value in self._rows:
-                if buffers[key] is not value:
-                    return False
-        except KeyError:
-            return False
-        return True
-
-    def _remember(self, now: Sequence[torch.Tensor | None]) -> None:
-        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=True)]
-
-    def _now(self) -> list[torch.Tensor | None]:
-        return [buffers.get(key) for buffers, key in self._places]
-
-
-def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
-    """For each tensor the numbers of the first one that is the same object, and of the first one in its memory."""
-    objects: dict[int, int] = {}
-    memory: dict[int, int] = {}
-    for i, t in enumerate(tensors):
-        objects.setdefault(id(t), i)
-        memory.setdefault(_memory(t), i)
-    return [(objects[id(t)], memory[_memory(t)]) for t in tensors]
-
-
-def _memory(t: torch.Tensor | None) -> int:
-    return storage(t) if t is not None and t.layout == torch.strided and t.device.type != "meta" else id(t)
-
-
-def _described(t: torch.Tensor | None, firsts: tuple[int, int]) -> Any:
-    if t is None:
-        return None
-    return firsts, t.shape, t.stride() if t.layout == torch.strided else None, t.dtype, t.device
 
 
 def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:

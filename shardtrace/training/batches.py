@@ -15,7 +15,7 @@ from shardtrace.model.state import ShardedState, sharded_states
 from shardtrace.model.tracing import plan_of
 from shardtrace.ranks.failure import communicating
 from shardtrace.ranks.mesh import is_alone
-from shardtrace.record.results import Path, map_tensors
+from shardtrace.record.calls import Path, map_tensors
 
 import torch
 import torch.distributed as dist

@@ -8,7 +8,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import shardtrace
-from shardtrace.record.results import tensors_in
+from shardtrace.record.calls import tensors_in
 
 import pytest
 import torch

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import shardtrace
-from shardtrace.record.changes import apply, numbered
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory
-from shardtrace.record.numbers import check_recurrent, only_written, record_numbers
+from shardtrace.record.numbers import apply, check_recurrent, numbered, only_written, record_numbers
 from shardtrace.record.reads import Reads
 from shardtrace.record.recorder import FakeMode
 from shardtrace.record.recording import Recording

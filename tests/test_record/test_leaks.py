@@ -3,7 +3,7 @@
 import contextvars
 import weakref
 
-from shardtrace.record.leaks import check_leaks
+from shardtrace.record.effects import check_leaks
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import functools
 import random
 
 import shardtrace
-from shardtrace.record.random_state import RandomStates
+from shardtrace.record.watcher import RandomStates
 
 import numpy
 import pytest

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 
 import shardtrace
-from shardtrace.record.results import map_tensors, tensors_in
+from shardtrace.record.calls import map_tensors, tensors_in
 
 import pytest
 import thunder

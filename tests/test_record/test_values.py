@@ -1,6 +1,6 @@
 """Writes become values: which lines read a part of a base again, and which give it a new value."""
 
-from shardtrace.record.values import Values, same_place
+from shardtrace.record.memory import Values, same_place
 
 import pytest
 import torch

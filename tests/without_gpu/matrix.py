@@ -24,7 +24,7 @@ from passes.analysis.verify import verify
 from passes.compat.jit import attention_of_gpus
 from passes.plan import Keep, Level
 from shardtrace.inspector.fake import compile_only, fake_ranks
-from shardtrace.record.absent import claim
+from shardtrace.record.arguments import claim
 from shardtrace.testing import text
 
 import thunder
