@@ -3,6 +3,8 @@
 import contextvars
 import weakref
 
+import shardtrace
+from shardtrace.record import effects
 from shardtrace.record.effects import check_leaks
 
 import pytest
@@ -124,3 +126,28 @@ def test_local_variables_and_graphs_are_no_leak():
     del y, local
     check_leaks(made)
     assert z.grad_fn is not None
+
+
+class ReadsAndHooks(nn.Module):
+    """Is recorded twice, because forward registers a hook, and reads a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+
+    def forward(self, x, lengths):
+        if not self.part._forward_hooks:
+            self.part.register_forward_hook(lambda *given: None)
+        return self.part(x)[: lengths.max().item()]
+
+
+def test_nobody_is_searched_if_no_fake_stays(single_rank, monkeypatch):
+    """The search takes a second for each tensor of a large process."""
+
+    def search(*given):
+        raise AssertionError("a record keeps its fakes")
+
+    monkeypatch.setattr(effects, "_caches", search)
+    model = shardtrace.fsdp(ReadsAndHooks())
+    for _ in range(4):  # the second and the fourth step record again
+        model(torch.ones(2, 3), torch.tensor([1, 2])).sum().backward()
