@@ -11,8 +11,9 @@ lines compute, and in which order, is what eager PyTorch computes, to the last b
 Note [Whole]. Forward stays one line of torch's own function if backward reads only its inputs, its results and views
 of its inputs. Such views are taken again in backward, so that ZeRO-3 saves no view of a gathered parameter.
 
-Note [Strides]. A gradient may be laid out otherwise than the fake one. ``view`` becomes ``reshape``; a call in which an
-operator relies on strides has no program.
+Note [Strides]. A gradient may be laid out otherwise than the fake one. ``view`` becomes ``reshape``. A call in which an
+operator relies on strides has no program. Some kernels read memory as it lies, and torch's rules for gradients lay out
+their tensors first, which shows no operator if they are laid out already: ``LAID_OUT`` does that in each call.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "no
 # They rely on strides; view_as_real on a conjugation that is computed; the last one gives no workspace where its fake
 # kernel does.
 UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "view_as_real", "mkldnn_rnn_layer"})
+# The kernels of Note [Strides], by the place of the tensor whose memory format the others take. From torch's file of
+# derivatives, and from gradients in other layouts for all operators of its database.
+LAID_OUT: Mapping[str, int] = {
+    "native_group_norm": 0, "native_group_norm_backward": 1, "cudnn_batch_norm_backward": 0,
+    "miopen_batch_norm_backward": 0, "_cdist_backward": 1, "_weight_norm_interface": 0, "_weight_norm_interface_backward": 1,
+}  # fmt: skip
 NOT_FUNCTIONAL = frozenset({"resize", "resize_as", "set"})
 
 
@@ -467,6 +474,8 @@ def binding_of(operator: OpOverload) -> Callable[..., Any]:
         return _reshape
     if name == "_to_copy":
         return torch.Tensor.to
+    if name in LAID_OUT:
+        return functools.partial(_laid_out, operator, LAID_OUT[name])
     takes = [str(a.type) for a in operator._schema.arguments]
     deprecated = overload == "Scalar" and len(takes) > 2  # torch.add(a, number, alpha)
     parsed = not deprecated and "List[Optional[Tensor]]" not in takes
@@ -476,6 +485,21 @@ def binding_of(operator: OpOverload) -> Callable[..., Any]:
             if isinstance(found, types.BuiltinFunctionType | types.MethodDescriptorType):
                 return found
     return operator
+
+
+def _laid_out(operator: OpOverload, place: int, *args: Any) -> Any:
+    """Calls an operator with tensors that are contiguous, or channels-last if the one at ``place`` is."""
+    like, formats = args[place], {4: torch.channels_last, 5: torch.channels_last_3d}
+    chosen = formats.get(like.dim())
+    if chosen is None or like.is_contiguous() or not like.is_contiguous(memory_format=chosen):
+        chosen = torch.contiguous_format
+
+    def laid_out(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.contiguous(memory_format=chosen if x.dim() == like.dim() else torch.contiguous_format)
+
+    return operator(*map(laid_out, args))
 
 
 def _reshape(a: torch.Tensor, shape: Sequence[int], stride: Any = None) -> torch.Tensor:

@@ -118,6 +118,12 @@ FUNCTIONS = {
 }
 
 
+DISTANCES = {
+    "distances": (lambda x, y: torch.cdist(x, y, p=1.0), [(2, 3, 5), (2, 4, 5)]),
+    "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), [(4, 3, 5), (4, 1, 1)]),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients_are_eagers(name, dtype):
@@ -127,10 +133,16 @@ def test_values_and_gradients_are_eagers(name, dtype):
     check(function, *(tensor(*shape, dtype=dtype) for shape in shapes))
 
 
-@pytest.mark.parametrize("name", ["addmm", "linear", "layer norm", "softmax", "attention", "convolution", "a view"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *DISTANCES])
 def test_gradients_with_other_strides(name):
-    function, shapes = FUNCTIONS[name]
+    function, shapes = (FUNCTIONS | DISTANCES)[name]
     check(function, *(tensor(*shape) for shape in shapes), transposed=True)
+
+
+def test_gradients_of_channels_last():
+    x = torch.randn(2, 4, 3, 5).to(memory_format=torch.channels_last).requires_grad_()
+    check(lambda x, w: F.group_norm(x, 2, w), x, tensor(4))
+    check(lambda x, w: F.group_norm(x, 2, w), x, tensor(4), transposed=True)
 
 
 def test_integers_and_frozen_inputs():
