@@ -53,8 +53,9 @@ UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "vie
 # The kernels of Note [Strides], by the place of the tensor whose memory format the others take. From torch's file of
 # derivatives, and from gradients in other layouts for all operators of its database.
 LAID_OUT: Mapping[str, int] = {
-    "native_group_norm": 0, "native_group_norm_backward": 1, "cudnn_batch_norm_backward": 0,
-    "miopen_batch_norm_backward": 0, "_cdist_backward": 1, "_weight_norm_interface": 0, "_weight_norm_interface_backward": 1,
+    "native_group_norm": 0, "native_group_norm_backward": 1,
+    "_weight_norm_interface": 0, "_weight_norm_interface_backward": 1, "_cdist_backward": 1,
+    "cudnn_batch_norm_backward": 0, "miopen_batch_norm_backward": 0,
 }  # fmt: skip
 NOT_FUNCTIONAL = frozenset({"resize", "resize_as", "set"})
 
