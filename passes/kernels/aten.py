@@ -47,16 +47,22 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 Shape = Sequence[int]
 CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 DEFAULTS: Mapping[str, Any] = {"layout": torch.strided, "pin_memory": False, "non_blocking": False}
-# They rely on strides; view_as_real on a conjugation that is computed; the last one gives no workspace where its fake
-# kernel does.
-UNFIT = frozenset({"as_strided", "as_strided_scatter", "new_empty_strided", "view_as_real", "mkldnn_rnn_layer"})
+# They rely on strides, and so does what torch makes of the factors of determinants; view_as_real on a conjugation that
+# is computed; the last one gives no workspace where its fake kernel does.
+UNFIT = frozenset({
+    "as_strided", "as_strided_scatter", "new_empty_strided", "_linalg_det", "_linalg_slogdet", "view_as_real",
+    "mkldnn_rnn_layer",
+})  # fmt: skip
 # The kernels of Note [Strides], by the place of the tensor whose memory format the others take. From torch's file of
 # derivatives, and from gradients in other layouts for all operators of its database.
 LAID_OUT: Mapping[str, int] = {
     "native_group_norm": 0, "native_group_norm_backward": 1,
     "_weight_norm_interface": 0, "_weight_norm_interface_backward": 1, "_cdist_backward": 1,
-    "cudnn_batch_norm_backward": 0, "miopen_batch_norm_backward": 0,
+    "cudnn_batch_norm_backward": 0, "miopen_batch_norm_backward": 0, "_pdist_forward": 0, "_pdist_backward": 1,
+    "_embedding_bag": 0, "_embedding_bag_forward_only": 0, "_embedding_bag_backward": 1,
+    "_embedding_bag_dense_backward": 1, "_embedding_bag_per_sample_weights_backward": 2,
 }  # fmt: skip
+ATTENTION = "_scaled_dot_product_"  # the names of kernels that take rows without gaps begin so
 NOT_FUNCTIONAL = frozenset({"resize", "resize_as", "set"})
 
 
@@ -477,9 +483,12 @@ def binding_of(operator: OpOverload) -> Callable[..., Any]:
         return torch.Tensor.to
     if name in LAID_OUT:
         return functools.partial(_laid_out, operator, LAID_OUT[name])
+    if name.startswith(ATTENTION):
+        return functools.partial(_with_dense_rows, operator)
     takes = [str(a.type) for a in operator._schema.arguments]
     deprecated = overload == "Scalar" and len(takes) > 2  # torch.add(a, number, alpha)
     parsed = not deprecated and "List[Optional[Tensor]]" not in takes
+    parsed = parsed and all(a.name != "reduction" for a in operator._schema.arguments)  # its default is not parsed
     if parsed and overload in ("default", "Tensor", "Scalar", "int", "dim", "dim_IntList"):
         for home in (torch, torch._C._nn, torch.Tensor):
             found = getattr(home, name, None)
@@ -501,6 +510,11 @@ def _laid_out(operator: OpOverload, place: int, *args: Any) -> Any:
         return x.contiguous(memory_format=chosen if x.dim() == like.dim() else torch.contiguous_format)
 
     return operator(*map(laid_out, args))
+
+
+def _with_dense_rows(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    tensors = (x.contiguous() if isinstance(x, torch.Tensor) and x.dim() and x.stride(-1) > 1 else x for x in args)
+    return operator(*tensors, **kwargs)
 
 
 def _reshape(a: torch.Tensor, shape: Sequence[int], stride: Any = None) -> torch.Tensor:

@@ -139,6 +139,29 @@ def test_gradients_with_other_strides(name):
     check(function, *(tensor(*shape) for shape in shapes), transposed=True)
 
 
+@pytest.mark.parametrize("name", ["linear", "layer norm", "group norm", "attention", "convolution", *DISTANCES])
+def test_inputs_with_other_strides(name):
+    """In a later step. The program is that of contiguous ones."""
+    function, shapes = (FUNCTIONS | DISTANCES)[name]
+    tensors = [tensor(*shape) for shape in shapes]
+    program, _ = program_of(function, *tensors)
+    others = [t.detach().mT.contiguous().mT.requires_grad_() if t.ndim > 1 else t for t in tensors]
+    expected = function(*others)
+    grad = torch.randn(expected.shape)
+    gradients = torch.autograd.grad(expected, others, grad)
+    with torch.no_grad():
+        (out,), found = run(program, [t.detach() for t in others], [grad])
+    torch.testing.assert_close((out, *found), (expected.detach(), *gradients))
+
+
+def test_the_means_of_losses():
+    """torch's own parser of arguments takes the default of ``reduction`` for 0, which is "none"."""
+    x, y = torch.rand(3, 4), torch.rand(3, 4)
+    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy_with_logits"):
+        operator = getattr(aten, name).default
+        assert binding_of(operator)(x, y).shape == operator(x, y).shape == ()
+
+
 def test_gradients_of_channels_last():
     x = torch.randn(2, 4, 3, 5).to(memory_format=torch.channels_last).requires_grad_()
     check(lambda x, w: F.group_norm(x, 2, w), x, tensor(4))
@@ -164,6 +187,7 @@ def test_whole(name):
 CONSTANT = torch.ones(3)
 WITHOUT = {
     "strides": lambda x: x.as_strided((2, 2), (2, 1)),
+    "factors that depend on strides": torch.linalg.det,
     "complex numbers": lambda x: torch.fft.rfft(x).conj().abs(),
     "numbers of a tensor": lambda x: x * x.sum().item(),
     "a tensor from nowhere": lambda x: x * CONSTANT,
