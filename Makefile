@@ -83,6 +83,7 @@ mutants: $(VENV)/.dev  ## make 5,000 wrong steps out of right ones; each must be
 	$(BIN)/python tests/mutants/run.py --number $(MUTANTS)
 
 operators: $(VENV)/.dev  ## hold torch's databases of operators and modules under fsdp against eager PyTorch, half an hour: ONLY='nn_functional_*'
+	$(BIN)/python tests/operators/layouts.py
 	$(BIN)/python tests/operators/run.py --jobs $(LANES) $(if $(ONLY),--only $(ONLY)) $(OPERATORS_ARGS)
 
 fuzz: $(VENV)/.dev  ## train models and scripts that are put together at random beside eager PyTorch: PROGRAMS=500
