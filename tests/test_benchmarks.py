@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import shardtrace
 
@@ -15,6 +16,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from ranks import Fork
 
 FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
 TINY = ["--layers=1", "--width=16", "--batch=2", "--seq=8", "--rounds=1", "--steps-per-round=1"]
@@ -40,6 +42,24 @@ def module(monkeypatch):
     """Imports a file of the benchmarks, which are scripts and not a package."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
+
+
+@pytest.fixture
+def here(module, monkeypatch):
+    """Runs ``compare.py`` in this process and its ranks in forks, all of which have imported Thunder already."""
+
+    def start(command, env, stdout, **_):
+        *_, script, job = command
+        del env["BENCHMARK_TERMINAL"]  # a file that this process has opened
+        return Fork(Path(script), [job], env, Path(stdout.name))
+
+    def run(out, *arguments):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments, f"--out={out}"])
+        return module("compare").main()
+
+    monkeypatch.setattr(module("launch"), "subprocess", SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return run
 
 
 def rank_script(monkeypatch):
@@ -85,14 +105,14 @@ def test_a_mixture_of_experts_trains_as_in_eager(single_rank, module, monkeypatc
     torch.testing.assert_close(*gradients)
 
 
-def test_loopback_prints_tables_and_writes_figures(tmp_path):
+def test_loopback_prints_tables_and_writes_figures(tmp_path, here, capsys):
     only = "|".join(f"^{name}$" for name in ONE)
-    done = compare(tmp_path, "loopback", *TINY, f"--only={only}")
-    assert done.returncode == 0, done.stderr
+    assert here(tmp_path, "loopback", *TINY, f"--only={only}") == 0
+    printed = capsys.readouterr().out
     for name in ONE:
-        assert any(line.startswith(name) for line in done.stdout.splitlines())
-    assert "communication alone, shardtrace zero3" in done.stdout
-    assert "speed of shardtrace zero3 over fsdp2 reshard" in done.stdout
+        assert any(line.startswith(name) for line in printed.splitlines())
+    assert "communication alone, shardtrace zero3" in printed
+    assert "speed of shardtrace zero3 over fsdp2 reshard" in printed
 
     figures = json.loads((tmp_path / "results.json").read_text())
     (result,) = figures["settings"]
@@ -106,7 +126,26 @@ def test_loopback_prints_tables_and_writes_figures(tmp_path):
     assert 0 < ours["passes_s"] < ours["compile_s"]
     assert {t["met"] for t in figures["targets"]} <= {True, False}
     assert len(figures["targets"]) == 4  # speed, memory (2), passes
-    assert (tmp_path / "steps.svg").exists() or "no plot: matplotlib is not installed" in done.stdout
+    assert (tmp_path / "steps.svg").exists() or "no plot: matplotlib is not installed" in printed
+
+
+def test_each_rank_is_a_process_with_the_variables_of_torchrun(tmp_path, module):
+    launch, script = module("launch"), tmp_path / "script.py"
+    sizes = module("job").Sizes(layers=1, width=16, heads=1, batch=2, seq=8)
+    job = module("job").Job("loopback", "gloo", 2, "cpu", sizes, 1, 1, "")
+    script.write_text(
+        "import json, os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS')\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with open(json.load(open(sys.argv[1]))['result'], 'w') as file:\n"
+        "        json.dump([os.environ[name] for name in names], file)\n"
+    )
+    assert launch.run_ranks(job, script=script) == ["0", "2", "127.0.0.1", "1"]
+    script.write_text(
+        "import os, sys, time\nsys.exit('no such rank') if os.environ['RANK'] == '1' else time.sleep(600)"
+    )
+    with pytest.raises(launch.RankFailed, match="rank 1 ended with exit code 1:\nno such rank"):
+        launch.run_ranks(job, script=script)
 
 
 def test_slow_link(tmp_path, module):

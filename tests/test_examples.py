@@ -19,13 +19,14 @@ import shardtrace
 
 import pytest
 import torch
-from ranks import run_script
+from ranks import run_script, start_torchrun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [
     f"gpt2/{name}.py" for name in ("train", "single_device", "ddp", "fsdp", "owner", "muon", "ema", "plugin", "compare")
 ]
 SCRIPTS += ["mnist/train.py", "huggingface.py", "long_context.py", "litgpt_finetune.py"]
+STEPS = 30  # of a training that is interrupted
 TINY = ["--layers=1", "--batch-size=4", "--seq-len=32"]
 PACKAGES = {
     "huggingface.py": "transformers",
@@ -93,7 +94,7 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    options = [*TINY, f"--text={folder}/text", "--steps=60", "--eval-batches=1", "--sample-bytes=4"]
+    options = [*TINY, f"--text={folder}/text", f"--steps={STEPS}", "--eval-batches=1", "--sample-bytes=4"]
     sharding = ["--sharding-strategy=zero2", "--bucketing-strategy=0.5"]
     saving = ["--save-every=5", "--resume"]
     checkpoints = folder / "checkpoints"
@@ -108,7 +109,7 @@ def test_any_number_of_ranks_gives_the_same_losses(tmp_path, run_here, trained):
     expected = json.loads((tmp_path / "json").read_text())
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert len(found["losses"]) == 60
+    assert len(found["losses"]) == STEPS
     assert len(found["parameter_bytes"]) == 2
     assert re.search(r"none +0 +0", one)
     assert "reduce_scatter, backward" in two
@@ -166,27 +167,30 @@ def test_a_moving_average_beside_the_model(tmp_path, run_here):
 
 def test_a_killed_rank_changes_no_loss(tmp_path, trained):
     """torchrun restarts both ranks, and every loss is that of the undisturbed run, to the bit."""
+    checkpoints, processes = tmp_path / "checkpoints", tmp_path / "processes"
+    processes.mkdir()
     options = [
         *trained.options,
         *trained.sharding_and_saving,
         "--eval-batches=0",
         "--sample-bytes=0",
-        f"--checkpoint-dir={tmp_path}",
+        f"--checkpoint-dir={checkpoints}",
+        f"--json={tmp_path}/json",
     ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    script = [EXAMPLES / "gpt2/train.py", *options, f"--json={tmp_path}/json"]
-    with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
-        kill_rank(process, rank=0, when=lambda: last_step(tmp_path) >= 20)
-        assert process.wait(200) == 0
+    torchrun = start_torchrun(EXAMPLES / "gpt2/train.py", options, 2, processes)
+    killed = kill_when(processes / "0", torchrun, lambda: last_step(checkpoints) >= 5)
+    torchrun.join(200)
+    assert torchrun.exitcode == 0, (processes / "stderr").read_text()
+    assert int((processes / "0").read_text()) != killed
     assert json.loads((tmp_path / "json").read_text())["losses"] == trained.report["losses"]
-    assert last_step(tmp_path) == 60
+    assert last_step(checkpoints) == STEPS
 
 
 def test_resumed_after_the_last_step_it_prints_the_result(tmp_path, trained):
     """As after a kill in the final evaluation."""
     options = [*trained.options, *trained.sharding_and_saving, f"--checkpoint-dir={trained.checkpoints}"]
     out = run_on_two_ranks("gpt2/train.py", *options, f"--json={tmp_path}/json")
-    assert "all 60 steps were done before" in out
+    assert f"all {STEPS} steps were done before" in out
     found, finished = json.loads((tmp_path / "json").read_text()), trained.report
     same = ("losses", "val_loss", "parameter_bytes", "optimizer_bytes", "step_bytes", "collectives")
     assert {key: found[key] for key in same} == {key: finished[key] for key in same}
@@ -201,19 +205,16 @@ def last_step(folder):
     return 0 if last is None else int(last.name.removeprefix("step-"))
 
 
-def kill_rank(torchrun, rank, when):
-    """Sends SIGKILL to one of torchrun's ranks as soon as ``when`` is true."""
+def kill_when(file, torchrun, happened):
+    """Sends SIGKILL to the process whose id is in the file as soon as something has happened; returns the id."""
     deadline = time.monotonic() + 100
-    while not when():
-        assert torchrun.poll() is None
+    while not happened():
+        assert torchrun.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            os.kill(int(pid), signal.SIGKILL)
-            return
-    raise AssertionError(f"torchrun has no rank {rank}")
+    process = int(file.read_text())
+    os.kill(process, signal.SIGKILL)
+    return process
 
 
 # ---- mnist ----
@@ -312,7 +313,7 @@ def test_litgpt_reduces_only_adapters(tmp_path):
 
 def test_litgpts_own_loop_with_fabric(tmp_path):
     out = run_on_two_ranks(
-        "lightning_pretrain.py", *TINY, "--steps=20", "--accumulate=1", f"--save={tmp_path}/checkpoint"
+        "lightning_pretrain.py", *TINY, "--steps=10", "--accumulate=1", f"--save={tmp_path}/checkpoint"
     )
     first, *_ = re.findall(r"loss train: ([\d.]+)", out)
     assert float(first) < 5.5  # of 256 bytes

@@ -1,6 +1,7 @@
 """Ranks that run different steps and ranks that fail: the right error on all ranks, without delay."""
 
 import copy
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from torch import nn
 SCRIPT = """
 import atexit
 import gc
+import json
 import os
 import signal
 import socket
@@ -178,26 +180,30 @@ def killed(rank, store, how, failing):
         print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
         raise
 
-ports, ranks = {}, {}
-for run, how, failing in CASES:  # all at once
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        ports[how] = free.getsockname()[1]
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            atexit.register(gc.freeze)  # or Python would look through all objects, a second for each rank
-            os.dup2(os.open(f"{how}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-            run(rank, os.path.abspath(how), how, failing)
-            sys.exit()
-        ranks.setdefault(how, []).append(pid)
-for how, pids in ranks.items():
-    codes = []
-    for pid in pids:
-        if how.startswith("stopped") and codes:
-            os.kill(pid, signal.SIGKILL)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    print(open(f"{how}.out").read() + f"exit codes {codes}", flush=True)
+for line in sys.stdin:  # the cases of a test, all of which run at once
+    folder, *cases = line.split("; ")
+    os.chdir(folder)
+    ports, ranks, results = {}, {}, []
+    for run, how, failing in map(eval, cases):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports[how] = free.getsockname()[1]
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                atexit.register(gc.freeze)  # or Python would look through all objects, a second for each rank
+                os.dup2(os.open(f"{how}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+                run(rank, os.path.abspath(how), how, failing)
+                sys.exit()
+            ranks.setdefault(how, []).append(pid)
+    for how, pids in ranks.items():
+        codes = []
+        for pid in pids:
+            if how.startswith("stopped") and codes:
+                os.kill(pid, signal.SIGKILL)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        results.append([open(f"{how}.out").read(), codes])
+    print(json.dumps(results), flush=True)
 """
 
 
@@ -237,24 +243,35 @@ def test_same_steps_are_run():
         compiled_steps(check_steps)("reduced")
 
 
-def run_ranks(folder, *cases, codes=None):
-    """The output of the two ranks of each case, which end with these exit codes, or with [1, 1]. The ranks are forks of
-    a process that has imported Thunder.
-
-    They run without torchrun, which would kill them with a signal.
-    """
-    (folder / "script.py").write_text(SCRIPT.replace("CASES", f"[{', '.join(cases)}]"))
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A process that has imported Thunder. The ranks of all tests are its forks."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("SHARDTRACE_CHECK_STEPS", None)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    found = re.findall(r"exit codes (.*)\n", done.stdout)
-    assert found == (codes or len(cases) * ["[1, 1]"]), done.stdout + done.stderr
-    return re.split(r"exit codes .*\n", done.stdout)[:-1]
+    command, pipe = [sys.executable, folder / "script.py"], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.kill()
 
 
-def test_the_error_of_one_rank_ends_the_others(tmp_path):
-    parts = run_ranks(tmp_path, '(train, "forward", 1)', '(train, "backward", 0)', '(late, "late", 1)')
+@pytest.fixture
+def run_ranks(script, tmp_path):
+    """The output of the two ranks of each case, which end with these exit codes, or with [1, 1]. They run without
+    torchrun, which would kill them with a signal."""
+
+    def run(*cases, codes=None):
+        print(tmp_path, *cases, sep="; ", file=script.stdin, flush=True)
+        found = json.loads(script.stdout.readline())
+        assert [ended for _, ended in found] == (codes or len(cases) * [[1, 1]]), "\n".join(text for text, _ in found)
+        return [text for text, _ in found]
+
+    return run
+
+
+def test_the_error_of_one_rank_ends_the_others(run_ranks):
+    parts = run_ranks('(train, "forward", 1)', '(train, "backward", 0)', '(late, "late", 1)')
     for failing, said in zip((1, 0, 1), map(str.splitlines, parts), strict=True):
         own = next(line for line in said if line.startswith(f"rank {failing}: "))
         assert "RankFailedError" not in own
@@ -262,11 +279,11 @@ def test_the_error_of_one_rank_ends_the_others(tmp_path):
         assert other.startswith(f"rank {1 - failing}: RankFailedError: another rank failed: {own}")
 
 
-def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path):
+def test_a_rank_that_is_killed_or_hangs_ends_the_others(run_ranks):
     """Rank 0 holds the store of the first case. A rank that does not communicate for long is ended."""
     cases = ('(lost, "killed in late", 0)', '(lost, "stopped in late", 1)')
     cases += ('(lost, "stopped in gloo", 1)', '(lost, "hung in gloo", 1)')
-    killed, nccl, gloo, hung = run_ranks(tmp_path, *cases, codes=["[1, 1]", "[1, -9]", "[1, -9]", "[1, -15]"])
+    killed, nccl, gloo, hung = run_ranks(*cases, codes=[[1, 1], [1, -9], [1, -9], [1, -15]])
     error = "another rank failed: no sign of life from rank {}: "
     gone = error.format(0) + "the store that it held does not answer, so it may have been killed"
     assert f"RankFailedError: {gone} (noticed in a collective of root)" in killed
@@ -278,9 +295,9 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others(tmp_path):
     assert "shardtrace: rank 1: ends, because it did not come to a line that raises this" in hung
 
 
-def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
+def test_a_rank_that_leaves_a_step_sends_nothing_more(run_ranks):
     """Its script goes on with the next batch. Other ranks would take its shards for those of another bucket."""
-    parts = run_ranks(tmp_path, '(leave, "skips backward", 0)', '(leave, "fails", 0)')
+    parts = run_ranks('(leave, "skips backward", 0)', '(leave, "fails", 0)')
     for said, place in zip(parts, ("after forward", "in forward, 2 collectives sent"), strict=True):
         error = (
             "RankMismatchError: rank(s) 1 did not come to compare the collectives of Sequential within 5 s: they do "
@@ -290,11 +307,11 @@ def test_a_rank_that_leaves_a_step_sends_nothing_more(tmp_path):
         assert f"rank 1: RankFailedError: another rank failed: rank 0: {error}" in said
 
 
-def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path):
+def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(run_ranks):
     """Both ranks say after a while where they wait, and end with an error that names both places. A rank that is killed
     outside of a step leaves no word."""
     waits = ('(alone, "at first", 0)', '(alone, "later", 4)')
-    parts = run_ranks(tmp_path, *waits, '(apart, "apart", 0)', '(killed, "clip", 1)', '(killed, "save", 1)')
+    parts = run_ranks(*waits, '(apart, "apart", 0)', '(killed, "clip", 1)', '(killed, "save", 1)')
     for said in parts[:2]:
         for rank in range(2):
             assert re.search(rf"shardtrace: rank {rank}, at \S+script.py:\d+ in alone, waits for .*, for 1 s now", said)
@@ -316,11 +333,11 @@ def test_a_part_that_one_rank_runs_by_itself_and_a_rank_that_is_killed(tmp_path)
         )
 
 
-def test_ranks_that_wait_in_different_collectives(tmp_path):
+def test_ranks_that_wait_in_different_collectives(run_ranks):
     """In two of ours, or in one of the script's own, which it must not take for ours. A slow rank is waited for."""
     ways = {"whole": 1, "reduces": 0, "gathers": 1, "unseen": 0, "slow": 0}
     cases = [f'(elsewhere, "{how}", {rank})' for how, rank in ways.items()]
-    parts = run_ranks(tmp_path, *cases, codes=3 * ["[1, 1]"] + ["[-15, 1]", "[0, 0]"])
+    parts = run_ranks(*cases, codes=3 * [[1, 1]] + [[-15, 1], [0, 0]])
     names = ("the shards of", "all_reduce of torch.distributed", "all_gather of torch.distributed")
     for said, (how, rank), name in zip(parts, ways.items(), names, strict=False):
         place = rf"rank {rank}, at \S+script.py:\d+ in <lambda>, waits for {name}"
