@@ -298,35 +298,6 @@ class Fork:
         return self.poll()
 
 
-def start_torchrun(path: Path, arguments: Sequence[str], world_size: int, folder: Path) -> Any:
-    """A process that does what torchrun does: it restarts the ranks of a script, up to three times. They are forks.
-    ``folder`` gets a file with the id of each rank's process, and what they print."""
-    process = context.Process(target=_torchrun, args=(path, arguments, world_size, folder))
-    process.start()
-    return process
-
-
-def _torchrun(path: Path, arguments: Sequence[str], world_size: int, folder: Path) -> None:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=3,
-        start_method="forkserver",
-    )
-    elastic_launch(config, _run_elastic)(path, arguments, folder)
-
-
-def _run_elastic(path: Path, arguments: Sequence[str], folder: Path) -> None:
-    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
-    _run_script(path, arguments, {"OMP_NUM_THREADS": 1}, (folder / "stdout", folder / "stderr"))
-
-
 def _run_script(path: Path, arguments: Sequence[str], environment: dict[str, Any], streams: Sequence[Path]) -> None:
     trace_faster()
     for number, stream in enumerate(streams, 1):

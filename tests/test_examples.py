@@ -19,7 +19,7 @@ import shardtrace
 
 import pytest
 import torch
-from ranks import run_script, start_torchrun
+from ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [
@@ -167,23 +167,20 @@ def test_a_moving_average_beside_the_model(tmp_path, run_here):
 
 def test_a_killed_rank_changes_no_loss(tmp_path, trained):
     """torchrun restarts both ranks, and every loss is that of the undisturbed run, to the bit."""
-    checkpoints, processes = tmp_path / "checkpoints", tmp_path / "processes"
-    processes.mkdir()
     options = [
         *trained.options,
         *trained.sharding_and_saving,
         "--eval-batches=0",
         "--sample-bytes=0",
-        f"--checkpoint-dir={checkpoints}",
-        f"--json={tmp_path}/json",
+        f"--checkpoint-dir={tmp_path}",
     ]
-    torchrun = start_torchrun(EXAMPLES / "gpt2/train.py", options, 2, processes)
-    killed = kill_when(processes / "0", torchrun, lambda: last_step(checkpoints) >= 5)
-    torchrun.join(200)
-    assert torchrun.exitcode == 0, (processes / "stderr").read_text()
-    assert int((processes / "0").read_text()) != killed
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    script = [EXAMPLES / "gpt2/train.py", *options, f"--json={tmp_path}/json"]
+    with subprocess.Popen([sys.executable, *torchrun, *script], stdout=subprocess.DEVNULL) as process:
+        kill_rank(process, rank=0, when=lambda: last_step(tmp_path) >= 5)
+        assert process.wait(200) == 0
     assert json.loads((tmp_path / "json").read_text())["losses"] == trained.report["losses"]
-    assert last_step(checkpoints) == STEPS
+    assert last_step(tmp_path) == STEPS
 
 
 def test_resumed_after_the_last_step_it_prints_the_result(tmp_path, trained):
@@ -205,16 +202,19 @@ def last_step(folder):
     return 0 if last is None else int(last.name.removeprefix("step-"))
 
 
-def kill_when(file, torchrun, happened):
-    """Sends SIGKILL to the process whose id is in the file as soon as something has happened; returns the id."""
+def kill_rank(torchrun, rank, when):
+    """Sends SIGKILL to one of torchrun's ranks as soon as ``when`` is true."""
     deadline = time.monotonic() + 100
-    while not happened():
-        assert torchrun.is_alive()
+    while not when():
+        assert torchrun.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process = int(file.read_text())
-    os.kill(process, signal.SIGKILL)
-    return process
+    for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            os.kill(int(pid), signal.SIGKILL)
+            return
+    raise AssertionError(f"torchrun has no rank {rank}")
 
 
 # ---- mnist ----
