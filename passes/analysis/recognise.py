@@ -1,4 +1,4 @@
-"""What the lines of a trace are: the table of symbols, and recognisers. They change nothing.
+"""The table of symbols, and recognisers, which tell what a line of a trace is. They change nothing.
 
 The table says what each symbol of Thunder, torch and shardtrace does, by its id:
 

@@ -237,23 +237,21 @@ def live_tensors() -> Callable[[], None] | None:
     it is called, and the parameters that are no DTensors, in place of those that were there when they were jitted.
     None if there are none. The function raises RuntimeError for a tensor in the place of a parameter."""
     data, _ = compile_data_and_stats()
-    rows: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
-    parameters: dict[int, Any] = {}
+    rows: list[tuple[dict[str, Any], str, dict[str, Any], str, bool]] = []
     for jitted in data._thunder_module_map.values():
         for name, module in jitted._model.named_modules(remove_duplicate=False):
-            parameters[id(module._parameters)] = module._parameters
-            for overrides, held in (
-                (jitted._overrides_buffers, module._buffers),
-                (jitted._overrides_parameters, module._parameters),
+            for overrides, held, are_parameters in (
+                (jitted._overrides_buffers, module._buffers, False),
+                (jitted._overrides_parameters, module._parameters, True),
             ):
                 for key, value in held.items():
                     path = f"{name}.{key}" if name else key
                     if overrides.get(path) is value is not None and not isinstance(value, DTensor):
-                        rows.append((overrides, path, held, key))
+                        rows.append((overrides, path, held, key, are_parameters))
 
     def is_same() -> bool:
         try:
-            for overrides, path, held, key in rows:
+            for overrides, path, held, key, _ in rows:
                 if held[key] is not overrides[path]:
                     return False
         except KeyError:
@@ -263,9 +261,9 @@ def live_tensors() -> Callable[[], None] | None:
     def refresh() -> None:
         if is_same():
             return
-        for overrides, path, held, key in rows:
+        for overrides, path, held, key, is_parameter in rows:
             new = held.get(key)
-            if held is parameters.get(id(held)) and not isinstance(new, torch.nn.Parameter):
+            if is_parameter and not isinstance(new, torch.nn.Parameter):
                 raise RuntimeError(f"parameter {path} was replaced by a {type(new).__name__}")
             overrides.pop(path, None)
             if new is not None:

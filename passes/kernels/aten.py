@@ -488,7 +488,8 @@ def binding_of(operator: OpOverload) -> Callable[..., Any]:
     takes = [str(a.type) for a in operator._schema.arguments]
     deprecated = overload == "Scalar" and len(takes) > 2  # torch.add(a, number, alpha)
     parsed = not deprecated and "List[Optional[Tensor]]" not in takes
-    parsed = parsed and all(a.name != "reduction" for a in operator._schema.arguments)  # its default is not parsed
+    means = any(a.name == "reduction" and a.has_default_value() for a in operator._schema.arguments)
+    parsed = parsed and not means  # the parser takes the default, the mean, for 0
     if parsed and overload in ("default", "Tensor", "Scalar", "int", "dim", "dim_IntList"):
         for home in (torch, torch._C._nn, torch.Tensor):
             found = getattr(home, name, None)

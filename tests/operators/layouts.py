@@ -15,17 +15,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import shardtrace  # noqa: F401  before thunder: makes it importable on the newest torch
-from passes.kernels.aten import Meta, Operation, Program, Value, binding_of, draws, find_program
+from passes.kernels.aten import Meta, Program, draws, find_program
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from programs import Tensors, run
+
 MOST = 12  # samples of an operator
-Tensors = Sequence[torch.Tensor]
 
 
 class Call(NamedTuple):
@@ -66,28 +70,6 @@ def layouts(t: torch.Tensor) -> dict[str, torch.Tensor]:
     return found | {"expanded": torch.ones((), dtype=t.dtype).expand(t.shape)}
 
 
-def run(program: Program, tensors: Tensors, gradients: Tensors) -> list[torch.Tensor | None]:
-    """The results, and the gradients of the tensors that want one."""
-    values = dict(enumerate(tensors))
-    with torch.no_grad():
-        _interpret(program.forward, values)
-        values |= zip(program.gradients, gradients, strict=True)
-        _interpret(program.backward, values)
-    results = [values[number] for number in program.results]
-    return [*results, *(None if number is None else values[number] for number in program.found)]
-
-
-def _interpret(operations: Sequence[Operation], values: dict[int, torch.Tensor]) -> None:
-    def given(x: Any) -> Any:
-        return values[x.number] if isinstance(x, Value) else x
-
-    for operator, args, kwargs, results in operations:
-        args, kwargs = pytree.tree_map(given, (args, kwargs))
-        made = pytree.tree_leaves(binding_of(operator)(*args, **kwargs))
-        pairs = zip(pytree.tree_leaves(results), made, strict=True)
-        values |= {place.number: value for place, value in pairs if isinstance(place, Value)}
-
-
 def difference(call: Call, program: Program, tensors: Tensors, returned: Sequence[int], layout: str) -> str:
     """What is wrong with gradients of a layout; empty if nothing is."""
     results = call.function(tensors)
@@ -96,10 +78,11 @@ def difference(call: Call, program: Program, tensors: Tensors, returned: Sequenc
     wanted = [t for t in tensors if t.requires_grad]
     expected = torch.autograd.grad([results[i] for i in returned], wanted, given, allow_unused=True)
     try:
-        found = run(program, [t.detach() for t in tensors], given)
+        with torch.no_grad():
+            outs, found = run(program, [t.detach() for t in tensors], given)
     except RuntimeError as error:
         return f"raises {error}".splitlines()[0]
-    for mine, torchs in zip(found, [*(r.detach() for r in results), *expected], strict=True):
+    for mine, torchs in zip([*outs, *found], [*(r.detach() for r in results), *expected], strict=True):
         if (mine is None) != (torchs is None):
             return "None"
         if mine is not None and not torch.allclose(mine, torchs, rtol=1e-4, atol=1e-4, equal_nan=True):

@@ -4,7 +4,7 @@ import shardtrace
 from passes.analysis.flops import bytes_moved, flops, work
 from passes.analysis.recognise import is_foreign, is_random, is_repeatable, properties
 from passes.comm.symbols import Property
-from passes.kernels.aten import Meta, Value, binding_of, find_program, operator_of, symbol_of
+from passes.kernels.aten import Meta, binding_of, find_program, operator_of, symbol_of
 from passes.kernels.torch_call import Line
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from golden import compile_fake, text
+from programs import run
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
@@ -34,27 +35,6 @@ def program_of(function, *tensors):
         return [t for t in pytree.tree_leaves(function(*leaves)) if isinstance(t, torch.Tensor)], None
 
     return find_program(run, [Meta.of(t) for t in tensors], returned), returned
-
-
-def interpret(operations, values):
-    for operator, args, kwargs, results in operations:
-        args, kwargs = pytree.tree_map(lambda x: values[x.number] if isinstance(x, Value) else x, (args, kwargs))
-        found = binding_of(operator)(*args, **kwargs)
-        for place, made in zip(pytree.tree_leaves(results), pytree.tree_leaves(found), strict=True):
-            if isinstance(place, Value):
-                values[place.number] = made
-
-
-def run(program, tensors, gradients):
-    """The results and the gradients, from what backward may read."""
-    values = dict(enumerate(tensors))
-    interpret(program.forward, values)
-    outs = [values[n] for n in program.results]
-    if program.whole:
-        values = {n: values[n] for n in (*range(len(tensors)), *program.results)}
-    values |= zip(program.gradients, gradients, strict=True)
-    interpret(program.backward, values)
-    return outs, [None if n is None else values[n] for n in program.found]
 
 
 def check(function, *tensors, seed=0, transposed=False):
