@@ -33,10 +33,12 @@ from passes.comm.symbols import (
     replicated,
     wait_copies,
 )
-from passes.gradients import mark_unused, unless_unused
+from passes.gradients import Uses, mark_unused, unless_unused
 from passes.plan import Bucket, BucketPlan, Level, Member, ShardedParameter
+from passes.plan.runtime import Sources
 from passes.proof.program import Evaluation, Law, Numbers, UnprovenError, Values, name_results
 
+import torch
 from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol
 
@@ -71,6 +73,11 @@ def with_kept(numbers: Numbers, parameter: ShardedParameter, plan: BucketPlan, v
     return numbers.of("with kept", (parameter.index, plan), (value,))
 
 
+def unless_absent(numbers: Numbers, value: int, sources: Sources) -> int:
+    """A gradient that is None in a backward that comes from none of these outputs; always there if it needs none."""
+    return value if sources >= numbers.outputs else numbers.of("unless unused", sources, (value,))
+
+
 # ---- conditions ----
 
 
@@ -82,9 +89,14 @@ def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
         raise UnprovenError(f"bucket {bucket.label} has a layout that is not that of its members", line)
     if any(m.parameter.plan is not plan for m in bucket.members):
         raise UnprovenError(f"bucket {bucket.label} has members of another plan", line)
-    rest = bucket.rest_dtype
-    if not gathers and plan.reduce_dtype is not None and bucket.dtype != (dtype := plan.reduced_dtype(rest)):
-        raise UnprovenError(f"bucket {bucket.label} travels as {bucket.dtype}, its plan says {dtype}", line)
+    planned = {(plan.unsharded_dtype if gathers else plan.reduced_dtype)(bucket.rest_dtype)}
+    if not gathers and plan.reduce_dtype is None:  # as they are computed, also by the reduction before this one
+        planned |= {g.dtype for g in line.args[0]}
+    if bucket.dtype not in planned:
+        says = " or ".join(sorted(str(d.shortname()) for d in planned))
+        raise UnprovenError(f"bucket {bucket.label} travels as {bucket.dtype.shortname()}, its plan says {says}", line)
+    if bucket.wire is not None and bucket.wire.reduces is gathers:
+        raise UnprovenError(f"bucket {bucket.label} travels by a wire of the other direction", line)
 
 
 CACHED = frozenset({"unit", "permutation"})
@@ -96,12 +108,23 @@ def _members(line: BoundSymbol, bucket: Bucket, values: tuple[Any, ...]) -> list
     return list(zip(bucket.members, values, strict=True))
 
 
-def _rounds(evaluation: Evaluation, line: BoundSymbol, bucket: Bucket, before: Any, after: Any) -> None:
-    """Notes that the values of a bucket lose precision on their way."""
+def _rounds(evaluation: Evaluation, bucket: Bucket, before: dtypes.dtype, after: dtypes.dtype) -> None:
+    """Notes that the values of a bucket, of dtype ``before``, arrive as others than cast to ``after``."""
+    wire = bucket.dtype
     if bucket.wire is not None:
         evaluation.rounding[f"{bucket.label} travels by the wire {bucket.wire.name}"] = None
-    elif dtypes.is_float_dtype(bucket.dtype) and bucket.dtype.bytes < min(before.bytes, after.bytes):
-        evaluation.rounding[f"{bucket.label} travels as {bucket.dtype.shortname()}"] = None
+    elif wire != after and not fits(before, wire):
+        evaluation.rounding[f"{bucket.label} of {before.shortname()} travels as {wire.shortname()}"] = None
+
+
+def fits(values: dtypes.dtype, dtype: dtypes.dtype) -> bool:
+    """Whether a dtype has every value of another one."""
+    if values == dtype:
+        return True
+    if not dtypes.is_float_dtype(values) or not dtypes.is_float_dtype(dtype):
+        return False
+    one, other = (torch.finfo(dtypes.to_torch_dtype(d)) for d in (values, dtype))
+    return other.eps <= one.eps and other.max >= one.max and other.smallest_normal <= one.smallest_normal
 
 
 # ---- the laws ----
@@ -113,8 +136,8 @@ def _issue(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     as_planned(line, bucket, gathers=line.sym.id in GATHERS)
     values[line.output.name] = InFlight(bucket, found)
     if line.sym.id in REDUCTIONS:
-        before = max((g.dtype for g in given), key=lambda d: d.bytes)
-        _rounds(evaluation, line, bucket, before, before)
+        for dtype in dict.fromkeys(g.dtype for g in given):
+            _rounds(evaluation, bucket, dtype, dtype)
 
 
 def _arrived(line: BoundSymbol, values: Values) -> InFlight:
@@ -126,7 +149,7 @@ def _arrived(line: BoundSymbol, values: Values) -> InFlight:
 
 def _gathered(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     future = _arrived(line, values)
-    _rounds(evaluation, line, future.bucket, future.bucket.rest_dtype, line.flat_proxy_outs[0].dtype)
+    _rounds(evaluation, future.bucket, future.bucket.rest_dtype, line.flat_proxy_outs[0].dtype)
     found = tuple(_whole_of(evaluation.numbers, m, v, line) for m, v in _members(line, future.bucket, future.values))
     name_results(tuple(line.flat_proxy_outs), found, values)
 
@@ -183,8 +206,36 @@ def _accumulate(evaluation: Evaluation, line: BoundSymbol, values: Values) -> No
         evaluation.effects.append(("keep", m.parameter.index, bucket.plan, v))
 
 
-def _first(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
-    name_results(line.output, values[line.args[0].name], values)
+def _marked(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    gradient, numbers = values[line.args[0].name], evaluation.numbers
+    if (marked := _outputs_of(numbers, line.args[1].obj)) != (found := numbers.sources(gradient)):
+        raise UnprovenError(
+            f"a gradient that comes from outputs {sorted(found)} is taken for one from {sorted(marked)}", line
+        )
+    name_results(line.output, gradient, values)
+
+
+def _unless_unused(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    numbers, uses = evaluation.numbers, line.args[1].obj
+    name_results(line.output, unless_absent(numbers, values[line.args[0].name], _outputs_of(numbers, uses)), values)
+
+
+def _outputs_of(numbers: Numbers, uses: Uses) -> Sources:
+    """The outputs from which the sources of a gradient come, also through what torch's backward of a line returns."""
+    found: set[int] = set()
+    seen, left = set[int](), list(uses.sources)
+    while left:
+        if (i := left.pop()) in seen:
+            continue
+        seen.add(i)
+        if i < 0:
+            found |= numbers.outputs
+        elif i in numbers.outputs:
+            found.add(i)
+        else:
+            given, _ = max((call for call in uses.unused.calls if call[1] <= i), key=lambda call: call[1])
+            left += frozenset[int]().union(*given)
+    return frozenset(found)
 
 
 def _nothing(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
@@ -200,8 +251,8 @@ LAWS: dict[Hashable, Law] = {
     keep_shards.id: _kept_second,
     accumulated.id: _accumulated,
     accumulate.id: _accumulate,
-    mark_unused.id: _first,
-    unless_unused.id: _first,
+    mark_unused.id: _marked,
+    unless_unused.id: _unless_unused,
     **dict.fromkeys((check_ranks.id, note.id, wait_copies.id, release.id), _nothing),
 }
 

@@ -20,6 +20,7 @@ from passes.analysis.recognise import changes_values, identity, is_deletion, is_
 from passes.epilogue import snapshot
 from passes.kernels.registration import has_mask, kernel_id
 
+from thunder.core import dtypes
 from thunder.core.codeutils import ContextObject
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
@@ -31,19 +32,24 @@ from thunder.core.trace import TraceCtx, tracectx
 
 HOLE = ("a value",)  # the place of an operand among the constants of an operation
 Expression = tuple[Hashable, Hashable, tuple[int, ...]]  # operation, constants, operands
+Type = tuple[tuple[int, ...], dtypes.dtype]  # shape, dtype
 
 
 class Numbers:
-    """The table of expressions. ``lines`` has the first line that computed each, ``composites`` the results of
-    composite lines that were taken apart. ``synonyms`` are expressions that have the value of another one.
+    """The table of expressions. ``lines`` has the first line that computed each, ``types`` its shape and dtype,
+    ``composites`` the results of composite lines that were taken apart. ``synonyms`` are expressions that have the
+    value of another one.
     """
 
     def __init__(self) -> None:
         self.expressions: list[Expression] = []
         self.lines: dict[int, BoundSymbol] = {}
+        self.types: dict[int, Type] = {}
         self.composites: dict[int, tuple[int, ...]] = {}
         self.synonyms: dict[int, int] = {}
+        self.outputs = frozenset[int]()  # those of forward, by their number
         self._table: dict[Expression, int] = {}
+        self._sources: list[frozenset[int]] = []  # of each number
 
     def of(self, operation: Hashable, constants: Hashable = (), operands: tuple[int, ...] = ()) -> int:
         """The number of an expression."""
@@ -52,6 +58,14 @@ class Numbers:
         if number == len(self.expressions):
             self.expressions.append(expression)
         return self.synonyms.get(number, number)
+
+    def sources(self, number: int) -> frozenset[int]:
+        """The outputs of forward from whose gradients a value is computed."""
+        known = self._sources
+        for operation, constants, operands in self.expressions[len(known) : number + 1]:
+            own = frozenset([cast(int, constants)]) if operation == "cotangent" else frozenset[int]()
+            known.append(own.union(*(known[i] for i in operands)))
+        return known[number]
 
     def difference(self, a: int, b: int) -> tuple[int, int]:
         """The smallest expressions in which two values differ: followed from the results to the first operation, or to
@@ -301,11 +315,24 @@ class Evaluation:
             try:
                 if step.law is not None:
                     step.law(self, step.line, values)
-                    continue
-                operands = tuple([values[name] for name in step.operands])
+                else:
+                    operands = tuple([values[name] for name in step.operands])
+                    self.assign(step, numbers.of(step.operation, step.constants, operands), values)
             except KeyError as error:
                 raise UnprovenError(f"{error.args[0]} is used before it exists or after its del", step.line) from None
-            self.assign(step, numbers.of(step.operation, step.constants, operands), values)
+            for result in step.line.flat_proxy_outs:
+                if isinstance(result, TensorProxy):
+                    self.check_type(result, values.get(result.name), step.line)
+
+    def check_type(self, proxy: TensorProxy, number: Any, line: BoundSymbol | None = None) -> None:
+        """Raises UnprovenError if a value has another shape or dtype than the same value elsewhere."""
+        if not isinstance(number, int):
+            return
+        found = tuple(proxy.shape), proxy.dtype
+        known = self.numbers.types.setdefault(number, found)
+        if known != found:
+            what = f"{proxy.name} is {type_text(found)}, elsewhere the same value is {type_text(known)}"
+            raise UnprovenError(what, line)
 
     def assign(self, step: Step, number: int, values: Values) -> None:
         """Names the results of a step whose expression has this number."""
@@ -330,6 +357,20 @@ class Evaluation:
         if isinstance(structure, (tuple, list)):
             return tuple(self.value(x, values) for x in structure)
         return structure
+
+
+def type_text(type: Type) -> str:
+    """A shape and a dtype as traces print them: "f32[2, 4]"."""
+    shape, dtype = type
+    return f"{dtype.shortname()}{list(shape)}"
+
+
+def signature(trace: TraceCtx) -> list[str]:
+    """The names of the parameters of the function that a trace runs as. They need not be those of ``trace.args``."""
+    described = trace.siginfo()
+    if described.varargs is not None or described.varkwargs is not None or described.kwargs:
+        raise UnprovenError(f"{described.name} takes more than positional arguments")
+    return [name for name, _ in described.args]
 
 
 def name_results(results: Any, found: Any, values: Values) -> None:
@@ -450,6 +491,6 @@ def _kind(proxy: Proxy) -> Hashable:
 def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     called = block_function(line)
     assert called is not None
-    inside: Values = {a.name: values[b.name] for a, b in zip(called.trace.args, line.args, strict=True)}
+    inside: Values = {name: values[a.name] for name, a in zip(signature(called.trace), line.args, strict=True)}
     evaluation.run(evaluation.program(called.trace).steps, inside)
     name_results(line.output, evaluation.value(returned(called.trace), inside), values)

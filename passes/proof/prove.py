@@ -23,9 +23,19 @@ from passes.analysis.calls import block_function, block_functions
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
-from passes.proof.laws import LAWS, expected_gradient, mean, part
+from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
-from passes.proof.program import WRITTEN, Arguments, Evaluation, Numbers, UnprovenError, Values, has_fusions
+from passes.proof.program import (
+    WRITTEN,
+    Arguments,
+    Evaluation,
+    Numbers,
+    UnprovenError,
+    Values,
+    has_fusions,
+    signature,
+    type_text,
+)
 from passes.proof.reference import (
     REFERENCE_LAWS,
     Reference,
@@ -237,6 +247,7 @@ def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
     results = results_of(program.trace)
     outs = results["fw_flat_out"] if program.joint else _flat(results["output"])
     given = tuple(numbers.of("cotangent", i) for i in range(len(outs)))
+    numbers.outputs = frozenset(range(len(outs)))
     values["cotangents of"] = cotangents(outs, given)
     evaluation.run([s for s in evaluation.program(program.trace).steps if not is_deletion(s.line)], values)
     gradients: dict[str, int] = {}
@@ -263,6 +274,7 @@ def check(claim: Claim, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
         if backward is not None:
             differences += _handed_over(forward, backward)
             found = _run_backward(claim, evaluation, backward, saved)
+            differences += _types_of_gradients(forward, backward)
             names = [p.name if isinstance(p, Proxy) else None for p in _arguments(forward)]
             pairs += _gradients(claim, dict(zip(names, found, strict=True)))
         differences += _effects(claim, evaluation)
@@ -311,19 +323,26 @@ def _place(claim: Claim, value: Any) -> str:
 def _run_forward(claim: Claim, evaluation: Evaluation, forward: TraceCtx) -> tuple[tuple[Any, ...], Any]:
     """The numbers of a forward's outputs, and of what it saves."""
     values: Values = {}
-    given = first_values(claim.numbers, claim.reference.inputs)
-    if len(forward.args) != len(given):
-        raise UnprovenError(f"the step has {len(forward.args)} inputs, the unsharded program {len(given)}")
-    for p, (parameter, number) in zip(
-        forward.args, zip(claim.reference.inputs.values(), given.values(), strict=True), strict=True
+    given, names = first_values(claim.numbers, claim.reference.inputs), signature(forward)
+    if len(names) != len(given):
+        raise UnprovenError(f"the step has {len(names)} inputs, the unsharded program {len(given)}")
+    for name, (parameter, number) in zip(
+        names, zip(claim.reference.inputs.values(), given.values(), strict=True), strict=True
     ):
-        values[p.name] = number if parameter is None else part(claim.numbers, parameter, number)
+        values[name] = number if parameter is None else part(claim.numbers, parameter, number)
+    for p in forward.args:
+        if isinstance(p, TensorProxy):
+            evaluation.check_type(p, values.get(p.name))
     evaluation.run(evaluation.program(forward).steps, values)
     last = forward.bound_symbols[-1]
     saved = evaluation.value(last.args[1], values) if len(last.args) > 1 else ()
     results = last.args[0]
     output = results["output"] if isinstance(results, dict) else results
-    return evaluation.value(_flat(output), values), saved
+    found = evaluation.value(_flat(output), values)
+    autograd = results.get("flat_output") if isinstance(results, dict) else None
+    if autograd is not None and evaluation.value(_flat(autograd), values) != found:
+        raise UnprovenError("autograd gets other outputs, or in another order, than the epilogue (flat_output)")
+    return found, saved
 
 
 def _handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
@@ -335,6 +354,15 @@ def _handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
             yield f"forward saves {a.name} of shape {tuple(a.shape)}, backward takes {b.name} of {tuple(b.shape)}"
 
 
+def _types_of_gradients(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
+    """The gradients that have another shape or dtype than their input."""
+    for given, gradient in zip(_arguments(forward), backward.bound_symbols[-1].args[0], strict=True):
+        if isinstance(gradient, TensorProxy):
+            one, other = ((tuple(p.shape), p.dtype) for p in (gradient, given))
+            if one != other:
+                yield f"the gradient of {given.name}, which is {type_text(other)}, is {type_text(one)}"
+
+
 def _arguments(forward: TraceCtx) -> Sequence[Any]:
     found: Sequence[Any] = results_of(forward)["flat_args"]
     return found
@@ -342,7 +370,7 @@ def _arguments(forward: TraceCtx) -> Sequence[Any]:
 
 def _run_backward(claim: Claim, evaluation: Evaluation, backward: TraceCtx, saved: Any) -> tuple[Any, ...]:
     """The numbers of the gradients that a backward returns."""
-    values: Values = {SAVED: saved, COTANGENTS: claim.cotangents}
+    values: Values = dict(zip(signature(backward), (saved, claim.cotangents), strict=True))
     evaluation.run(evaluation.program(backward).steps, values)
     found: tuple[Any, ...] = evaluation.value(tuple(backward.bound_symbols[-1].args[0]), values)
     return found
@@ -355,8 +383,11 @@ def _gradients(claim: Claim, found: dict[str | None, Any]) -> Iterator[tuple[str
         expected = claim.gradients.get(name)
         actual = found.get(name)
         what = f"the gradient of {parameter.name if parameter is not None else name}"
+        sources = claim.numbers.sources(expected) if expected is not None else frozenset[int]()
         if parameter is not None and expected is not None:
             expected = keeps.expected(parameter, expected)
+        if expected is not None:
+            expected = unless_absent(claim.numbers, expected, sources)
         if expected is None and actual is not None and _is_zero(claim, actual):
             continue
         yield what, actual, expected
@@ -365,7 +396,7 @@ def _gradients(claim: Claim, found: dict[str | None, Any]) -> Iterator[tuple[str
 def _is_zero(claim: Claim, number: int) -> bool:
     """True for zeros, whatever their part or mean."""
     expressions = claim.numbers.expressions
-    while expressions[number][0] in ("part", "mean"):
+    while expressions[number][0] in ("part", "mean", "unless unused"):
         (number,) = expressions[number][2]
     operation, constants, _ = expressions[number]
     if operation in (PrimIDs.FULL, "torch.full"):
