@@ -37,6 +37,7 @@ from passes.analysis.calls import (
     block_of,
     differentiated,
     function_of_lines,
+    keep_regions,
     symbol_of_call,
     unique_name,
     with_gradients,
@@ -408,6 +409,7 @@ def share_fusions(trace: TraceCtx) -> TraceCtx:
     Gives: a call of the first of equal fusions in the place of each.
     No-op when: no two fusions are equal.
     """
+    keep_regions(trace)
     first: dict[Hashable, Region] = {}
     lines, shared = [], False
     for bsym in trace.bound_symbols:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import is_deletion, is_random, is_return, is_unpack, names
-from passes.compat.jit import set_signature, symbol_that_calls
+from passes.compat.jit import function_of, set_signature, symbol_that_calls
 
 from thunder.core import prims
 from thunder.core.prims import OpTags
@@ -122,6 +122,9 @@ def with_blocks(trace: TraceCtx) -> TraceCtx:
     return new
 
 
+REGION = "shardtrace_region"  # of the function of a fusion
+
+
 class CallOf(NamedTuple):
     """A tag of the lines that call a block: the qualified name of the module that is called."""
 
@@ -147,6 +150,21 @@ def block_functions(*traces: TraceCtx) -> list[BlockFunction]:
 def called_module(bsym: BoundSymbol) -> str | None:
     """The qualified name of the module that a line calls; None if it calls no block."""
     return next((tag.module for tag in bsym.tags if isinstance(tag, CallOf)), None)
+
+
+def keep_regions(trace: TraceCtx) -> None:
+    """Notes with the function of each fusion the line that it was compiled from, whatever line calls it later. Those of
+    nvFuser take no note."""
+    for bsym in trace.bound_symbols:
+        function = function_of(bsym) if bsym.sym.is_fusion else None
+        if hasattr(function, "__dict__") and region_of(bsym) is None:
+            vars(function)[REGION] = bsym
+
+
+def region_of(bsym: BoundSymbol) -> BoundSymbol | None:
+    """The fusion that the function of a line was compiled from; None if it is not known."""
+    region: BoundSymbol | None = getattr(function_of(bsym), REGION, None)
+    return region
 
 
 def lines_within(bsym: BoundSymbol) -> Sequence[BoundSymbol]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from passes.analysis.calls import block_function
+from passes.analysis.calls import block_function, region_of
 from passes.analysis.recognise import changes_values, identity, is_deletion, is_foreign, is_random, is_return, is_unpack
 from passes.epilogue import snapshot
 from passes.kernels.registration import has_mask, kernel_id
@@ -219,6 +219,9 @@ IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES, snapshot.id)
 
 def _steps(line: BoundSymbol, laws: dict[Hashable, Law], opened: bool) -> Iterable[Step]:
     operation = identity(line.sym)
+    if line.sym.is_fusion and region_of(line) is not None:
+        yield Step(line, operation, (), (), (), _fused)
+        return
     law = laws.get(operation) or laws.get(type(operation)) or _own_law(line, operation)
     if law is None and line.subsymbols and (line.sym.is_fusion or (opened and not is_random(line))):
         for part in line.subsymbols:
@@ -285,7 +288,7 @@ class Evaluation:
         self.effects: list[tuple[Hashable, ...]] = []
         self.rounding: dict[str, None] = {}
         self.draws: Counter[tuple[Hashable, ...]] = Counter()
-        self._programs: dict[int, tuple[TraceCtx, Program]] = {}
+        self._programs: dict[int, tuple[TraceCtx | BoundSymbol, Program]] = {}
         self._lowerings: dict[Hashable, Lowering] = {}
 
     def lowering(self, line: BoundSymbol) -> Lowering:
@@ -300,12 +303,13 @@ class Evaluation:
             self._lowerings[key] = steps, [a.name for a in given], returned(lowered)
         return self._lowerings[key]
 
-    def program(self, trace: TraceCtx) -> Program:
-        """The program of a trace, made once."""
-        known = self._programs.get(id(trace))
+    def program(self, owner: TraceCtx | BoundSymbol, lines: Sequence[BoundSymbol] | None = None) -> Program:
+        """The program of a trace, or of the ``lines`` of something else, made once."""
+        known = self._programs.get(id(owner))
         if known is None:
-            made = Program(trace.bound_symbols, self.laws, opened=self.opened, lowers=self.lower is not None)
-            known = self._programs[id(trace)] = (trace, made)
+            lines = owner.bound_symbols if isinstance(owner, TraceCtx) else lines or ()
+            made = Program(lines, self.laws, opened=self.opened, lowers=self.lower is not None)
+            known = self._programs[id(owner)] = (owner, made)
         return known[1]
 
     def run(self, steps: Sequence[Step], values: Values) -> None:
@@ -486,6 +490,17 @@ def _kind(proxy: Proxy) -> Hashable:
     if isinstance(proxy, TensorProxy):
         return tuple(proxy.shape), proxy.dtype, proxy.device, proxy.requires_grad
     return repr(proxy)
+
+
+def _fused(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
+    """A fusion computes what its function was compiled from."""
+    region = region_of(line)
+    assert region is not None
+    if (len(region.args), len(region.output)) != (len(line.args), len(line.output)):
+        raise UnprovenError(f"a fusion calls the function of {region.sym.name}, which has other arguments", line)
+    inside: Values = {a.name: values[b.name] for a, b in zip(region.args, line.args, strict=True)}
+    evaluation.run(evaluation.program(region, region.subsymbols).steps, inside)
+    name_results(tuple(line.output), evaluation.value(tuple(region.output), inside), values)
 
 
 def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
