@@ -38,6 +38,7 @@ from passes.gradients import accumulate_gradients, drop_unused
 from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
+from passes.proof.borders import Border
 from passes.proof.prove import Proof, Record, prove_step
 from passes.save import Kept, Swapped, checkpoint_activations, keep_random, keep_secondary, regather, save_shards
 from passes.schedule import schedule, wait_copies
@@ -73,6 +74,7 @@ class Facts:
     context: Context | None = None  # the sequence that ranks hold in parts
     proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
     record: Record | None = None  # the computation before the first and after the last pass before autodiff
+    border: Border | None = None  # the prologue and the epilogue, likewise
     variables: Variables | None = None  # Thunder's variables of the compilation
     proofs: list[Proof] = field(default_factory=list)  # the results
     forwards: list[TraceCtx] = field(default_factory=list)  # the final forward, for the backward that follows
@@ -233,6 +235,8 @@ class FirstStage(Pass):
         with self.running(computation_trace):
             self.compilation.end_tracing()
             self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace)
+            outer = prologue_trace, epilogue_trace
+            self.compilation.facts.border = Border(outer, outer, self.compilation.facts.setters)
             self.compilation.facts.variables = copy_context()
             stages = compile_data_and_stats()[1].last_backward_traces
             self.compilation.facts.choose = Backwards(self.compilation, self.compilation.facts, stages).run
@@ -271,6 +275,18 @@ class PassAfterLowering(Pass):
             verify_lines(trace)
         except VerificationError as error:
             raise VerificationError(f"after pass {self.name}: {error}") from None
+
+
+class LastStage(PassAfterLowering):
+    """The last transform, which sees what all others leave."""
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        facts = self.compilation.facts if self.compilation is not None else Facts()
+        if facts.border is not None:
+            facts.border = facts.border._replace(runs=(prologue_trace, epilogue_trace))
+        return prologue_trace, computation_trace, epilogue_trace
 
 
 # ---- a backward for gradients that are treated otherwise ----
@@ -412,8 +428,8 @@ AFTER_LOWERING = (
           "optimizers would move parameters that were not used"),
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
-    Entry("prove_step", prove_step, "after all passes that change what a step computes"),
-    Entry("show_blocks", with_blocks, "last, for a trace that no other pass has changed", "a trace would not print"),
+    Entry("show_blocks", with_blocks, "for a trace that no other pass has changed", "a trace would not print"),
+    Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs"),
 )
 # fmt: on
 
@@ -426,7 +442,7 @@ def pipeline(
     observe: Observe | None = None,
 ) -> list[Transform]:
     """The passes and the user's ``transforms``, in the order in which Thunder calls them: our own and the user's
-    passes, then Thunder's Transforms, such as CUDA graphs, which work on the trace that will run.
+    passes, then Thunder's Transforms, such as CUDA graphs, which work on the trace that will run, then the proof.
 
     Args:
         disable: names of passes to leave out.
@@ -453,7 +469,8 @@ def pipeline(
         return one
 
     def after_lowering(entry: Entry) -> PassAfterLowering:
-        return PassAfterLowering(compilation.bind(entry.run), entry.name, announces=entry.announces)
+        kind = LastStage if entry is AFTER_LOWERING[-1] else PassAfterLowering
+        return kind(compilation.bind(entry.run), entry.name, announces=entry.announces)
 
     early, before = _cut(BEFORE_AUTODIFF, left_out)
     late, after = _cut(AFTER_LOWERING, left_out)
@@ -464,7 +481,7 @@ def pipeline(
     for one in (*first, *rest, *users, *last):
         one.observe = observe
     around = 1 + max(i for i, one in enumerate(first) if one.over != "computation")
-    every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last, *others]
+    every = [FirstStage(compilation, first[:around]), *first[around:], *rest, *users, *last[:-1], *others, last[-1]]
     compilation.again = every[every.index(next(one for one in rest if one.name == "accumulate")) :]
     return every
 

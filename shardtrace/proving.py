@@ -35,19 +35,25 @@ def prove(cmodel: Callable[..., Any]) -> Proof:
         raise TypeError("prove() needs a call: call the sharded model, or the jitted function that calls it, first")
     forward, backward = executed(cmodel)
     assert forward is not None
-    proof = prove_compiled(data, stats.last_traces, forward, backward)
+    proof = prove_compiled(data, stats.last_traces, forward, backward, _functions(stats, forward, backward))
     if proof is None:
         raise ValueError("prove() found no sharded model in the last call: call shardtrace.fsdp(model) before it")
     return proof
 
 
-def prove_compiled(data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, backward: TraceCtx | None) -> Proof | None:
+Functions = Sequence[tuple[TraceCtx, Callable[..., Any]]]  # traces that run, with the functions that run them
+
+
+def prove_compiled(
+    data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, backward: TraceCtx | None, functions: Functions = ()
+) -> Proof | None:
     """Proves a step that Thunder has compiled with ``data``; None if it has no sharded model.
 
     Args:
         stages: the traces of its forward, one for each pass.
         forward: the one that runs.
         backward: likewise.
+        functions: that run, each with its trace, whose texts are read.
     """
     compiled = [t.compilation for t in data.transforms if isinstance(t, FirstStage)]
     for facts in (facts for one in compiled for facts in one.finished):
@@ -56,10 +62,25 @@ def prove_compiled(data: Any, stages: Sequence[TraceCtx], forward: TraceCtx, bac
             continue
         before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
         try:
-            return variables.run(prove_traces, record, facts.parameters, forward, backward, facts.context)
+            return variables.run(
+                prove_traces, record, facts.parameters, forward, backward, facts.context, facts.border, functions
+            )
         finally:
             data.is_grad_enabled = before
     return None
+
+
+def _functions(stats: Any, forward: TraceCtx, backward: TraceCtx | None) -> Functions:
+    """The functions of the compiled step that has these traces. Another backward than Thunder's own has none here."""
+    found: list[tuple[TraceCtx, Callable[..., Any]]] = []
+    for entry in stats.interpreter_cache:
+        if entry.computation_traces[-1] is not forward:
+            continue
+        stages = (entry.computation_traces, entry.epilogue_traces, entry.backward_traces)
+        for traces, function in zip(stages, (entry.computation_fn, entry.epilogue_fn, entry.backward_fn), strict=True):
+            if function is not None and traces and (traces is not entry.backward_traces or traces[-1] is backward):
+                found.append((traces[-1], function))
+    return found
 
 
 def executed(cmodel: Callable[..., Any]) -> tuple[TraceCtx | None, TraceCtx | None]:

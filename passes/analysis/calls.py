@@ -90,11 +90,12 @@ class BlockFunction:
         return self.traces[-1]
 
     @cached_property
-    def _function(self) -> Any:
+    def function(self) -> Any:
+        """The last trace, compiled."""
         return self.trace.python_callable(include_decorators=False)
 
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+        return self.function(*args)
 
     def __repr__(self) -> str:
         return f"BlockFunction({self.name})"

@@ -306,16 +306,10 @@ class TorchCall:
 
     def _direct(self) -> Callable[..., Any] | None:
         """A function of the tensors that does no more than to call torch's function, with the constants in their
-        places: it returns a tensor if that does. None if the call needs more."""
+        places: it returns a tensor if that does. One for all equal calls. None if the call needs more."""
         if self.autocast or self.program is None or self.program.returns is None:
             return None
-        names = {place: f"t{i}" for i, place in enumerate(self.places)}
-        constants = {f"c{i}": x for i, x in enumerate(self.flat) if i not in names}
-        flat = [_Name(names.get(i, f"c{i}")) for i in range(len(self.flat))]
-        args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-        called = f"tuple(f({given}))" if self.program.returns is tuple else f"f({given})"
-        return eval(f"lambda {', '.join(names.values())}: {called}", {"f": self.function, **constants})
+        return _direct(self.key)
 
     def differentiate(self, *tensors: TensorProxy) -> Any:
         """The grad rule of the line."""
@@ -391,6 +385,19 @@ def _switches() -> tuple[Any, ...]:
 @lru_cache(maxsize=1024)
 def _program(key: Key) -> Program | None:
     return find_program(key.call.called, key.call.inputs, key.call.returned)
+
+
+@lru_cache(maxsize=1024)
+def _direct(key: Key) -> Callable[..., Any]:
+    call = key.call
+    assert call.program is not None
+    names = {place: f"t{i}" for i, place in enumerate(call.places)}
+    constants = {f"c{i}": x for i, x in enumerate(call.flat) if i not in names}
+    flat = [_Name(names.get(i, f"c{i}")) for i in range(len(call.flat))]
+    args, kwargs = pytree.tree_unflatten(flat, call.spec)
+    given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+    called = f"tuple(f({given}))" if call.program.returns is tuple else f"f({given})"
+    return eval(f"lambda {', '.join(names.values())}: {called}", {"f": call.function, **constants})
 
 
 class Line(NamedTuple):

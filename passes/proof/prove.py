@@ -3,7 +3,8 @@
 The final forward and backward are evaluated with the laws that erase communication (:mod:`passes.proof.laws`), the
 unsharded program (:mod:`passes.proof.reference`) without them, both to numbers that are equal only for equal values
 (:mod:`passes.proof.program`). Every output, every gradient, every write into memory that outlives the step must have
-the same number.
+the same number. So must what the prologue fetches and where the epilogue puts it (:mod:`passes.proof.borders`), and
+Python must run the lines that were evaluated (:mod:`passes.proof.text`).
 
 No line may write into a value that another line reads later, backward included. A value that is read by the name by
 which it was written has the number of what was written; :func:`hazards` finds the reads by other names: views, and what
@@ -15,14 +16,15 @@ and that each law is what its collective does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_function, block_functions
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
+from passes.proof.borders import Border, other_borders
 from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
 from passes.proof.program import (
@@ -46,6 +48,7 @@ from passes.proof.reference import (
     reference,
     results_of,
 )
+from passes.proof.text import other_text
 from passes.split_sequence import Context
 
 from thunder.core.prims import PrimIDs
@@ -470,6 +473,8 @@ def prove(
     forward: TraceCtx,
     backward: TraceCtx | None,
     context: Context | None = None,
+    border: Border | None = None,
+    functions: Sequence[tuple[TraceCtx, Callable[..., Any]]] = (),
 ) -> Proof:
     """Proves a compiled step, inside Thunder's compilation.
 
@@ -479,6 +484,8 @@ def prove(
         forward: the final trace.
         backward: likewise; None if nothing is differentiated.
         context: the ranks that hold the parts of sequences; None if each has whole ones.
+        border: the prologue and the epilogue; None if they are not known.
+        functions: traces that run, each with its function.
     """
     split = context is not None and record.first is not record.traced
     if context is not None and split and (differences := tuple(unproven(record.traced, record.first, context))):
@@ -487,7 +494,10 @@ def prove(
         made = claim(record, parameters, forward, backward)
     except UnprovenError as error:
         return Proof("unproven", differences=(f"the unsharded program: {error}",))
-    return check(made, forward, backward)
+    proof = check(made, forward, backward)
+    others = [*(other_borders(border) if border is not None else ())]
+    others += [text for trace, function in functions for text in other_text(trace, function)]
+    return replace(proof, verdict="unproven", differences=(*proof.differences, *others)) if others else proof
 
 
 # ---- the pass ----
@@ -506,6 +516,7 @@ def prove_step(
     forwards: list[TraceCtx],
     proving: Sequence[str],
     context: Context | None,
+    border: Border | None,
 ) -> TraceCtx:
     """Proves that the step computes the unsharded program.
 
@@ -522,7 +533,8 @@ def prove_step(
     elif TraceTag.AUGMENTED_FORWARD in trace.tags:
         forwards[:] = [trace]
         return trace
-    proof = prove(record, parameters, forward, backward, context)
+    functions = [(t, t.python_callable()) for t in (forward, backward) if t is not None]
+    proof = prove(record, parameters, forward, backward, context, border, functions)
     proofs.append(proof)
     if proof.verdict == "unproven":
         raise UnprovenStepError(

@@ -75,10 +75,9 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
         "drop_unused",
         "verify_schedule",
         "compare_ranks",
-        "prove_step",
         "show_blocks",
     ]
-    assert names == [*before, *after, "late", "early", "outline", *scheduled, "other"]
+    assert names == [*before, *after, "late", "early", "outline", *scheduled, "other", "prove_step"]
 
 
 ENTRIES = (*BEFORE_AUTODIFF, *AFTER_LOWERING)
