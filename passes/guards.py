@@ -166,7 +166,7 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     Raises:
         Exception: on every rank of a model, if its ranks have compiled different collectives.
     """
-    for runtime, lines in _sent(trace).items():
+    for runtime, lines in sent(trace).items():
         parameters.step_of(runtime).collectives.extend(lines)
         runtime.compare_trace(lines)
     if not is_backward(trace) and TraceTag.AUGMENTED_FORWARD in trace.tags:
@@ -177,7 +177,7 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
     return insert_checks(trace, {runtime: parameters.step_of(runtime) for runtime in parameters.runtimes})
 
 
-def _sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
+def sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
     """The collectives of each model as texts, in order."""
     sent: dict[Runtime, list[str]] = {}
     for bsym, row in zip(issues(trace), collectives(trace), strict=True):

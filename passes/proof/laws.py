@@ -73,9 +73,10 @@ def with_kept(numbers: Numbers, parameter: ShardedParameter, plan: BucketPlan, v
     return numbers.of("with kept", (parameter.index, plan), (value,))
 
 
-def unless_absent(numbers: Numbers, value: int, sources: Sources) -> int:
-    """A gradient that is None in a backward that comes from none of these outputs; always there if it needs none."""
-    return value if sources >= numbers.outputs else numbers.of("unless unused", sources, (value,))
+def unless_absent(numbers: Numbers, value: int, sources: Sources | None) -> int:
+    """A gradient that is None in a backward that comes from none of these outputs; always there if it needs none, and
+    if other ranks, which hold other parts of the same sequences, may have it."""
+    return value if sources is None or sources >= numbers.outputs else numbers.of("unless unused", sources, (value,))
 
 
 # ---- conditions ----
@@ -209,7 +210,8 @@ def _accumulate(evaluation: Evaluation, line: BoundSymbol, values: Values) -> No
 
 def _marked(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     gradient, numbers = values[line.args[0].name], evaluation.numbers
-    if (marked := _outputs_of(numbers, line.args[1].obj)) != (found := numbers.sources(gradient)):
+    found, marked = numbers.sources(gradient), _outputs_of(numbers, line.args[1].obj)
+    if found is not None and found != marked:
         raise UnprovenError(
             f"a gradient that comes from outputs {sorted(found)} is taken for one from {sorted(marked)}", line
         )
@@ -217,8 +219,9 @@ def _marked(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
 
 
 def _unless_unused(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
-    numbers, uses = evaluation.numbers, line.args[1].obj
-    name_results(line.output, unless_absent(numbers, values[line.args[0].name], _outputs_of(numbers, uses)), values)
+    numbers, gradient = evaluation.numbers, values[line.args[0].name]
+    sources = None if numbers.sources(gradient) is None else _outputs_of(numbers, line.args[1].obj)
+    name_results(line.output, unless_absent(numbers, gradient, sources), values)
 
 
 def _outputs_of(numbers: Numbers, uses: Uses) -> Sources:

@@ -27,6 +27,7 @@ from passes.proof.program import Numbers, constant
 from passes.sequence import attention_arguments, loss_arguments, of_each_dim
 from passes.split_sequence import Context, given_parts
 
+import torch
 from thunder.core import dtypes
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten
@@ -236,34 +237,37 @@ class _Proof:
 
     def _attention(self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
         made = call_of(line.sym)
-        own = made is not None and isinstance(made.function, CausalAttention)
+        own = made.function if made is not None and isinstance(made.function, CausalAttention) else None
         if call is None or not (own or call.name == ATTENTION):
             return None
         for entry in self.known.get((ATTENTION, tuple(f.number for f in operands)), ()):
             if entry.call is None or (entry.used and entry.random):
                 continue
-            split = self._split_of_attention(call, entry.call, operands, own=own)
+            split = self._split_of_attention(call, entry.call, operands, own)
             if split is not None:
                 entry.used = True
                 return [Form(operands[0].kind, entry.results[0], split)]
         return None
 
     def _split_of_attention(
-        self, call: TorchLine, recorded: TorchLine, operands: Sequence[Form], *, own: bool
+        self, call: TorchLine, recorded: TorchLine, operands: Sequence[Form], own: CausalAttention | None
     ) -> Split | None:
-        """The split of the queries, if this is the attention that was recorded."""
+        """The split of the queries, if this is the attention that was recorded. ``own``: the function of this rank's
+        queries that masks what comes after them."""
         (*_, mask, dropout, causal, options) = attention_arguments(*recorded.args, **recorded.kwargs)
         (*_, new_mask, new_dropout, new_causal, others) = attention_arguments(*call.args, **call.kwargs)
         query, key, value, *rest = operands
         split: Split = query.split
-        if (dropout, options) != (new_dropout, others) or (causal != new_causal and not own):
+        if (dropout, options) != (new_dropout, others) or (causal != new_causal and own is None):
+            return None
+        if own is not None and own != CausalAttention(self.plan, split.length):
             return None
         if query.kind == "heads":
             same = [(f.kind, f.split) for f in (key, value)] == [("heads", split)] * 2
             return split if same and mask is new_mask is None else None
         if query.kind != "part" or key.kind != "whole" or value.kind != "whole":
             return None
-        if split != Split.along(recorded.operands[0].ndim - 2, split.length) or own != bool(causal):
+        if split != Split.along(recorded.operands[0].ndim - 2, split.length) or (own is not None) != bool(causal):
             return None
         if rest and rest[0].kind == "part":
             return split if rest[0].split == Split.along(mask.ndim - 2, split.length) else None
@@ -280,7 +284,7 @@ class _Proof:
             split, fill = form.split if kinds[0] == "filled" else (form.split, None)
             if self._even(split) or fill == call.args[1]:
                 return [Form("counts", form.number, call.args[1])]
-        if call.name in ("to", "sum") and kinds[0] in ("counts", "rows of rank"):
+        if call.name in ("to", "sum") and kinds[0] in ("counts", "rows of rank") and self._can_count(call):
             return [operands[0]._replace(kind="rows of rank" if call.name == "sum" else kinds[0])]
         if call.name == "true_divide" and kinds == ["total", "rows"]:
             total, rows = operands
@@ -290,6 +294,19 @@ class _Proof:
         if call.name == "mul" and kinds[0] == "mean of ranks" and call.args[1] == 1.0 / self.plan.ranks:
             return [Form("whole", operands[0].number)]
         return None
+
+    def _can_count(self, call: TorchLine) -> bool:
+        """Whether the dtype of a result has each number of rows that ranks may count."""
+        dtype = dtypes.to_torch_dtype(call.results[0].dtype)
+        rows = call.operands[0].numel * self.plan.ranks
+        largest = (
+            2 / torch.finfo(dtype).eps
+            if dtype.is_floating_point
+            else torch.iinfo(dtype).max
+            if dtype is not torch.bool
+            else 1
+        )
+        return rows <= largest
 
     def _rows_of_loss(self, call: TorchLine, operands: Sequence[Form]) -> list[Form] | None:
         """A loss of this rank's rows: ``split`` has what its sum is divided by."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from passes.analysis.calls import block_function, region_of
 from passes.analysis.recognise import changes_values, identity, is_deletion, is_foreign, is_random, is_return, is_unpack
+from passes.comm.sequence import SEQUENCE_WAITS
 from passes.epilogue import snapshot
 from passes.kernels.registration import has_mask, kernel_id
 
@@ -49,7 +50,7 @@ class Numbers:
         self.synonyms: dict[int, int] = {}
         self.outputs = frozenset[int]()  # those of forward, by their number
         self._table: dict[Expression, int] = {}
-        self._sources: list[frozenset[int]] = []  # of each number
+        self._sources: list[frozenset[int] | None] = []  # of each number
 
     def of(self, operation: Hashable, constants: Hashable = (), operands: tuple[int, ...] = ()) -> int:
         """The number of an expression."""
@@ -59,12 +60,15 @@ class Numbers:
             self.expressions.append(expression)
         return self.synonyms.get(number, number)
 
-    def sources(self, number: int) -> frozenset[int]:
-        """The outputs of forward from whose gradients a value is computed."""
+    def sources(self, number: int) -> frozenset[int] | None:
+        """The outputs of forward from whose gradients a value is computed; None if other ranks' are among them, which
+        hold other parts of the same sequences."""
         known = self._sources
         for operation, constants, operands in self.expressions[len(known) : number + 1]:
             own = frozenset([cast(int, constants)]) if operation == "cotangent" else frozenset[int]()
-            known.append(own.union(*(known[i] for i in operands)))
+            of_operands = [known[i] for i in operands]
+            elsewhere = operation in WITH_OTHERS or None in of_operands
+            known.append(None if elsewhere else own.union(*(s for s in of_operands if s is not None)))
         return known[number]
 
     def difference(self, a: int, b: int) -> tuple[int, int]:
@@ -213,6 +217,7 @@ def has_fusions(*traces: TraceCtx) -> bool:
     return False
 
 
+WITH_OTHERS = frozenset(SEQUENCE_WAITS.values())
 WRITTEN = {kernel_id("batch_norm"): (3, 4)}  # the arguments that a kernel writes, by its id
 IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES, snapshot.id)
 

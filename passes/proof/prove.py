@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_function, block_functions
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
+from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
 from passes.proof.borders import Border, other_borders
@@ -386,7 +387,7 @@ def _gradients(claim: Claim, found: dict[str | None, Any]) -> Iterator[tuple[str
         expected = claim.gradients.get(name)
         actual = found.get(name)
         what = f"the gradient of {parameter.name if parameter is not None else name}"
-        sources = claim.numbers.sources(expected) if expected is not None else frozenset[int]()
+        sources = claim.numbers.sources(expected) if expected is not None else None
         if parameter is not None and expected is not None:
             expected = keeps.expected(parameter, expected)
         if expected is not None:
@@ -474,7 +475,7 @@ def prove(
     backward: TraceCtx | None,
     context: Context | None = None,
     border: Border | None = None,
-    functions: Sequence[tuple[TraceCtx, Callable[..., Any]]] = (),
+    functions: Sequence[tuple[TraceCtx, Callable[..., Any] | None]] = (),
 ) -> Proof:
     """Proves a compiled step, inside Thunder's compilation.
 
@@ -485,7 +486,7 @@ def prove(
         backward: likewise; None if nothing is differentiated.
         context: the ranks that hold the parts of sequences; None if each has whole ones.
         border: the prologue and the epilogue; None if they are not known.
-        functions: traces that run, each with its function.
+        functions: traces that run, each with its function; None: as it will be compiled.
     """
     split = context is not None and record.first is not record.traced
     if context is not None and split and (differences := tuple(unproven(record.traced, record.first, context))):
@@ -533,11 +534,14 @@ def prove_step(
     elif TraceTag.AUGMENTED_FORWARD in trace.tags:
         forwards[:] = [trace]
         return trace
-    functions = [(t, t.python_callable()) for t in (forward, backward) if t is not None]
+    functions = [(t, None) for t in (forward, backward) if t is not None]
     proof = prove(record, parameters, forward, backward, context, border, functions)
     proofs.append(proof)
     if proof.verdict == "unproven":
         raise UnprovenStepError(
             f"the compiled step of {' and '.join(proving)} could not be proven to be the unsharded program:\n{proof}"
         )
+    for one in (forward, backward) if backward is not None else (forward,):
+        for runtime, lines in sent(one).items():  # so that all ranks raise it, if the proof fails on one
+            runtime.compare_trace(["proven", *lines])
     return trace

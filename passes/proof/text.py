@@ -36,10 +36,11 @@ class _OtherText(Exception):
     """The text is not that of the trace."""
 
 
-def other_text(trace: TraceCtx, function: Callable[..., Any]) -> Iterator[str]:
-    """How the function that runs differs from a trace; nothing if it does not. Those of its blocks are read, too."""
+def other_text(trace: TraceCtx, function: Callable[..., Any] | None) -> Iterator[str]:
+    """How the function that runs differs from a trace; nothing if it does not. Those of its blocks are read, too.
+    ``function``: None if it will be compiled later."""
     try:
-        _read(trace, function)
+        _read(trace, trace.python_callable() if function is None else function)
         for called in block_functions(trace):
             _read(called.trace, called.function)
     except _OtherText as error:

@@ -18,7 +18,7 @@ from passes.compat.versions import functional_transform
 from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
 from shardtrace.model.state import ShardedState, own_state, state_around, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
-from shardtrace.ranks.consensus import RankMismatchError
+from shardtrace.ranks.consensus import AnnouncedError, RankMismatchError
 from shardtrace.record.watcher import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
 
 import thunder
@@ -58,8 +58,8 @@ def _run(
     state = own_state(module)
     try:
         return _jitted(module, key, function, name)(*args, **kwargs)
-    except RankMismatchError:  # all ranks raise it
-        if state.variants is None:
+    except RankMismatchError as error:  # all ranks raise it
+        if state.variants is None or isinstance(error, AnnouncedError):
             raise
         state.stop_reading()  # values that this rank or another has read may be the reason
         return _run(module, key, function, name, args, kwargs)

@@ -25,6 +25,13 @@ class RankMismatchError(RuntimeError):
     """The ranks of a group differ in something that must be equal. Every rank raises it with the same message."""
 
 
+class AnnouncedError(RankMismatchError):
+    """Another rank has raised an error, which it announced."""
+
+
+MISMATCH = RankMismatchError.__name__
+
+
 def compare(
     group: dist.ProcessGroup,
     what: str,
@@ -63,11 +70,12 @@ def compare(
         ranks, patience = dist.get_process_group_ranks(group), min(GRACE, timeout) if seen == LATE else timeout
         did_not_come = partial(_did_not_come, what=what, timeout=timeout, here=here)
         if dist.get_rank(group) == 0:
-            store.set(f"{turn}/verdict", _verdict(store, turn, ranks, patience, did_not_come))
+            store.set(f"{turn}/verdict", json.dumps(_verdict(store, turn, ranks, patience, did_not_come)))
         if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
             raise RankMismatchError(did_not_come(ranks[:1]))
-        if verdict := store.get(f"{turn}/verdict").decode():
-            raise RankMismatchError(verdict)
+        kind, verdict = json.loads(store.get(f"{turn}/verdict"))
+        if verdict:
+            raise (AnnouncedError if kind == AnnouncedError.__name__ else RankMismatchError)(verdict)
 
 
 def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
@@ -78,7 +86,7 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     _first_sight(store, turn, group.size(), None, 0)
     _say(store, turn, group, what=what, lines=[], error=error, hint="")
     if dist.get_rank(group) == 0:
-        store.set(f"{turn}/verdict", f"rank {dist.get_rank()}: {error}")
+        store.set(f"{turn}/verdict", json.dumps((AnnouncedError.__name__, f"rank {dist.get_rank()}: {error}")))
 
 
 @contextmanager
@@ -152,9 +160,9 @@ def _did_not_come(ranks: list[int], what: str, timeout: float, here: str) -> str
 
 def _verdict(
     store: dist.Store, turn: int, ranks: list[int], patience: float, did_not_come: Callable[[list[int]], str]
-) -> str:
-    """The message about the first problem, or an empty string. ``ranks`` are the global ranks of the group, for the
-    message. They have ``patience`` seconds to come."""
+) -> tuple[str, str]:
+    """The kind of the first problem and the message about it, or an empty string. ``ranks`` are the global ranks of the
+    group, for the message. They have ``patience`` seconds to come."""
     keys = [f"{turn}/{r}" for r in range(len(ranks))]
     absent: list[int] = []
     deadline = time.monotonic() + patience
@@ -164,15 +172,15 @@ def _verdict(
     said = {r: json.loads(store.get(key)) for r, key in zip(ranks, keys, strict=True) if r not in absent}
     for rank, one in said.items():
         if one["error"]:
-            return f"rank {rank}: {one['error']}"
+            return AnnouncedError.__name__, f"rank {rank}: {one['error']}"
     if absent:
-        return did_not_come(absent)
+        return MISMATCH, did_not_come(absent)
     for key in keys:
         store.delete_key(key)
     for rank in ranks[1:]:
         if difference := _difference(said[ranks[0]], said[rank], ranks[0], rank):
-            return difference
-    return ""
+            return MISMATCH, difference
+    return MISMATCH, ""
 
 
 def _difference(first: dict, other: dict, rank_0: int, rank: int) -> str:
