@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+from passes.compat.jit import attention_of_gpus
 from passes.pipeline import FirstStage
 from passes.proof.prove import Difference, Proof
 from passes.proof.prove import prove as prove_traces
+from shardtrace.record.arguments import is_absent
 
 import thunder
+from thunder.core.devices import to_torch_device
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 __all__ = ["Difference", "Proof", "prove"]
@@ -61,10 +66,12 @@ def prove_compiled(
         if record is None or variables is None or not any(trace is record.traced for trace in stages):
             continue
         before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
+        devices = {to_torch_device(p.device) for p in forward.args if isinstance(p, TensorProxy)}
         try:
-            return variables.run(
-                prove_traces, record, facts.parameters, forward, backward, facts.context, facts.border, functions
-            )
+            with attention_of_gpus() if any(map(is_absent, devices)) else nullcontext():  # as it was compiled
+                return variables.run(
+                    prove_traces, record, facts.parameters, forward, backward, facts.context, facts.border, functions
+                )
         finally:
             data.is_grad_enabled = before
     return None

@@ -256,6 +256,7 @@ class Runtime(Protocol):
     progress: Progress | None
     kept: Any
     errors: dict[tuple[Axis, int], torch.Tensor]
+    divisor: float | None  # of the sum of all ranks' gradients, by the mesh and the user's factor; None: not known
 
     def group(self, axis: Axis) -> Any:
         """Returns the process group of an axis. Only the functions of collectives use it."""
@@ -298,6 +299,7 @@ class PlainRuntime:
     compares = False
     progress: Progress | None = None
     kept: Any = None
+    divisor: float | None = None
 
     def __init__(self, group: Any = None) -> None:
         self._group = group

@@ -16,6 +16,7 @@ and that each law is what its collective does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -281,7 +282,7 @@ def check(claim: Claim, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
             differences += _types_of_gradients(forward, backward)
             names = [p.name if isinstance(p, Proxy) else None for p in _arguments(forward)]
             pairs += _gradients(claim, dict(zip(names, found, strict=True)))
-        differences += _effects(claim, evaluation)
+        differences += [*_wrong_plans(claim), *_effects(claim, evaluation)]
         differences += hazards(forward, backward)
     except UnprovenError as error:
         differences.append(str(error))
@@ -356,6 +357,21 @@ def _handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
             continue
         if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
             yield f"forward saves {a.name} of shape {tuple(a.shape)}, backward takes {b.name} of {tuple(b.shape)}"
+
+
+def _wrong_plans(claim: Claim) -> Iterator[str]:
+    """Plans that are not of the group's ranks, or that divide gradients by another number than the mesh and the user's
+    factor say."""
+    parameters = {p.plan: p for p in claim.reference.inputs.values() if p is not None}
+    for plan, parameter in parameters.items():
+        for one in filter(None, (plan, plan.outer, plan.secondary)):
+            group = one.group
+            if group is not None and (one.world_size, one.rank) != (found := (group.size(), group.rank())):
+                yield f"{parameter.name} is planned for rank {one.rank} of {one.world_size}, its group has {found}"
+        divided = plan.divisor * (plan.outer.divisor if plan.outer is not None else 1)
+        right = plan.runtime.divisor
+        if right is not None and not math.isclose(divided, right):
+            yield f"the gradient of {parameter.name} is divided by {divided:g}, by the mesh it is {right:g}"
 
 
 def _types_of_gradients(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:

@@ -100,7 +100,10 @@ class ShardedState:
     def _take(self, entries: tuple[Entry, ...]) -> None:
         """Plans the steps for ``entries``."""
         self.entries = entries
-        self.runtime = ModelRuntime(self.model_name, self.groups, self._check_in_place, _entry_of, self.options.checks)
+        self.runtime = ModelRuntime(
+            self.model_name, self.groups, self._check_in_place, _entry_of, self.options.checks,
+            self.options.comm.gradient_divide_factor,
+        )  # fmt: skip
         self.plans = {key: self._plan(key) for key in dict.fromkeys(e.plan_key for e in entries)}
         self.by_stand_in = {
             id(e.stand_in): ShardedParameter(
@@ -567,6 +570,8 @@ class ModelRuntime:
             and must be cheap.
         entry_of: finds the entry of a sharded parameter.
         checks: whether to compare every step, or only unusual ones (None: see :meth:`compare_step`).
+        divisor: the number by which the sum of the ranks' gradients is divided; None: the ranks that have batches of
+            their own.
     """
 
     def __init__(
@@ -576,8 +581,11 @@ class ModelRuntime:
         check_unchanged: Callable[[], None],
         entry_of: Callable[[torch.Tensor], Entry],
         checks: Checks,
+        divisor: float | None = None,
     ) -> None:
         self.groups = groups
+        ranks = groups.everyone.size() / (groups.context.size() if groups.context is not None else 1)
+        self.divisor: float | None = ranks if divisor is None else divisor
         self._by_axis = {
             Axis.ALL: groups.everyone, Axis.SHARD: groups.inner, Axis.REPLICATE: groups.outer,
             Axis.CONTEXT: groups.context,

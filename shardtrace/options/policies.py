@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -72,6 +73,13 @@ def parse_precision(value: Any) -> MixedPrecisionPolicy | None:
         if dtype is not None and dtype not in _DTYPES.values():
             known = ", ".join(sorted({str(d) for d in _DTYPES.values()}))
             raise ValueError(f"{name} of mp_policy is {dtype}: choose one of {known}, or None")
+    if value.reduce_dtype is torch.float16 and value.param_dtype is not torch.float16:
+        computed = "their own dtype" if value.param_dtype is None else value.param_dtype
+        warnings.warn(
+            f"mp_policy averages gradients in torch.float16, which are computed in {computed}: those beyond 65504 become "
+            "inf, and small ones zero. reduce_dtype=torch.float32 or torch.bfloat16 holds them",
+            stacklevel=2,
+        )
     return value
 
 
