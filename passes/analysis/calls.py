@@ -127,9 +127,11 @@ REGION = "shardtrace_region"  # of the function of a fusion
 
 
 class CallOf(NamedTuple):
-    """A tag of the lines that call a block: the qualified name of the module that is called."""
+    """A tag of the lines that call a block: the qualified name of the module that is called, and a digest of what this
+    very call has recorded."""
 
     module: str
+    digest: str = ""
 
 
 def block_of(bsym: BoundSymbol) -> Block | None:
@@ -150,7 +152,13 @@ def block_functions(*traces: TraceCtx) -> list[BlockFunction]:
 
 def called_module(bsym: BoundSymbol) -> str | None:
     """The qualified name of the module that a line calls; None if it calls no block."""
-    return next((tag.module for tag in bsym.tags if isinstance(tag, CallOf)), None)
+    tag = call_tag(bsym)
+    return tag.module if tag is not None else None
+
+
+def call_tag(bsym: BoundSymbol) -> CallOf | None:
+    """What a line says of the call of a block that it makes; None if it calls none."""
+    return next((tag for tag in bsym.tags if isinstance(tag, CallOf)), None)
 
 
 def keep_regions(trace: TraceCtx) -> None:

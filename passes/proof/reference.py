@@ -6,6 +6,9 @@ call of it is a line whose gradient is one more line:
     x1, state = Block(x0, w, b)
     gx0, gw, gb = Block_vjp(state, gx1)
 
+What each call needs, and the block's lines as autodiff gets them, are found here and not by :mod:`passes.blocks`, which
+the proof judges.
+
 Note [Parts]. Autodiff and executors may treat a composite symbol as a whole, by a rule or a kernel of its own. Passes
 take some of these symbols apart. A symbol and its parts have the same value, so that the reference may take apart the
 very same ones; which these are is read from the compiled traces.
@@ -17,29 +20,34 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_of
+from passes.analysis.calls import CallOf, block_of, call_tag
 from passes.analysis.recognise import is_unpack, names
-from passes.blocks import Needs, copy_of, needs_of_calls, prepared
+from passes.blocks import copy_of
 from passes.compat.jit import compile_data_and_stats, symbol_that_calls, with_operators_of
 from passes.kernels.registration import fuses
 from passes.plan import ShardedParameter, TracedParameters
 from passes.proof.laws import whole
-from passes.proof.program import Evaluation, Law, Numbers, Values, name_results
+from passes.proof.program import Evaluation, Law, Numbers, UnprovenError, Values, name_results
 
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import AnyProxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace, get_tracectx, tracectx
 from thunder.core.transform_common import dce
-from thunder.core.transforms import get_grad, put_grad
+from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
 from thunder.extend import FusionExecutor, OperatorExecutor, get_always_executors
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-NONE = frozenset[int]()
+
+class Needs(NamedTuple):
+    """The numbers of the inputs of a call that need a gradient, and of the outputs that get one."""
+
+    gradients: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -62,7 +70,7 @@ class Call:
         return self._symbol("", self.block.symbol.meta, Plain(self), executor=executor)(*args)
 
     def differentiate(self, *args: Any) -> Any:
-        inputs = sorted(self.needs.gradients)
+        inputs = self.differentiated
 
         def forward_meta(*args: Any) -> tuple[Any, ...]:
             results = tuple(TensorProxy(like=o, requires_grad=False, tags=set()) for o in self.block.outputs)
@@ -80,10 +88,35 @@ class Call:
     @cached_property
     def lowered(self) -> TraceCtx:
         """The block's own forward and backward in one trace, or its forward if nothing needs a gradient."""
-        variants = [v for needs, v in self.block.variants.items() if needs._replace(regathered=NONE) == self.needs]
+        variants = [v for needs, v in self.block.variants.items() if needs[:2] == self.needs]
         taken = next((v.differentiated for v in variants if v.differentiated is not None), None)
-        first = taken_apart(prepared(self.block, self.needs), taken)
+        first = taken_apart(self._as_autodiff_takes_it(), taken)
         return lowered(grad_transform_on_trace(first) if self.needs.gradients else first)
+
+    @cached_property
+    def differentiated(self) -> list[int]:
+        """The inputs that get a gradient."""
+        gradients = results_of(self.lowered)["output"]
+        return [i for i in sorted(self.needs.gradients) if isinstance(gradients[i], TensorProxy)]
+
+    def _as_autodiff_takes_it(self) -> TraceCtx:
+        """The recorded lines, with inputs that say whether they need a gradient, and the outputs that get one."""
+        block = self.block
+        new = from_trace(block.trace)
+        new.names = set(block.trace.names)
+        with tracectx(TraceCtx()):
+            args = {
+                p.name: TensorProxy(like=p, name=p.name, requires_grad=i in self.needs.gradients, tags=set())
+                for i, p in enumerate(block.inputs)
+            }
+        new.args = tuple(args.values())
+        *lines, _ = block.trace.bound_symbols
+        new.bound_symbols = [prims.unpack_trivial.bind(a, name=name, output=a) for name, a in args.items()]
+        new.bound_symbols += [copy_of(line) for line in lines if not is_unpack(line)]
+        results = tuple(o for i, o in enumerate(block.outputs) if i in self.needs.outputs)
+        with tracectx(new):
+            prims.python_return({"output": results, "flat_args": new.args, "outputs": block.outputs})
+        return new
 
 
 def _put_grads(inputs: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -179,16 +212,17 @@ def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx
     """The unsharded program of a recorded computation. Runs inside Thunder's compilation, whose executors it takes.
     ``compiled`` is what the passes gave to autodiff (see Note [Parts])."""
     inputs = {p.name: parameters.get(p) for p in record.args}
+    _check_equal_calls(record)
     calls: dict[tuple[int, Needs], Call] = {}
     new = from_trace(record)
     # one line for all inputs, of which each parameter is one
     new.bound_symbols.append(prims.unpack_trivial.bind(record.args, name="inputs", output=record.args))
     with _with_executor():
         lines = taken_apart(_with_one_name_each(dce(record), parameters), compiled)
-        for line, needs in needs_of_calls(lines):
+        for line, needs in _with_needs(lines.bound_symbols, lines.args):
             bsym = copy_of(line, tags=False)
             block = block_of(line)
-            if block is not None and needs is not None:
+            if block is not None:
                 bsym = bsym.from_bsym(sym=calls.setdefault((id(block), needs), Call(block, needs)).symbol)
             if line.sym.id == PrimIDs.RETURN:
                 _copy_returned_inputs(new, bsym)
@@ -198,6 +232,38 @@ def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx
         for call in calls.values():
             call.lowered  # noqa: B018  while the executors are known
     return Reference(trace, differentiated, inputs, list(calls.values()))
+
+
+def _with_needs(lines: Sequence[BoundSymbol], args: Sequence[Any]) -> Iterator[tuple[BoundSymbol, Needs]]:
+    """The lines, with what each one needs if it calls a block."""
+    flows = {a.name for a in args if isinstance(a, TensorProxy) and a.requires_grad}
+    for line in lines:
+        if not _stops(line) and not flows.isdisjoint(names(line.flat_proxy_args)):
+            flows |= names(line.flat_proxy_outs)
+    read = names(lines[-1].args[0]["output"])
+    for line in reversed(lines[:-1]):
+        if not _stops(line) and not read.isdisjoint(names(line.flat_proxy_outs)):
+            read |= names(line.flat_proxy_args)
+    for line in lines:
+        if block_of(line) is None or _stops(line):
+            yield line, Needs()
+            continue
+        gradients = (i for i, a in enumerate(line.args) if a.name in flows and dtypes.is_inexact_dtype(a.dtype))
+        yield line, Needs(frozenset(gradients), frozenset(i for i, o in enumerate(line.output) if o.name in read))
+
+
+def _stops(line: BoundSymbol) -> bool:
+    """Whether no gradient flows through a line."""
+    return is_constant_for_vjp(line) or (bool(line.subsymbols) and all(map(_stops, line.subsymbols)))
+
+
+def _check_equal_calls(record: TraceCtx) -> None:
+    """Raises UnprovenError if calls of one block have not recorded the same calls of torch."""
+    first: dict[int, CallOf] = {}
+    for line in record.bound_symbols:
+        called = call_tag(line)
+        if called is not None and (known := first.setdefault(id(line.sym.id), called)).digest != called.digest:
+            raise UnprovenError(f"{called.module} and {known.module} are taken for one block, and compute other things")
 
 
 def _with_one_name_each(trace: TraceCtx, parameters: TracedParameters) -> TraceCtx:
@@ -321,7 +387,7 @@ def _run_vjp(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
     results = results_of(call.lowered)
     inside["cotangents of"] = cotangents(results["fw_flat_out"], given)
     evaluation.run(steps, inside)
-    found = [results["output"][i] for i in sorted(call.needs.gradients)]
+    found = [results["output"][i] for i in call.differentiated]
     name_results(tuple(line.output), evaluation.value(tuple(found), inside), values)
 
 

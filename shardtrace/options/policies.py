@@ -76,8 +76,8 @@ def parse_precision(value: Any) -> MixedPrecisionPolicy | None:
     if value.reduce_dtype is torch.float16 and value.param_dtype is not torch.float16:
         computed = "their own dtype" if value.param_dtype is None else value.param_dtype
         warnings.warn(
-            f"mp_policy averages gradients in torch.float16, which are computed in {computed}: those beyond 65504 become "
-            "inf, and small ones zero. reduce_dtype=torch.float32 or torch.bfloat16 holds them",
+            f"mp_policy averages gradients in torch.float16, which are computed in {computed}: those beyond 65504 "
+            "become inf, and small ones zero. reduce_dtype=torch.float32 or torch.bfloat16 holds them",
             stacklevel=2,
         )
     return value

@@ -7,7 +7,8 @@ equal lines, apart from the tensors that they read. Those are the arguments of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from passes.analysis.calls import Block, CallOf, unique_name
@@ -15,13 +16,14 @@ from passes.analysis.recognise import names
 from passes.blocks import add_executor
 from passes.compat.jit import compile_data_and_stats, names_of_users
 from passes.plan import ShardedParameter
-from shardtrace.record.calls import Call, Record, Span, storage
+from shardtrace.record.calls import PLAIN, Call, Record, Span, storage
 from shardtrace.record.kinds import Kind, Mark, Outline, Uses, find_kinds, is_whole, outermost
 from shardtrace.record.replay import Replay
 
 import torch
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.trace import get_tracectx
+from torch.utils import _pytree as pytree
 
 ParameterOf = Callable[[torch.Tensor], ShardedParameter | None]
 
@@ -106,7 +108,7 @@ class Blocks:
             self.apart[span.name] = why
             return False
         results = function.block.symbol(*(inputs[i] for i in function.used))
-        trace.scopes[-1][-1].tags.add(CallOf(span.name))
+        trace.scopes[-1][-1].tags.add(CallOf(span.name, _digest(calls)))
         for (i, j), proxy in zip(kind.exports, results, strict=True):
             replay.values.know(calls[i].results[j], proxy)
         self.called.setdefault(kind, []).append(span.name)
@@ -155,6 +157,23 @@ class Blocks:
         for why, names_ in reasons.items():
             parts.append(f"{', '.join(names_[:4])}{', ...' if len(names_) > 4 else ''} by itself: {why}")
         return "; ".join(parts)
+
+
+def _digest(calls: Sequence[Call]) -> str:
+    """A digest of calls of torch: their functions, constants and tensors, which are numbers. The proof compares those
+    of blocks that are taken for one. It is found otherwise than their kinds on purpose."""
+    text, numbers = sha256(), dict[int, int]()
+    for call in calls:
+        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        function = call.function if isinstance(call.function, Hashable) else id(call.function)
+        said: list[Any] = [hash(function), str(spec), call.grad, len(call.written)]
+        for value in (*leaves, *call.results):
+            if isinstance(value, torch.Tensor):
+                said += [numbers.setdefault(id(value), len(numbers)), tuple(value.shape), value.dtype]
+            else:
+                said.append(repr(value) if isinstance(value, PLAIN) else id(value))
+        text.update(repr(said).encode())
+    return text.hexdigest()
 
 
 def _live(lines: Sequence[Any], read: set[str]) -> set[str]:

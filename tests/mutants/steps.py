@@ -273,7 +273,7 @@ def compile_step(model: str, setting: str) -> Step:
     torch.manual_seed(0)
     claims: list[Any] = []
 
-    def remember(record: Any, parameters: Any, forward: Any, backward: Any, context: Any) -> Proof:
+    def remember(record: Any, parameters: Any, forward: Any, backward: Any, *others: Any) -> Proof:
         try:
             claims[:] = [claim(record, parameters, forward, backward)]
         except UnprovenError as error:
