@@ -3,6 +3,7 @@ nothing to change."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,10 @@ from passes.analysis.recognise import (
     waits_for_future,
 )  # fmt: skip
 from passes.comm.symbols import accumulate, accumulated
+from passes.compat.jit import calling_function_of, function_of
+from passes.epilogue import run_rebuild, run_setter
+from passes.gradients import mark_unused, unless_unused
+from passes.guards import fetch
 from passes.plan import Axis, Bucket
 
 from bodies import (
@@ -43,13 +48,16 @@ from bodies import (
 )  # fmt: skip
 from steps import Step
 from thunder.core import dtypes
+from thunder.core.codeutils import ContextObject
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_map
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import from_trace
 from thunder.executors import torchex
 
 Random = random.Random
 Change = Callable[[Body, Random], Lines | None]
+Outside = Callable[[Step, Random], Step | None]
 
 
 class Kind(NamedTuple):
@@ -57,9 +65,10 @@ class Kind(NamedTuple):
     lines that free memory."""
 
     name: str
-    change: Change
+    change: Change | None
     runs: bool = True
     raw: bool = False
+    outside: Outside | None = None  # changes the step outside of its lines
 
 
 KINDS: dict[str, Kind] = {}
@@ -74,6 +83,15 @@ def kind(*, runs: bool = True, raw: bool = False) -> Callable[[Change], Change]:
     return register
 
 
+def outside(*, runs: bool = False) -> Callable[[Outside], Outside]:
+    def register(change: Outside) -> Outside:
+        name = change.__name__.replace("_", " ")
+        KINDS[name] = Kind(name, None, runs, outside=change)
+        return change
+
+    return register
+
+
 class Mutant(NamedTuple):
     kind: Kind
     step: Step
@@ -83,6 +101,10 @@ class Mutant(NamedTuple):
 def mutate(step: Step, rng: Random, only: str = "") -> Mutant | None:
     """A mutant of a step, of a kind that is chosen at random. None if the step has nothing of this kind."""
     chosen = KINDS[only or rng.choice(list(KINDS))]
+    if chosen.outside is not None:
+        new = chosen.outside(step, rng)
+        return Mutant(chosen, new, "outside of the lines") if new is not None else None
+    assert chosen.change is not None
     found = list(bodies(step, raw=chosen.raw))
     for _ in range(12):
         body = rng.choices(found, [len(b.lines) for b in found])[0]
@@ -453,6 +475,24 @@ def change_layout(body: Body, rng: Random) -> Lines | None:
 
 
 @kind()
+def gather_in_another_dtype(body: Body, rng: Random) -> Lines | None:
+    """And use it so."""
+    old = _bucket(body, rng, lambda bucket, b: is_gather(b) and bucket.wire is None)
+    if old is None:
+        return None
+    dtype = rng.choice([d for d in (dtypes.bfloat16, dtypes.float16, dtypes.int32) if d != old.dtype])
+    new = Bucket(old.label, f"{old.name}_cast", old.plan, old.members, dtype)
+    lines = _with_bucket(body, old, new)
+    for i, b in enumerate(lines):
+        if is_wait(b) and b.args[1] is new:
+            outs = tuple(_new(o, "cast", dtype) for o in b.output)
+            lines[i] = b.from_bsym(output=outs)
+            for o, n in zip(b.output, outs, strict=True):
+                lines = reading_from(lines, i + 1, o, n)
+    return lines
+
+
+@kind()
 def reduce_twice(body: Body, rng: Random) -> Lines | None:
     waits = [i for i, b in enumerate(body.lines) if is_wait(b) and not is_gather(b)]
     rng.shuffle(waits)
@@ -583,6 +623,122 @@ def return_another_output(body: Body, rng: Random) -> Lines | None:
     swap = lambda values: tree_map(lambda x: new if isinstance(x, Proxy) and x.name == old.name else x, values)  # noqa: E731
     changed = {**result, "output": swap(result["output"]), "flat_output": swap(result["flat_output"])}
     return _with(body, at, last.from_bsym(args=(changed, saved)))
+
+
+@kind()
+def exchange_outputs_of_autograd(body: Body, rng: Random) -> Lines | None:
+    """Those that the script gets stay."""
+    at, last = _returned(body)
+    if not body.is_whole or body.where != "forward" or len(last.args) != 2:
+        return None
+    result, saved = last.args
+    outs = exchange_places(result["flat_output"], rng)
+    return _with(body, at, last.from_bsym(args=({**result, "flat_output": outs}, saved))) if outs else None
+
+
+@kind(runs=False)
+def drop_a_source(body: Body, rng: Random) -> Lines | None:
+    """A gradient is None, or a part of it minus zero, in a backward that gives it one."""
+    at = _at_random(body, rng, lambda b: b.sym.id in (mark_unused.id, unless_unused.id) and b.args[1].obj.sources)
+    if at is None:
+        return None
+    line = body.lines[at]
+    uses = line.args[1].obj
+    fewer = uses.sources - {rng.choice(sorted(uses.sources))}
+    changed = ContextObject(f"{line.args[1].name}_fewer", uses._replace(sources=fewer))
+    return _with(body, at, line.from_bsym(args=(line.args[0], changed)))
+
+
+@kind()
+def call_the_function_of_another_fusion(body: Body, rng: Random) -> Lines | None:
+    fusions = [(i, b) for i, b in enumerate(body.lines) if b.sym.is_fusion]
+    pairs = [
+        (i, a, b)
+        for i, a in fusions
+        for _, b in fusions
+        if function_of(a) is not function_of(b)
+        and len(a.args) == len(b.args)
+        and all(map(alike, a.args, b.args))
+        and len(a.output) == len(b.output)
+        and all(map(alike, a.output, b.output))
+    ]
+    if not pairs:
+        return None
+    i, a, b = rng.choice(pairs)
+    return _with(body, i, calling_function_of(b, a))
+
+
+# ---- outside of the lines ----
+
+
+@outside(runs=True)
+def exchange_parameters_of_the_function(step: Step, rng: Random) -> Step | None:
+    """Of the signature alone: the trace keeps its arguments."""
+    args = step.forward.args
+    pairs = [(i, j) for i in range(len(args)) for j in range(i) if alike(args[i], args[j])]
+    if not pairs:
+        return None
+    i, j = rng.choice(pairs)
+    new, known = from_trace(step.forward), step.forward.siginfo()
+    new.bound_symbols, new._siginfo = list(step.forward.bound_symbols), copy.copy(known)
+    new._siginfo.args = list(known.args)
+    new._siginfo.args[i], new._siginfo.args[j] = known.args[j], known.args[i]
+    return step._replace(forward=new)
+
+
+def _other_border(step: Step, which: int, change: Callable[[list[BoundSymbol]], Lines | None]) -> Step | None:
+    trace = step.border.runs[which] if step.border is not None else None
+    lines = change(list(trace.bound_symbols)) if trace is not None else None
+    if trace is None or lines is None:
+        return None
+    new = from_trace(trace)
+    new.bound_symbols = lines
+    runs = (new, step.border.runs[1]) if which == 0 else (step.border.runs[0], new)
+    return step._replace(border=step.border._replace(runs=runs))
+
+
+@outside()
+def exchange_what_the_prologue_returns(step: Step, rng: Random) -> Step | None:
+    def change(lines: list[BoundSymbol]) -> Lines | None:
+        inputs, others = lines[-1].args[0]
+        changed = exchange_places(inputs, rng)
+        return [*lines[:-1], lines[-1].from_bsym(args=((changed, others),))] if changed else None
+
+    return _other_border(step, 0, change)
+
+
+@outside()
+def fetch_another_parameter(step: Step, rng: Random) -> Step | None:
+    def change(lines: list[BoundSymbol]) -> Lines | None:
+        at = [i for i, b in enumerate(lines) if b.sym.id == fetch.id and len(b.args[1].obj) > 1]
+        if not at:
+            return None
+        i = rng.choice(at)
+        module, names = lines[i].args
+        j, k = rng.sample(range(len(names.obj)), 2)
+        mixed = list(names.obj)
+        mixed[j], mixed[k] = mixed[k], mixed[j]
+        lines[i] = lines[i].from_bsym(args=(module, ContextObject(f"{names.name}_mixed", tuple(mixed))))
+        return lines
+
+    return _other_border(step, 0, change)
+
+
+@outside()
+def exchange_what_the_epilogue_gets(step: Step, rng: Random) -> Step | None:
+    """Or what it sets on a module, or returns."""
+
+    def change(lines: list[BoundSymbol]) -> Lines | None:
+        at = [i for i, b in enumerate(lines) if b.sym.id in (run_setter.id, run_rebuild.id) or is_return(b)]
+        rng.shuffle(at)
+        for i in at:
+            *rest, values = lines[i].args or (None,)
+            changed = exchange_places(values, rng) if isinstance(values, tuple) else None
+            if changed:
+                return [*lines[:i], lines[i].from_bsym(args=(*rest, changed)), *lines[i + 1 :]]
+        return None
+
+    return _other_border(step, 1, change)
 
 
 # ---- memory ----

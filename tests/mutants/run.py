@@ -24,6 +24,7 @@ from typing import NamedTuple
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import shardtrace  # noqa: E402, F401  before thunder
+from passes.proof.borders import other_borders  # noqa: E402
 from passes.proof.prove import check  # noqa: E402
 
 from kinds import KINDS, Mutant, mutate  # noqa: E402
@@ -89,6 +90,8 @@ def prover_of(step: Step) -> Prove | None:
             return "unproven", str(step.reference)
         try:
             found = check(step.reference, mutant.forward, mutant.backward)
+            if mutant.border is not None and (others := list(other_borders(mutant.border))):
+                return "unproven", others[0]
         except Exception as error:
             return "raises", f"{type(error).__name__}: {error}"
         return found.verdict, str(found)

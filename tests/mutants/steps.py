@@ -18,9 +18,11 @@ from zlib import crc32
 import shardtrace
 from passes.analysis.recognise import is_gather, is_issue
 from passes.comm.symbols import Kept, accumulated, replicated
+from passes.proof.borders import Border
 from passes.proof.program import UnprovenError
 from passes.proof.prove import Proof, claim
 from shardtrace.inspector.fake import compile_sharded, fake_ranks
+from shardtrace.proving import prove_compiled
 
 import thunder
 import torch
@@ -41,7 +43,8 @@ from toy_gpt import GPT, GPTConfig
 class Step(NamedTuple):
     """A compiled step of one of the ranks of ``world``, and a reference for its proof.
 
-    ``args``, ``kept``: for each rank, the arguments of forward and the kept gradients. ``reference``: what the proof compares with.
+    ``args``, ``kept``: for each rank, the arguments of forward and the kept gradients. ``reference``: what the
+    proof compares with. ``border``: the prologue and the epilogue.
     """
 
     forward: TraceCtx
@@ -50,6 +53,7 @@ class Step(NamedTuple):
     args: list[list[Any]]
     kept: list[dict[Any, Kept]]
     reference: Any
+    border: Border | None = None
 
 
 # ---- models ----
@@ -272,8 +276,12 @@ def compile_step(model: str, setting: str) -> Step:
     chosen = SETTINGS[setting]
     torch.manual_seed(0)
     claims: list[Any] = []
+    borders: list[Border] = []
 
-    def remember(record: Any, parameters: Any, forward: Any, backward: Any, *others: Any) -> Proof:
+    def remember(
+        record: Any, parameters: Any, forward: Any, backward: Any, context: Any, border: Any, *_: Any
+    ) -> Proof:
+        borders[:] = [border]
         try:
             claims[:] = [claim(record, parameters, forward, backward)]
         except UnprovenError as error:
@@ -282,6 +290,7 @@ def compile_step(model: str, setting: str) -> Step:
 
     with (
         mock.patch("passes.proof.prove.prove", remember),
+        mock.patch("shardtrace.proving.prove_traces", remember),
         warnings.catch_warnings(),
         fake_ranks(chosen.world.size),
         mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")),
@@ -297,7 +306,9 @@ def compile_step(model: str, setting: str) -> Step:
         if "offload_policy" in options:
             jitted = compile_sharded(build(), given, fsdp_options=options, jit_options=jit)
             forward, backward = _last(jitted)
-            return _step(forward, backward, chosen.world, [None] * len(forward.args), claims[-1])
+            assert forward is not None
+            prove_compiled(thunder.compile_data(jitted), thunder.last_traces(jitted), forward, backward)
+            return _step(forward, backward, chosen.world, [None] * len(forward.args), claims[-1], borders[-1])
         module = shardtrace.fsdp(build(), **options)
         jitted = thunder.jit(module, **jit)
         if chosen.gradients == "added":
@@ -306,7 +317,7 @@ def compile_step(model: str, setting: str) -> Step:
         with shardtrace.no_sync(module) if chosen.gradients == "kept" else nullcontext():
             inputs = _compiled(jitted, given)
             forward, backward = _last(jitted)
-        return _step(forward, backward, chosen.world, list(inputs), claims[-1])
+        return _step(forward, backward, chosen.world, list(inputs), claims[-1], borders[-1])
 
 
 def _compiled(jitted: Any, given: Any) -> Any:
@@ -319,12 +330,15 @@ def _last(jitted: Any) -> tuple[TraceCtx, TraceCtx | None]:
     return thunder.last_traces(jitted)[-1], backwards[-1] if backwards else None
 
 
-def _step(forward: TraceCtx, backward: TraceCtx | None, world: World, inputs: list[Any], reference: Any) -> Step:
+def _step(
+    forward: TraceCtx, backward: TraceCtx | None, world: World, inputs: list[Any], reference: Any, border: Border
+) -> Step:
     args = [
         [_value(p, v, forward, world, rank) for p, v in zip(forward.args, inputs, strict=True)]
         for rank in range(world.size)
     ]
-    return Step(forward, backward, world, args, [_kept(backward, rank) for rank in range(world.size)], reference)
+    kept = [_kept(backward, rank) for rank in range(world.size)]
+    return Step(forward, backward, world, args, kept, reference, border)
 
 
 def _kept(backward: TraceCtx | None, rank: int) -> dict[Any, Kept]:
