@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.compat.jit import attention_of_gpus
 from passes.pipeline import FirstStage
-from passes.proof.prove import Difference, Proof
+from passes.proof.prove import Difference, Proof, needs_backward
 from passes.proof.prove import prove as prove_traces
 from shardtrace.record.arguments import is_absent
 
@@ -65,7 +65,7 @@ def prove_compiled(
         record, variables = facts.record, facts.variables
         if record is None or variables is None or not any(trace is record.traced for trace in stages):
             continue
-        before, data.is_grad_enabled = data.is_grad_enabled, backward is not None
+        before, data.is_grad_enabled = data.is_grad_enabled, needs_backward(record.first)
         devices = {to_torch_device(p.device) for p in forward.args if isinstance(p, TensorProxy)}
         try:
             with attention_of_gpus() if any(map(is_absent, devices)) else nullcontext():  # as it was compiled

@@ -27,6 +27,7 @@ from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
 from passes.proof.borders import Border, other_borders
+from passes.proof.certificates import uncertified
 from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
 from passes.proof.program import (
@@ -243,7 +244,7 @@ def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
 
     Raises UnprovenError if a line of it has no law.
     """
-    program = reference(record.first, parameters, record.last, differentiated=backward is not None)
+    program = reference(record.first, parameters, record.last, differentiated=needs_backward(record.first))
     numbers = Numbers()
     opened = has_fusions(*(t for t in (forward, backward) if t is not None))
     lower = lowered_line if leaves_lines() else None
@@ -261,6 +262,11 @@ def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
             gradients[argument.name] = values[gradient.name]
     found = evaluation.value(tuple(outs), values)
     return Claim(program, parameters, numbers, opened, found, gradients, evaluation.effects, given)
+
+
+def needs_backward(record: TraceCtx) -> bool:
+    """Whether Thunder differentiates a computation. Nothing has a gradient where they are off."""
+    return any(isinstance(p, TensorProxy) and p.requires_grad for p in record.args)
 
 
 def _flat(structure: Any) -> tuple[Any, ...]:
@@ -282,6 +288,10 @@ def check(claim: Claim, forward: TraceCtx, backward: TraceCtx | None) -> Proof:
             differences += _types_of_gradients(forward, backward)
             names = [p.name if isinstance(p, Proxy) else None for p in _arguments(forward)]
             pairs += _gradients(claim, dict(zip(names, found, strict=True)))
+        elif claim.gradients:
+            differences.append(
+                f"the step has no backward, the unsharded program gives {len(claim.gradients)} gradients"
+            )
         differences += [*_wrong_plans(claim), *_effects(claim, evaluation)]
         differences += hazards(forward, backward)
     except UnprovenError as error:
@@ -512,7 +522,7 @@ def prove(
     except UnprovenError as error:
         return Proof("unproven", differences=(f"the unsharded program: {error}",))
     proof = check(made, forward, backward)
-    others = [*(other_borders(border) if border is not None else ())]
+    others = [*(other_borders(border) if border is not None else ()), *uncertified(forward, backward)]
     others += [text for trace, function in functions for text in other_text(trace, function)]
     return replace(proof, verdict="unproven", differences=(*proof.differences, *others)) if others else proof
 

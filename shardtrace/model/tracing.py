@@ -427,6 +427,10 @@ def _prepare(states: Sequence[ShardedState]) -> None:
     refresh_modules(lambda p: replaced.get(current(p), current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
+    if not isinstance(data.transforms, list):
+        raise TypeError(
+            f"thunder.jit(transforms=...) takes a list, not a {type(data.transforms).__name__}: ours join it"
+        )
     data.transforms.extend(watcher for watcher in watching.get() if watcher not in data.transforms)
 
 

@@ -1,20 +1,27 @@
-"""Silent bugs that a pass can make, and did, built again as passes of a user: each makes a step that is not proven."""
+"""Silent bugs that a pass can make, and did, built again as passes of a user, or by a patch of what passes call: each
+makes a step that is not proven."""
 
 import warnings
+from functools import partial
 
 import shardtrace
-from passes import PassAfterLowering
+from passes import PassAfterLowering, blocks
 from passes.analysis.calls import block_function
-from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return
+from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return, is_unpack
 from passes.comm.symbols import wait_reduce_scatter
+from passes.plan import BucketPlan
+from shardtrace.record import kinds
+from shardtrace.record.replay import Replay
 from shardtrace.testing import fake_ranks
 
 import pytest
 import thunder
 import torch
 from models import Net
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, variableify
 from thunder.core.trace import from_trace
+from thunder.core.transform_common import Transform
+from thunder.executors import torchex
 from torch import nn
 
 
@@ -27,12 +34,13 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def step_with(run):
+def step_with(*transforms, model=None, **jit):
     """Compiles and proves a step in which a pass has its turn."""
     with fake_ranks(2), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = shardtrace.fsdp(Net(Block(), Block(), Block()), checks=shardtrace.Checks(prove=True))
-        jitted = thunder.jit(model, transforms=[PassAfterLowering(run)])
+        model = model if model is not None else Net(Block(), Block(), Block())
+        model = shardtrace.fsdp(model, checks=shardtrace.Checks(prove=True))
+        jitted = thunder.jit(model, transforms=list(transforms), **jit)
         thunder.compile_data(jitted).get_computation_and_inputs(torch.randn(3, 6))
 
 
@@ -144,10 +152,128 @@ WRONG = [
 
 
 def test_a_right_pass_is_proven():
-    step_with(unchanged)
+    step_with(PassAfterLowering(unchanged))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_pass_is_found(wrong):
     with pytest.raises(AssertionError, match=r"could not be proven|after pass"):
-        step_with(wrong)
+        step_with(PassAfterLowering(wrong))
+
+
+class Rolled(nn.Module):
+    """Two calls of torch that differ in a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.roll(torch.roll(self.linear(x), 1, 1) * x, 2, 1)
+
+
+class Scaled(Block):
+    """Differs from others in a number."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def loses_a_gradient_of_each_block(monkeypatch):
+    right = blocks.needs_of_calls
+
+    def needs(trace):
+        for line, found in right(trace):
+            fewer = found.gradients - {max(found.gradients)} if found is not None and found.gradients else None
+            yield line, found if fewer is None else found._replace(gradients=fewer)
+
+    monkeypatch.setattr(blocks, "needs_of_calls", needs)
+
+
+def loses_an_output_of_each_block(monkeypatch):
+    right = blocks.needs_of_calls
+
+    def needs(trace):
+        for line, found in right(trace):
+            yield line, found if found is None else found._replace(outputs=frozenset())
+
+    monkeypatch.setattr(blocks, "needs_of_calls", needs)
+
+
+def prepares_a_block_with_two_parameters_exchanged(monkeypatch):
+    right = blocks.prepared
+
+    def prepared(block, needs):
+        trace = right(block, needs)
+        a, b = (p for p in trace.args if tuple(p.shape) == (6, 6))
+
+        def line(x):
+            read = {p.name for p in x.flat_proxy_args} & {a.name, b.name}
+            if is_unpack(x) or is_return(x) or len(read) != 1:
+                return x
+            old, new = (a, b) if a.name in read else (b, a)
+            return x.from_bsym_swap_proxies({variableify(old): new}, skip_output=True)
+
+        return rewritten(trace, line)
+
+    monkeypatch.setattr(blocks, "prepared", prepared)
+
+
+def takes_blocks_of_other_numbers_for_equal(monkeypatch):
+    right = kinds.Numbers.value
+    monkeypatch.setattr(kinds.Numbers, "value", lambda self, v: "float" if type(v) is float else right(self, v))
+
+
+def takes_fusions_of_other_numbers_for_equal(monkeypatch):
+    right = blocks._value
+    monkeypatch.setattr(blocks, "_value", lambda v, numbers: right(v, numbers) if isinstance(v, Proxy) else type(v))
+
+
+def divides_by_another_number(monkeypatch):
+    monkeypatch.setattr(BucketPlan, "divisor", property(lambda plan: 1.0))
+
+
+def two_lines_mean_other_functions_by_one_name(monkeypatch):
+    monkeypatch.setattr(Replay, "_name", lambda self, call: "torch_call")
+
+
+INSIDE = [
+    loses_a_gradient_of_each_block,
+    loses_an_output_of_each_block,
+    prepares_a_block_with_two_parameters_exchanged,
+    takes_blocks_of_other_numbers_for_equal,
+    takes_fusions_of_other_numbers_for_equal,
+    divides_by_another_number,
+    two_lines_mean_other_functions_by_one_name,
+]
+
+
+@pytest.mark.parametrize("break_it", INSIDE)
+def test_a_bug_inside_a_pass_is_found(break_it, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    fuses = break_it is takes_fusions_of_other_numbers_for_equal
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError, match="could not be proven"):
+        step_with(
+            model=Net(Scaled(1.0), Scaled(2.0), Scaled(3.0), Block(), Block(), Rolled()),
+            **({"executors": ["sdpa", "torch_kernels", "torchcompile"]} if fuses else {}),
+        )
+
+
+class Sine(Transform):
+    """Runs after all passes."""
+
+    def transform_trace_post_optimization(self, computation_trace, **kwargs):
+        def line(b):
+            return torchex.ex.opmap["sin"].bind(b.args[0], output=b.output) if b.sym.name == "tanh" else b
+
+        return rewritten(computation_trace, line)
+
+
+def test_a_transform_of_thunders_own_kind_is_proven_after_it_ran():
+    with pytest.raises(AssertionError, match=r"computes torch.sin.*\n.*computes tanh"):
+        step_with(Sine(), model=nn.Sequential(nn.Linear(6, 6), nn.Tanh()))

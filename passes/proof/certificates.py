@@ -1,0 +1,378 @@
+"""Whether collectives do what their laws say: each is run once in this process, on tiny tensors, for a few ranks.
+
+A law (:mod:`passes.proof.laws`) says what a collective means. Here the very functions that a step's lines call run for
+two or three ranks, one thread for each, whose process groups are a table in memory. What they return is compared with
+the law, written down once more and without the layouts, plans and buffers of the real thing:
+
+    rank r holds the rows r k to (r + 1) k of a parameter, with k = ceil(rows / ranks), or the whole, or nothing
+    gathered: the whole, in the dtype of its use                        whatever the padding holds
+    reduced: this rank's part of the sum, by the divisor                padded with zeros
+    a sequence of L positions: chunks r and 2 N - 1 - r of ceil(L / 2 N), or the whole, or some heads of the whole
+
+Collectives that differ only in their members or in the length of a sequence are run once, and the result is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from queue import Queue
+from typing import Any, NamedTuple
+
+from passes.analysis.calls import block_functions
+from passes.analysis.recognise import (
+    bucket_of,
+    is_issue,
+    is_sequence_issue,
+    is_sequence_wait,
+    part_at,
+    waits_for_future,
+)
+from passes.comm import sequence
+from passes.comm.sequence import Part
+from passes.comm.symbols import GATHERS
+from passes.compat.jit import function_of
+from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
+from passes.plan.plan import ContextPlan, Split, Wire
+from passes.plan.runtime import PlainRuntime
+
+import torch
+import torch.distributed as dist
+from thunder.core import dtypes
+from thunder.core.trace import TraceCtx
+
+SHAPES = ((5, 2), (3,), (4, 3))  # of the members: the last rank has padding, or nothing
+LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
+PATIENCE = 20.0  # seconds until a rank is taken for lost
+
+
+# ---- ranks in one process ----
+
+
+class _Table:
+    """What the ranks of a group have sent. Operation n of one rank meets operation n of the others."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.here = threading.Condition()
+        self.given: dict[int, dict[int, Any]] = defaultdict(dict)  # by operation and rank
+        self.messages: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)  # by sender and receiver
+
+    def all_given(self, operation: int) -> list[Any]:
+        with self.here:
+            if not self.here.wait_for(lambda: len(self.given[operation]) == self.ranks, PATIENCE):
+                raise TimeoutError("a rank did not come to a collective")
+            return [self.given[operation][rank] for rank in range(self.ranks)]
+
+
+class _Work:
+    """What is left to do for a rank: ``finish`` fills its buffers."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self, *args: Any) -> bool:
+        self._finish()
+        self._finish = lambda: None
+        return True
+
+
+class _Group:
+    """One rank's group, with the methods of torch's process groups that collectives use."""
+
+    def __init__(self, table: _Table, rank: int) -> None:
+        self._table, self._rank, self._next = table, rank, 0
+
+    def size(self) -> int:
+        return self._table.ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _meet(self, given: Any, finish: Callable[[list[Any]], None]) -> _Work:
+        operation, self._next = self._next, self._next + 1
+        with self._table.here:
+            self._table.given[operation][self._rank] = given
+            self._table.here.notify_all()
+        return _Work(lambda: finish(self._table.all_given(operation)))
+
+    def _allgather_base(self, into: torch.Tensor, row: torch.Tensor, *options: Any) -> _Work:
+        return self._meet(row.clone(), lambda rows: _copy(into.view(-1), torch.cat([r.view(-1) for r in rows])))
+
+    def allgather(self, into: Sequence[Sequence[torch.Tensor]], row: Sequence[torch.Tensor], *options: Any) -> _Work:
+        def finish(rows: list[torch.Tensor]) -> None:
+            for place, value in zip(into[0], rows, strict=True):
+                _copy(place, value)
+
+        return self._meet(row[0].clone(), finish)
+
+    def _reduce_scatter_base(self, into: torch.Tensor, rows: torch.Tensor, options: Any) -> _Work:
+        def finish(found: list[torch.Tensor]) -> None:
+            total = self._total(found, options).view(-1)
+            _copy(into.view(-1), total[self._rank * into.numel() : (self._rank + 1) * into.numel()])
+
+        return self._meet(rows.clone(), finish)
+
+    def reduce_scatter(
+        self, into: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], options: Any
+    ) -> _Work:
+        def finish(found: list[list[torch.Tensor]]) -> None:
+            _copy(into[0], self._total([row[self._rank] for row in found], options))
+
+        return self._meet([r.clone() for r in rows[0]], finish)
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
+        return self._meet(tensors[0].clone(), lambda found: _copy(tensors[0], self._total(found, options)))
+
+    def alltoall_base(
+        self, into: torch.Tensor, rows: torch.Tensor, into_sizes: Sequence[int], sizes: Sequence[int], *options: Any
+    ) -> _Work:
+        given = rows.split(list(sizes) or len(rows) // self.size())
+
+        def finish(found: list[list[torch.Tensor]]) -> None:
+            _copy(into, torch.cat([pieces[self._rank] for pieces in found]))
+
+        return self._meet([piece.clone() for piece in given], finish)
+
+    all_gather_single = _allgather_base  # as torch 2.13 names them
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> _Work:
+        self._table.messages[self._rank, to].put(tensors[0].clone())
+        return _Work(lambda: None)
+
+    def recv(self, tensors: Sequence[torch.Tensor], fro: int, tag: int) -> _Work:
+        queue = self._table.messages[fro, self._rank]
+        return _Work(lambda: _copy(tensors[0], queue.get(timeout=PATIENCE)))
+
+    def _total(self, found: Sequence[torch.Tensor], options: Any) -> torch.Tensor:
+        total = torch.stack(list(found)).sum(0)
+        return total / self.size() if options.reduceOp == dist.ReduceOp.AVG else total
+
+
+def _copy(place: torch.Tensor, value: torch.Tensor) -> None:
+    place.copy_(value.view_as(place))
+
+
+def _on_ranks(ranks: int, run: Callable[[int, PlainRuntime], Any]) -> list[Any]:
+    """What ``run(rank, runtime)`` returns, for each rank. Raises the first error."""
+    table, results, errors = _Table(ranks), [None] * ranks, list[BaseException]()
+
+    def work(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                results[rank] = run(rank, PlainRuntime(_Group(table, rank)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+# ---- buckets ----
+
+
+class Case(NamedTuple):
+    """All of a bucket's collective that its result may depend on, but for its members."""
+
+    issue: Any  # the functions of the two lines
+    finish: Any
+    gathers: bool
+    placement: Placement
+    ranks: int
+    direct: bool
+    averages: bool
+    sums: bool
+    share: float  # the divisor for each rank
+    dtype: dtypes.dtype
+    rest: dtypes.dtype
+    param: dtypes.dtype | None
+    inner: bool  # whether other ranks reduce the result next
+    wire: Wire | None
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        return LARGE if self.direct or self.wire is not None else SHAPES
+
+
+def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
+    """The collectives of a step that do not do what their laws say, and what they do instead."""
+    traces = [trace for trace in (forward, backward) if trace is not None]
+    seen: set[Any] = set()
+    for trace in (*traces, *(called.trace for called in block_functions(*traces))):
+        waits = {b.args[0].name: b for b in trace.bound_symbols if waits_for_future(b) or is_sequence_wait(b)}
+        for line in trace.bound_symbols:
+            if not (is_issue(line) or is_sequence_issue(line)):
+                continue
+            wait = waits[line.output.name]
+            case = _case(line, wait) if is_issue(line) else _exchange(line, wait)
+            if case in seen:
+                continue
+            seen.add(case)
+            try:
+                text = _found(case) if isinstance(case, Case) else _found_of_sequence(case)
+            except Exception as error:  # whatever it raises
+                text = f"it raises {type(error).__name__}: {error}"
+            if text:
+                yield f"{line.sym.name} does not do what its law says: {text}"
+
+
+def _case(line: Any, wait: Any) -> Case:
+    bucket = bucket_of(line)
+    plan = bucket.plan
+    return Case(
+        function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement, min(plan.world_size, 3),
+        plan.direct, plan.averages, plan.sums, plan.divisor / plan.world_size, bucket.dtype, bucket.rest_dtype,
+        plan.param_dtype, plan.outer is not None, bucket.wire,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _found(case: Case) -> str:
+    """How a collective differs from its law; empty if it does not."""
+    draw = torch.Generator().manual_seed(0)
+    values = [[torch.randint(-8, 9, s, generator=draw).float() for s in case.shapes] for _ in range(case.ranks)]
+    whole = values[0]
+
+    def run(rank: int, runtime: PlainRuntime) -> Any:
+        bucket = _bucket(case, rank, runtime)
+        if case.wire is not None and not case.wire.takes(bucket):
+            return None
+        rest = dtypes.to_torch_dtype(case.rest)
+        if case.gathers:
+            given = [_part(v, i, case, rank, padding=7.0).to(rest) for i, v in enumerate(whole)]
+        else:
+            given = [v.to(dtypes.to_torch_dtype(case.dtype)) for v in values[rank]]
+        return case.finish(case.issue(tuple(given), bucket), bucket)
+
+    found = _on_ranks(case.ranks, run)
+    total = [torch.stack(same).sum(0) / (case.share * case.ranks) for same in zip(*values, strict=True)]
+    for rank, tensors in enumerate(found):
+        for i, tensor in enumerate(tensors or ()):
+            expected = whole[i] if case.gathers else _part(total[i], i, case, rank)
+            if tensor.shape != expected.shape:
+                return f"rank {rank} gets {tuple(tensor.shape)} for {tuple(expected.shape)}"
+            off = (tensor.float() - expected).abs().max().item() if expected.numel() else 0.0
+            if not off <= _tolerance(case) * 8 * case.ranks:
+                return f"rank {rank} gets {tensor.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
+    return ""
+
+
+def _bucket(case: Case, rank: int, runtime: PlainRuntime) -> Bucket:
+    outer = BucketPlan("certificate", case.ranks, rank, runtime=runtime) if case.inner else None
+    plan = BucketPlan(
+        "certificate", case.ranks, rank, placement=case.placement, direct=case.direct, averages=case.averages,
+        sums=case.sums, divide_by=case.share * case.ranks, param_dtype=case.param, outer=outer, runtime=runtime,
+    )  # fmt: skip
+    members = tuple(
+        Member(ShardedParameter(plan, f"p{i}", s, "", index=i, dtype=case.rest, owner=i % case.ranks), trainable=True)
+        for i, s in enumerate(case.shapes)
+    )
+    return Bucket("certificate", "b", plan, members, case.dtype, case.wire)
+
+
+def _part(value: torch.Tensor, i: int, case: Case, rank: int, padding: float = 0.0) -> torch.Tensor:
+    """A rank's part of a value, as the law has it."""
+    if case.placement is Placement.REPLICATE:
+        return value
+    if case.placement is Placement.OWNER:
+        return value if rank == i % case.ranks else value[:0]
+    rows = -(-len(value) // case.ranks)
+    mine = value[rank * rows : (rank + 1) * rows]
+    return torch.cat([mine, value.new_full((rows - len(mine), *value.shape[1:]), padding)])
+
+
+def _tolerance(case: Case) -> float:
+    """Relative to the largest value. A wire keeps about as much as its bits can."""
+    if case.wire is None:
+        return max(torch.finfo(dtypes.to_torch_dtype(d)).eps for d in (case.dtype, case.rest))
+    return 0.1
+
+
+# ---- sequences ----
+
+
+class Exchange(NamedTuple):
+    """All of a sequence's collective that its result may depend on, but for its length."""
+
+    issue: Any  # the functions of the two lines
+    finish: Any
+    id: Any  # of the symbol of the first one
+    ranks: int
+    direct: bool
+    flattened: bool  # whether the dim of positions is flattened with others
+
+
+LENGTH = 7  # of 4 or 6 chunks: the last ones are short or empty
+
+
+def _exchange(line: Any, wait: Any) -> Exchange:
+    part = part_at(line)
+    flattened = part.split.outer * part.split.inner > 1
+    return Exchange(
+        function_of(line), function_of(wait), line.sym.id, min(part.plan.ranks, 3), part.plan.direct, flattened
+    )
+
+
+@lru_cache(maxsize=256)
+def _found_of_sequence(case: Exchange) -> str:
+    """As ``_found``. All positions of a rank are compared that are in the sequence."""
+    ranks, draw = case.ranks, torch.Generator().manual_seed(0)
+    heads = 2 * ranks
+    whole = [torch.randint(-8, 9, (2, heads, LENGTH, 3), generator=draw).float() for _ in range(ranks)]
+    total = torch.stack(whole).sum(0)
+    mine = [_positions(rank, ranks) for rank in range(ranks)]
+    shares = [slice(2 * rank, 2 * rank + 2) for rank in range(ranks)]
+
+    def run(rank: int, runtime: PlainRuntime) -> Any:
+        plan = ContextPlan(ranks, rank, direct=case.direct, runtime=runtime)
+        part = Part(plan, Split(0, 2 * heads, LENGTH, 3) if case.flattened else Split.along(2, LENGTH))
+        forms: dict[Any, tuple[Any, ...]] = {
+            sequence.issue_gather.id: (_cut(whole[0], mine[rank], 7.0),),
+            sequence.issue_scatter.id: (whole[rank], tuple(whole[rank].shape)),
+            sequence.issue_sum.id: (whole[rank],),
+            sequence.issue_to_heads.id: (_cut(whole[0], mine[rank], 7.0),),
+            sequence.issue_to_positions.id: (whole[0][:, shares[rank]], (2, 2, LENGTH, 3)),
+        }
+        given, *shape = forms[case.id]
+        if case.flattened:
+            given, shape = given.reshape(-1), [(whole[rank].numel(),) for _ in shape]
+        return case.finish(case.issue(given.contiguous(), part), part, *shape)
+
+    for rank, found in enumerate(_on_ranks(ranks, run)):
+        inside = mine[rank] < LENGTH
+        expected = {
+            sequence.issue_gather.id: whole[0],
+            sequence.issue_scatter.id: _cut(total, mine[rank], 0.0),
+            sequence.issue_sum.id: total,
+            sequence.issue_to_heads.id: whole[0][:, shares[rank]],
+            sequence.issue_to_positions.id: _cut(whole[0], mine[rank], 0.0),
+        }[case.id]
+        if found.numel() != expected.numel():
+            return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
+        found = found.view(expected.shape)
+        if expected.shape[2] == len(inside):
+            found, expected = found[:, :, inside], expected[:, :, inside]
+        if not torch.equal(found, expected):
+            return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
+    return ""
+
+
+def _positions(rank: int, ranks: int) -> torch.Tensor:
+    """The positions that a rank holds, as the law has it. Those from the sequence's length on are padding."""
+    size = -(-LENGTH // (2 * ranks))
+    return torch.cat([torch.arange(size) + number * size for number in (rank, 2 * ranks - 1 - rank)])
+
+
+def _cut(whole: torch.Tensor, positions: torch.Tensor, padding: float) -> torch.Tensor:
+    found = whole[:, :, positions.clamp(max=LENGTH - 1)]
+    return found.masked_fill((positions >= LENGTH)[None, None, :, None], padding)

@@ -1,0 +1,120 @@
+"""Collectives that do something else than their laws say are found without another rank."""
+
+import shardtrace  # isort: split
+
+from passes.comm import direct, native, quantized, sequence
+from passes.plan.layout import ShardLayout
+from passes.proof import certificates
+from shardtrace import CommPolicy, ContextParallel
+from shardtrace.model import state
+from shardtrace.ranks.mesh import Transport
+from shardtrace.testing import fake_ranks
+
+import pytest
+import thunder
+import torch
+from contexts import VOCAB, hugging_face
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+WIRES = {"comm_policy": CommPolicy(gather_dtype="int8", reduce_wire="int8")}
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What other tests have found, and what this one finds, is not kept."""
+    for kept in (certificates._found, certificates._found_of_sequence):
+        kept.cache_clear()
+    yield
+    for kept in (certificates._found, certificates._found_of_sequence):
+        kept.cache_clear()
+
+
+def proof_of(**options):
+    """Over the messages of gloo; what other backends run is chosen by a patch of ``transport``."""
+    with fake_ranks(4):
+        model = nn.Sequential(nn.Linear(40, 500), nn.Tanh(), nn.Linear(500, 40))
+        jitted = thunder.jit(shardtrace.fsdp(model, checks=shardtrace.Checks(prove=False), **options))
+        jitted(torch.randn(2, 40))
+        return shardtrace.prove(jitted)
+
+
+def proof_of_sequence(attention):
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+        context, checks = ContextParallel("context", attention=attention), shardtrace.Checks(prove=False)
+        jitted = thunder.jit(shardtrace.fsdp(hugging_face("Llama"), mesh=mesh, context_parallel=context, checks=checks))
+        x = torch.randint(1, VOCAB, (2, 13))
+        jitted(input_ids=x, labels=x)
+        return shardtrace.prove(jitted)
+
+
+def changed(owner, name, wrong):
+    """A patch: ``wrong`` gets what the function returns, then its arguments."""
+    right = getattr(owner, name)
+    return owner, name, lambda *args, **kwargs: wrong(right(*args, **kwargs), *args, **kwargs)
+
+
+def doubled(found, *args, **kwargs):
+    return found.mul_(2)
+
+
+def shifted(found, *args, **kwargs):
+    return tuple(t.roll(1, 0) for t in found)
+
+
+def other_row(row, *args):
+    return row.roll(1)
+
+
+WRONG = {
+    "native divides twice": ("native", changed(native, "_divided", lambda row, *args: row / 2)),
+    "native rows are mixed": ("native", changed(native, "_divided", other_row)),
+    "messages forget a rank": ("direct", (direct, "_mean", lambda mine, others, share: mine * share)),
+    "messages take another shard": ("direct", changed(direct, "_mean_shard", lambda found, *args: found.flip(0))),
+    "rows are unpacked elsewhere": ("native", changed(ShardLayout, "unpack_rows", shifted)),
+    "an all_reduce is not divided": ("ddp", changed(native, "_packed", lambda found, *args: (found[0] * 2, found[1]))),
+    "a wire's scale": ("wires", changed(quantized.Format, "_decode", doubled)),
+}
+OPTIONS = {"direct": {}, "native": {}, "ddp": {"sharding_strategy": "ddp"}, "wires": WIRES}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_collective_that_breaks_its_law_is_found(what, monkeypatch):
+    options, patch = WRONG[what]
+    if options == "native":
+        monkeypatch.setattr(state, "transport", lambda group, devices: Transport(direct=False, averages=False))
+    assert proof_of(**OPTIONS[options]).verdict in ("proven", "rounding")
+    certificates._found.cache_clear()
+    monkeypatch.setattr(*patch)
+    assert "does not do what its law says: rank" in str(proof_of(**OPTIONS[options]))
+
+
+MIXED = {
+    "chunks in another order": ("gather", changed(sequence, "_in_order", lambda found, *args: found.flip(-2))),
+    "parts for another rank": ("gather", changed(sequence, "_by_rank", lambda found, *args: found.roll(1, 0))),
+    "heads of another rank": ("ulysses", changed(sequence, "_all_to_all", lambda future, *args: turned(future))),
+}
+
+
+def turned(future):
+    work = future.works[0]
+
+    class Turned:
+        def wait(self):
+            work.wait()
+            future.received.copy_(future.received.roll(1, 0))
+
+    return future._replace(works=[Turned()])
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_a_collective_of_sequences_that_breaks_its_law_is_found(what, monkeypatch):
+    attention, patch = MIXED[what]
+    monkeypatch.setattr(*patch)
+    assert "does not do what its law says: rank" in str(proof_of_sequence(attention))
+
+
+@pytest.mark.parametrize("attention", ["gather", "ulysses"])
+def test_collectives_of_sequences_keep_their_laws(attention):
+    assert proof_of_sequence(attention).verdict == "proven"
