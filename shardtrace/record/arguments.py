@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from types import FunctionType
@@ -87,6 +87,7 @@ class Arguments:
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
             self.objects += _objects(_guard(value))
+        _guard_order(kwargs)
         _name_after(function, args, kwargs)
         self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
         self.args = tuple(self._converted(unwrap(v), v.provenance) for v in args)
@@ -258,6 +259,29 @@ def _check(expected: Hashable, proxy: Proxy) -> None:
 def _compare(expected: Hashable, value: Any) -> None:
     if signature(value) != expected:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
+
+
+def _guard_order(kwargs: Mapping[str, Any]) -> None:
+    """Lets the prologue compare the order of keywords, in which a forward that takes ``**kwargs`` meets them."""
+    owners: dict[ProvenanceRecord, set[str]] = {}
+    for record in (v.provenance for v in kwargs.values()):
+        if record.inst is PseudoInst.BINARY_SUBSCR and isinstance(record.inputs[1].value, str):
+            owners.setdefault(record.inputs[0], set()).add(record.inputs[1].value)
+    for owner, keys in ((o, k) for o, k in owners.items() if len(k) > 1):
+        proxy = Proxy(prefix="keys", history=step(copy.copy(owner), (PseudoInst.LOAD_ATTR, "keys")))
+        constraints().append((partial(_check_order, keys), proxy))
+
+
+def _check_order(keys: Collection[str], proxy: Proxy) -> None:
+    seen: list[list[str]] = []  # first in the step that is being compiled
+
+    def compare(of_owner: Callable[[], Iterable[str]]) -> None:
+        order = [key for key in of_owner() if key in keys]
+        if order != (seen or [order])[0]:
+            raise RuntimeError("keywords are in another order")
+        seen[:] = [order]
+
+    check_value(ContextObject(f"order_of_{proxy.name}", compare), proxy)
 
 
 def check_reads(guard: Guard) -> None:

@@ -256,6 +256,40 @@ def test_an_iterator_is_refused(single_rank):
         thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
 
 
+class Ordered(Net):
+    def forward(self, x, **kwargs):
+        for i, value in enumerate(kwargs.values(), 1):
+            x = x * i + value
+        return self.linear(x)
+
+
+def reads_order(module, args, kwargs):
+    return (args[0] * (2 if next(iter(kwargs)) == "a" else 3),), kwargs
+
+
+ORDERS = {
+    "model": lambda net: lambda x, kw: net(x, **kw),
+    "function": lambda net: (lambda jitted: lambda x, kw: jitted(x, **kw))(thunder.jit(lambda x, **kw: net(x, **kw))),
+    "dict": lambda net: thunder.jit(lambda x, kw: net(x, **kw)),
+    "hook": lambda net: (net.register_forward_pre_hook(reads_order, with_kwargs=True), lambda x, kw: net(x, **kw))[1],
+    "the function's own": lambda net: thunder.jit(lambda x, kw: net(x, b=kw["a"], a=kw["b"])),
+}
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_the_order_of_keywords(single_rank, how):
+    torch.manual_seed(0)
+    model, call = Ordered(), ORDERS[how]
+    eager, ours = copy.deepcopy(model), call(shardtrace.fsdp(model))
+    if how == "hook":
+        call(eager)
+    given = {"a": torch.ones(4), "b": 2.0}
+    for kw in (given, dict(reversed(given.items())), given):
+        x = torch.randn(3, 4)
+        expected = eager(x, b=kw["a"], a=kw["b"]) if how == "the function's own" else eager(x, **kw)
+        torch.testing.assert_close(ours(x, kw), expected)
+
+
 class Asks(Net):
     def forward(self, x, what):
         return self.linear(x) * float(getattr(x, what)())
