@@ -46,8 +46,8 @@ from shardtrace.record.numbers import (
     replaces_tensors,
     written_outside,
 )
-from shardtrace.record.reads import Reads, Source
-from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
+from shardtrace.record.reads import Reads, Refused, Source
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.snapshot import MISSING, Entry, Snapshot
@@ -515,6 +515,7 @@ class Front:
         done.inputs.guard()
         for place in (p for p in done.recording.places if p.argument):
             arguments.take(place.key, place.put)
+        arguments.guard_attributes()
         done.keep()
         for watcher in done.record.watchers:
             done.watcher.add(watcher)
@@ -687,7 +688,7 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         part = id(fake) in inputs.memory.bases  # what is written into the whole is in its parts
         if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
-        if isinstance(inputs.tensor(fake), nn.Parameter):
+        if inputs.has(fake) and isinstance(inputs.tensor(fake), nn.Parameter):
             raise updated_parameter(inputs.name(fake))
         new = replay.values.read(fake)
         if inputs.has(fake):
