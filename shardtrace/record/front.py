@@ -28,7 +28,7 @@ from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.checks import after_checks, tokens_of
 from shardtrace.record.eager import EagerModule, is_named, updated_parameter
 from shardtrace.record.effects import Change
-from shardtrace.record.memory import Buffers, Memory
+from shardtrace.record.memory import Held, Memory
 from shardtrace.record.numbers import (
     Number,
     RecordingOfNumbers,
@@ -247,6 +247,13 @@ class Inputs:
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
         """The parameter or buffer of a fake, or ``fake``."""
         return self._names[id(fake)][2] if id(fake) in self._names else fake
+
+    def asked(self, calls: Iterable[Call]) -> set[int]:
+        """The ids of the buffers whose metadata forward has read, and of the tensors that it uses and no line does:
+        the metadata of others are checked. The shapes of sharded parameters are fixed."""
+        used = {id(t) for call in calls for t in call.tensors()} | self.memory.asked
+        held = ((i, kind, id(t)) for i, (kind, _, t) in self._names.items() if i in used and not t.is_meta)
+        return {t for i, kind, t in held if t not in self._known or (kind == "_buffers" and i in self.memory.asked)}
 
     def _record(self, path: str) -> ProvenanceRecord:
         if path not in self._records:
@@ -524,7 +531,8 @@ class Front:
             replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
             label=type(self._module).__name__,
         )  # fmt: skip
-        guards: list[Callable[[], None]] = [snapshot.check, Buffers(self._module).check]
+        held = Held(self._module, done.inputs.memory.outside.values(), done.inputs.asked(done.record.calls))
+        guards: list[Callable[[], None]] = [snapshot.check, held.check]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards

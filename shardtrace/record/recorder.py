@@ -337,6 +337,7 @@ class Recorder(TorchFunctionMode):
                     f"forward calls {name_of(function)}, which returns no tensor and writes into none: no step would "
                     "call it again"
                 )
+            self._memory.asked |= given
             return
         names = assigned(_frame())
         grad = torch.is_grad_enabled() if grad is None else grad
