@@ -237,22 +237,24 @@ def live_tensors() -> Callable[[], None] | None:
     it is called, and the parameters that are no DTensors, in place of those that were there when they were jitted.
     None if there are none. The function raises RuntimeError for a tensor in the place of a parameter."""
     data, _ = compile_data_and_stats()
-    rows: list[tuple[dict[str, Any], str, dict[str, Any], str, bool]] = []
+    rows: list[tuple[dict[str, Any], str, Any]] = []  # what a module holds by a key
+    overrides: list[tuple[dict[str, Any], str, bool]] = []  # where Thunder reads each, and whether it is a parameter
     for jitted in data._thunder_module_map.values():
         for name, module in jitted._model.named_modules(remove_duplicate=False):
-            for overrides, held, are_parameters in (
+            for known, held, are_parameters in (
                 (jitted._overrides_buffers, module._buffers, False),
                 (jitted._overrides_parameters, module._parameters, True),
             ):
                 for key, value in held.items():
                     path = f"{name}.{key}" if name else key
-                    if overrides.get(path) is value is not None and not isinstance(value, DTensor):
-                        rows.append((overrides, path, held, key, are_parameters))
+                    if known.get(path) is value is not None and not isinstance(value, DTensor):
+                        rows.append((held, key, value))
+                        overrides.append((known, path, are_parameters))
 
     def is_same() -> bool:
         try:
-            for overrides, path, held, key, _ in rows:
-                if held[key] is not overrides[path]:
+            for held, key, value in rows:
+                if held[key] is not value:
                     return False
         except KeyError:
             return False
@@ -261,13 +263,14 @@ def live_tensors() -> Callable[[], None] | None:
     def refresh() -> None:
         if is_same():
             return
-        for overrides, path, held, key, is_parameter in rows:
+        for i, ((held, key, _), (known, path, is_parameter)) in enumerate(zip(rows, overrides, strict=True)):
             new = held.get(key)
             if is_parameter and not isinstance(new, torch.nn.Parameter):
                 raise RuntimeError(f"parameter {path} was replaced by a {type(new).__name__}")
-            overrides.pop(path, None)
+            known.pop(path, None)
             if new is not None:
-                overrides[path] = new
+                known[path] = new
+            rows[i] = held, key, new
 
     return refresh if rows else None
 

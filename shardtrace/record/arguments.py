@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, reduce
 from types import FunctionType
@@ -18,9 +18,9 @@ from passes.compat.jit import constraints, is_input, name_as_user, proxied_value
 from passes.guards import check_value
 from shardtrace.record.calls import CODE, PLAIN, Path, map_tensors, parts, storage
 from shardtrace.record.memory import overlap
-from shardtrace.record.reads import Guard, Source
+from shardtrace.record.reads import Attributes, Given, Guard, Source
 from shardtrace.record.recorder import FakeMode
-from shardtrace.record.snapshot import DEPTH, FUNCTIONS, cell_contents, contents_of, is_array
+from shardtrace.record.snapshot import DEPTH, FUNCTIONS, MISSING, cell_contents, contents_of, is_array
 
 import torch
 from thunder import clang
@@ -81,20 +81,22 @@ class Arguments:
         self._inputs: list[TensorProxy] = []  # of the tensors that the prologue fetches
         self._parts: set[int] = set()  # the ids of the fakes whose tensors are parts
         self._copies: dict[int, tuple[Any, Any]] = {}  # of each object: itself and its copy
-        self._strides: list[tuple[TensorProxy, tuple[int, ...]]] = []
+        self._kinds: list[tuple[TensorProxy, tuple[type, tuple[int, ...] | None]]] = []
+        self._attributes: list[tuple[TensorProxy, Attributes]] = []
         self.objects: list[Any] = []  # what is no tensor and compared by identity: its state is to be guarded
         self._wrapped: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for value in (*args, *kwargs.values()):
             proxy_tensors(value)
             self.objects += _objects(_guard(value))
+        _guard_order(kwargs)
         _name_after(function, args, kwargs)
         self._originals = {v.value.name: v.original_value for v in proxied_values() if isinstance(v.value, TensorProxy)}
         self.args = tuple(self._converted(unwrap(v), v.provenance) for v in args)
         self.kwargs = {k: self._converted(unwrap(v), v.provenance) for k, v in kwargs.items()}
         self._held = {i: [v for *_, v in parts(made)] for i, (_, made) in self._copies.items()}
-        if self._strides:
-            proxies, strides = zip(*self._strides, strict=True)
-            constraints().append((partial(_check_strides, strides), *proxies))
+        if self._kinds:
+            proxies, kinds = zip(*self._kinds, strict=True)
+            constraints().append((partial(_check_kinds, kinds), *proxies))
 
     def proxy(self, fake: torch.Tensor) -> Any:
         return self.by_fake.get(id(fake), (None, None))[1]
@@ -159,12 +161,25 @@ class Arguments:
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the forward has changed an object or a container that it was given."""
-        for i, (original, made) in self._copies.items():
-            if list(map(id, self._held[i])) != [id(v) for *_, v in parts(made)]:
-                raise RuntimeError(
-                    f"forward changes its argument, a {type(original).__name__}, which no step would do again: return "
-                    "what it is to hold, or call the model inside shardtrace.full_params without Thunder"
-                )
+        changed = [
+            type(original).__name__
+            for i, (original, made) in self._copies.items()
+            if list(map(id, self._held[i])) != [id(v) for *_, v in parts(made)]
+        ]
+        changed += [f"{a.cls.__name__} with attributes" for _, a in self._attributes if a.has_changed()]
+        if changed:
+            raise RuntimeError(
+                f"forward changes its argument, a {changed[0]}, which no step would do again: return what it is to "
+                "hold, or call the model inside shardtrace.full_params without Thunder"
+            )
+
+    def guard_attributes(self) -> None:
+        """Lets the prologue compare the attributes of tensors that forward has read, and lets go of the tensors."""
+        for proxy, attributes in self._attributes:
+            attributes.tensor = None
+            if attributes.keys:
+                self.objects += _objects(tuple(attributes.keys.values()))
+                constraints().append((partial(_check_attributes, attributes.keys), proxy))
 
     def _converted(self, value: Any, record: ProvenanceRecord) -> Any:
         def fake(tensor: Any, path: Path) -> torch.Tensor:
@@ -184,8 +199,10 @@ class Arguments:
             computed = value.history is None and dtypes.is_inexact_dtype(value.dtype)
             whole = self._whole_of(value)
             empty = partial(torch.empty, tuple(whole.shape))
-            if whole is value and value.history is not None and isinstance(real, torch.Tensor):
-                self._strides.append((value, real.stride()))
+            is_given = value.history is not None and isinstance(real, torch.Tensor)
+            if is_given:
+                self._kinds.append((value, (type(real), real.stride() if whole is value else None)))
+            if is_given and whole is value:
                 empty = partial(torch.empty_strided, tuple(whole.shape), real.stride())
             with self._fakes:
                 fake = empty(
@@ -194,6 +211,9 @@ class Arguments:
                     requires_grad=value.requires_grad or computed,
                 )
                 fake = fake.clone() if computed else fake
+            if is_given:
+                self._attributes.append((value, Attributes(type(real), real, signature)))
+                Given.mark(fake, self._attributes[-1][1])
             if whole is not value:
                 self._parts.add(id(fake))
             if value.history is not None:
@@ -260,6 +280,29 @@ def _compare(expected: Hashable, value: Any) -> None:
         raise RuntimeError(f"an argument, a {type(value).__name__}, has another structure")  # Thunder compiles another
 
 
+def _guard_order(kwargs: Mapping[str, Any]) -> None:
+    """Lets the prologue compare the order of keywords, in which a forward that takes ``**kwargs`` meets them."""
+    owners: dict[ProvenanceRecord, set[str]] = {}
+    for record in (v.provenance for v in kwargs.values()):
+        if record.inst is PseudoInst.BINARY_SUBSCR and isinstance(record.inputs[1].value, str):
+            owners.setdefault(record.inputs[0], set()).add(record.inputs[1].value)
+    for owner, keys in ((o, k) for o, k in owners.items() if len(k) > 1):
+        proxy = Proxy(prefix="keys", history=step(copy.copy(owner), (PseudoInst.LOAD_ATTR, "keys")))
+        constraints().append((partial(_check_order, keys), proxy))
+
+
+def _check_order(keys: Collection[str], proxy: Proxy) -> None:
+    seen: list[list[str]] = []  # first in the step that is being compiled
+
+    def compare(of_owner: Callable[[], Iterable[str]]) -> None:
+        order = [key for key in of_owner() if key in keys]
+        if order != (seen or [order])[0]:
+            raise RuntimeError("keywords are in another order")
+        seen[:] = [order]
+
+    check_value(ContextObject(f"order_of_{proxy.name}", compare), proxy)
+
+
 def check_reads(guard: Guard) -> None:
     """Lets the prologue read again what a forward has read of its arguments."""
     constraints().append((partial(_check_reads, guard, len(constraints())), *guard.proxies))
@@ -269,13 +312,24 @@ def _check_reads(guard: Guard, number: int, *proxies: TensorProxy) -> None:
     check_value(ContextObject(f"reads_{number}", lambda tensors: guard(*tensors)), proxies)
 
 
-def _check_strides(expected: tuple[tuple[int, ...], ...], *proxies: TensorProxy) -> None:
-    check_value(ContextObject(f"strides_of_{proxies[0].name}", partial(_compare_strides, expected)), proxies)
+def _check_kinds(expected: tuple[tuple[type, tuple[int, ...] | None], ...], *proxies: TensorProxy) -> None:
+    check_value(ContextObject(f"kinds_of_{proxies[0].name}", partial(_compare_kinds, expected)), proxies)
 
 
-def _compare_strides(expected: tuple[tuple[int, ...], ...], tensors: Sequence[torch.Tensor]) -> None:
-    if tuple(t.stride() for t in tensors) != expected:
-        raise RuntimeError("an argument has other strides")
+def _compare_kinds(expected: tuple[tuple[type, tuple[int, ...] | None], ...], tensors: Sequence[torch.Tensor]) -> None:
+    for (cls, stride), t in zip(expected, tensors, strict=True):
+        if type(t) is not cls or (stride is not None and t.stride() != stride):
+            raise RuntimeError("an argument is of another class, or has other strides")
+
+
+def _check_attributes(expected: Mapping[str, Hashable], proxy: TensorProxy) -> None:
+    check_value(ContextObject(f"attributes_of_{proxy.name}", partial(_compare_attributes, expected)), proxy)
+
+
+def _compare_attributes(expected: Mapping[str, Hashable], t: torch.Tensor) -> None:
+    own = vars(t)
+    if any(signature(own.get(name, MISSING)) != value for name, value in expected.items()):
+        raise RuntimeError("an argument has other attributes")
 
 
 def _check_memory(compare: Callable[[Any], None], *proxies: TensorProxy) -> None:

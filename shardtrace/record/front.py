@@ -28,7 +28,7 @@ from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.checks import after_checks, tokens_of
 from shardtrace.record.eager import EagerModule, is_named, updated_parameter
 from shardtrace.record.effects import Change
-from shardtrace.record.memory import Buffers, Memory
+from shardtrace.record.memory import Held, Memory
 from shardtrace.record.numbers import (
     Number,
     RecordingOfNumbers,
@@ -46,8 +46,8 @@ from shardtrace.record.numbers import (
     replaces_tensors,
     written_outside,
 )
-from shardtrace.record.reads import Reads, Source
-from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, Refused, SendsMessages
+from shardtrace.record.reads import Reads, Refused, Source
+from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import CannotWrite, Replay
 from shardtrace.record.snapshot import MISSING, Entry, Snapshot
@@ -247,6 +247,13 @@ class Inputs:
     def tensor(self, fake: torch.Tensor) -> torch.Tensor:
         """The parameter or buffer of a fake, or ``fake``."""
         return self._names[id(fake)][2] if id(fake) in self._names else fake
+
+    def asked(self, calls: Iterable[Call]) -> set[int]:
+        """The ids of the buffers whose metadata forward has read, and of the tensors that it uses and no line does:
+        the metadata of others are checked. The shapes of sharded parameters are fixed."""
+        used = {id(t) for call in calls for t in call.tensors()} | self.memory.asked
+        held = ((i, kind, id(t)) for i, (kind, _, t) in self._names.items() if i in used and not t.is_meta)
+        return {t for i, kind, t in held if t not in self._known or (kind == "_buffers" and i in self.memory.asked)}
 
     def _record(self, path: str) -> ProvenanceRecord:
         if path not in self._records:
@@ -515,6 +522,7 @@ class Front:
         done.inputs.guard()
         for place in (p for p in done.recording.places if p.argument):
             arguments.take(place.key, place.put)
+        arguments.guard_attributes()
         done.keep()
         for watcher in done.record.watchers:
             done.watcher.add(watcher)
@@ -523,7 +531,8 @@ class Front:
             replaced=[(p.owner, p.key) for p in done.recording.places], objects=arguments.objects,
             label=type(self._module).__name__,
         )  # fmt: skip
-        guards: list[Callable[[], None]] = [snapshot.check, Buffers(self._module).check]
+        held = Held(self._module, done.inputs.memory.outside.values(), done.inputs.asked(done.record.calls))
+        guards: list[Callable[[], None]] = [snapshot.check, held.check]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards
@@ -687,7 +696,7 @@ def _write_back(replay: Replay, inputs: Inputs, arguments: Arguments) -> None:
         part = id(fake) in inputs.memory.bases  # what is written into the whole is in its parts
         if part or fake not in replay.values or not replay.values.is_written(fake):
             continue
-        if isinstance(inputs.tensor(fake), nn.Parameter):
+        if inputs.has(fake) and isinstance(inputs.tensor(fake), nn.Parameter):
             raise updated_parameter(inputs.name(fake))
         new = replay.values.read(fake)
         if inputs.has(fake):

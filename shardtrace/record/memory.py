@@ -12,7 +12,8 @@ after a write is taken again from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import extent
@@ -137,6 +138,7 @@ class Memory:
         self._on: dict[int, list[torch.Tensor]] = {}  # by storage: the tensors that are no parts of others
         self.bases: dict[int, torch.Tensor] = {}  # by the id of a fake: the one that it is a part of
         self.named: set[int] = set()  # the ids of the fakes of tensors that a module holds by name
+        self.asked: set[int] = set()  # the ids of fakes of which forward has asked what is no tensor
         self.outside: dict[int, torch.Tensor] = {}  # by the id of a fake: the tensor, if no module holds it by name
         self._stale: dict[int, set[int] | None] = {}  # by storage: the ids of views that are out of date; None: all
         self._twins: dict[int, int] = {}  # by storage: the one that .data has made the same
@@ -249,17 +251,37 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=t.dtype, device=t.device).set_(of, 0, (count,), (1,))
 
 
-# ---- buffers ----
+# ---- tensors that are held ----
 
 
-class Buffers:
-    """Guards which names of ``root`` are one buffer, which buffers share memory, and their metadata: a forward may read
-    these without a call of torch. The usual answer comes from identities alone."""
+class Held:
+    """Guards which names of ``root`` are one buffer, which tensors share memory, and their metadata: a forward may read
+    these without a call of torch. The usual answer comes from the identities of most.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._places = [(module._buffers, key) for module in root.modules() for key in module._buffers]
-        self._remember(now := self._now())
+    Args:
+        others: tensors that no module holds by name, and that forward uses.
+        asked: the ids of buffers and parameters whose shape a script might change in place, unseen by anything else.
+    """
+
+    def __init__(
+        self, root: nn.Module, others: Iterable[torch.Tensor] = (), asked: Collection[int] = frozenset()
+    ) -> None:
+        self._places: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
+            (module._buffers, key) for module in root.modules() for key in module._buffers
+        ]
+        parameters = ((module._parameters, key) for module in root.modules() for key in module._parameters)
+        self._places += [(held, key) for held, key in parameters if id(held[key]) in asked]
+        self._others = list(others)
+        now = self._now()
         self._expected = list(map(_described, now, _firsts(now)))
+        memory = list(map(_memory_of, now))
+        shared = Counter(memory)
+        self._watched = [
+            i
+            for i, t in enumerate(now)
+            if t is not None and (i >= len(self._places) or id(t) in asked or shared[memory[i]] > 1)
+        ]
+        self._remember(now)
 
     def check(self) -> None:
         """Raises RuntimeError if there is a difference."""
@@ -267,7 +289,7 @@ class Buffers:
             return
         now = self._now()
         if list(map(_described, now, _firsts(now))) != self._expected:
-            raise RuntimeError("a buffer has other metadata, or shares memory with others than before")
+            raise RuntimeError("a tensor has other metadata, or shares memory with others than before")
         self._remember(now)
 
     def _is_identical(self) -> bool:
@@ -277,13 +299,14 @@ class Buffers:
                     return False
         except KeyError:
             return False
-        return True
+        return all(_described(t, _memory_of(t)) == expected for t, expected in self._seen)
 
     def _remember(self, now: Sequence[torch.Tensor | None]) -> None:
-        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=True)]
+        self._rows = [(buffers, key, value) for (buffers, key), value in zip(self._places, now, strict=False)]
+        self._seen = [(now[i], _described(now[i], _memory_of(now[i]))) for i in self._watched]
 
     def _now(self) -> list[torch.Tensor | None]:
-        return [buffers.get(key) for buffers, key in self._places]
+        return [*(buffers.get(key) for buffers, key in self._places), *self._others]
 
 
 def _firsts(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
@@ -300,10 +323,10 @@ def _memory_of(t: torch.Tensor | None) -> int:
     return storage(t) if t is not None and t.layout == torch.strided and t.device.type != "meta" else id(t)
 
 
-def _described(t: torch.Tensor | None, firsts: tuple[int, int]) -> Any:
+def _described(t: torch.Tensor | None, memory: Any) -> Any:
     if t is None:
         return None
-    return firsts, t.shape, t.stride() if t.layout == torch.strided else None, t.dtype, t.device
+    return memory, t.shape, t.stride() if t.layout == torch.strided else None, t.dtype, t.device
 
 
 # ---- values ----

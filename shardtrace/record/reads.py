@@ -4,20 +4,26 @@ A forward that branches on ``mask.any()``, or takes the rows of a mask, depends 
 arguments and buffers, then the calls that compute them, a slice of the record, run on real tensors: while the forward
 is recorded, and in a guard of the compiled step. The step is valid as long as plain values, and the shapes of tensors
 whose sizes depend on values, are the same.
+
+What a script has set on an argument is read, too: its attributes and its class. Each compiled step is for the values of
+those attributes that its forward asked for.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 from passes.kernels.aten import Meta
 from passes.kernels.torch_call import Autocast, laid_out
-from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage
+from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage, tensors_in, tensors_of
 from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, on_real_tensors, try_function
+from shardtrace.record.snapshot import MISSING
+from shardtrace.record.watcher import is_library
 
 import numpy as np
 import torch
@@ -25,7 +31,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+OWN = "_shardtrace_given"  # of a fake: what it stands for
 VARIANTS = 8  # compiled steps that differ in what one line reads, for arguments of the same shapes
+
+
+class Refused(NotImplementedError):
+    """What no step could do, nor PyTorch in its place."""
 
 
 class CannotRead(Exception):
@@ -274,3 +285,83 @@ def _needs_values(function: Eager, args: Any, kwargs: Any) -> bool:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, float | complex) or getattr(getattr(value, "dtype", None), "kind", "") in ("f", "c")
+
+
+# ---- attributes of arguments ----
+
+
+class Attributes:
+    """What forward reads of the attributes that a script has set on a tensor.
+
+    ``cls`` is the class of the tensor. ``values`` are those that were read, MISSING for one that it does not have, and
+    ``keys`` the ``key`` that each had then. ``tensor``: that of this call; None for a result, and in later steps.
+    """
+
+    def __init__(
+        self, cls: type, tensor: torch.Tensor | None = None, key: Callable[[Any], Hashable] = lambda value: None
+    ) -> None:
+        self.cls, self.tensor, self._key = cls, tensor, key
+        self.values: dict[str, Any] = {}
+        self.keys: dict[str, Hashable] = {}
+
+    def has_changed(self) -> bool:
+        """Whether forward has changed a value that it has read."""
+        return any(self._key(value) != self.keys[name] for name, value in self.values.items())
+
+    def read(self, name: str) -> Any:
+        """The value of an attribute that fakes lack."""
+        if _is_asked_by_user(3) and hasattr(self.cls, name):
+            raise Refused(
+                f"forward reads {name!r} of a {self.cls.__name__}, of which a step computes with the plain tensor: "
+                "read it outside of forward, and pass it as an argument"
+            )
+        if name not in self.values:
+            value = self.values[name] = vars(self.tensor).get(name, MISSING) if self.tensor is not None else MISSING
+            if tensors_in(value):
+                raise Refused(
+                    f"forward reads {name!r} of an argument, an attribute that holds tensors: pass them as arguments"
+                )
+            self.keys[name] = self._key(value)
+        if self.values[name] is MISSING:
+            raise AttributeError(f"{self.cls.__name__!r} object has no attribute {name!r}")
+        return self.values[name]
+
+
+class Given(FakeTensor):
+    """The fake of an argument, or of a result computed from one of a user's class: it seems to be of that class."""
+
+    @classmethod
+    def mark(cls, fake: torch.Tensor, attributes: Attributes) -> None:
+        fake.__class__ = cls
+        vars(fake)[OWN] = attributes
+        vars(fake)["_is_param"] = issubclass(attributes.cls, nn.Parameter)  # for isinstance
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return vars(self)[OWN].cls if _is_asked_by_user() else type(self)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        if _is_asked_by_user():
+            raise Refused("forward reads all attributes of an argument (vars, __dict__): read them by name")
+        return super().__dict__
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)[OWN].read(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_asked_by_user() and vars(self)[OWN].tensor is not None and not hasattr(type(self), name):
+            raise Refused(f"forward sets {name!r} of an argument, which no step would set again: return it")
+        super().__setattr__(name, value)
+
+
+def _is_asked_by_user(depth: int = 2) -> bool:
+    return not is_library(str(sys._getframe(depth).f_globals.get("__name__", "")))
+
+
+def pass_class_on(given: Iterable[torch.Tensor], result: Any) -> None:
+    """Lets the results of a call be of the class of what it was given, as torch does for subclasses."""
+    classes = {vars(t)[OWN].cls for t in given if type(t) is Given} - {torch.Tensor, nn.Parameter}
+    for t in tensors_of(result) if classes else ():
+        if type(t) is FakeTensor and not isinstance(t, nn.Parameter):
+            Given.mark(t, Attributes(max(classes, key=lambda cls: len(cls.__mro__))))

@@ -25,7 +25,7 @@ from shardtrace.record.checks import assigned, check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory, arguments_written, written_by
-from shardtrace.record.reads import CannotRead, Reads
+from shardtrace.record.reads import CannotRead, Reads, Refused, pass_class_on
 from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
 from shardtrace.record.watcher import CodeWatcher, RandomStates, is_library
 
@@ -67,10 +67,6 @@ GRADIENTS = {torch.Tensor.backward, torch.autograd.backward}
 GRADIENT = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__}  # type: ignore[union-attr]
 SEED = "asks for torch's seed (initial_seed), which a script may set before each step: pass it as an argument"
 GENERATOR = "makes a torch.Generator, which no step would make again: make it once, as an attribute of a module"
-
-
-class Refused(NotImplementedError):
-    """What no step could do, nor PyTorch in its place."""
 
 
 class ReadsValues(NotImplementedError):
@@ -222,6 +218,7 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self._written = []
         self._memory.use(given.values(), written=changed)
+        pass_class_on(given.values(), result)
         is_cut = self._check_states(func, given, before, changed)
         if func == SET_REQUIRES_GRAD:
             return result
@@ -340,6 +337,7 @@ class Recorder(TorchFunctionMode):
                     f"forward calls {name_of(function)}, which returns no tensor and writes into none: no step would "
                     "call it again"
                 )
+            self._memory.asked |= given
             return
         names = assigned(_frame())
         grad = torch.is_grad_enabled() if grad is None else grad

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 Leaf = Callable[[torch.Tensor], Any]
-KNOWN_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
+KNOWN_TYPES = (torch.Tensor, nn.Parameter)
 LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 PYTHON_TYPES = {int: torch.int64, float: torch.float32, bool: torch.bool}  # as dtypes
 
@@ -399,7 +399,7 @@ def _check_tensors(call: Call) -> None:
             raise NotTrusted("complex numbers")
         if not t.numel():
             raise NotTrusted("a tensor without elements")
-        if t.layout != torch.strided or type(t) not in KNOWN_TYPES:
+        if t.layout != torch.strided or not (type(t) in KNOWN_TYPES or isinstance(t, FakeTensor)):
             raise NotTrusted("a tensor of another kind")
     if call.grad and any(t.ndim == 0 and t.requires_grad for t in given) and any(t.ndim for t in given):
         raise NotTrusted("a tensor without dimensions")

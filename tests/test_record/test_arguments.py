@@ -256,6 +256,40 @@ def test_an_iterator_is_refused(single_rank):
         thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
 
 
+class Ordered(Net):
+    def forward(self, x, **kwargs):
+        for i, value in enumerate(kwargs.values(), 1):
+            x = x * i + value
+        return self.linear(x)
+
+
+def reads_order(module, args, kwargs):
+    return (args[0] * (2 if next(iter(kwargs)) == "a" else 3),), kwargs
+
+
+ORDERS = {
+    "model": lambda net: lambda x, kw: net(x, **kw),
+    "function": lambda net: (lambda jitted: lambda x, kw: jitted(x, **kw))(thunder.jit(lambda x, **kw: net(x, **kw))),
+    "dict": lambda net: thunder.jit(lambda x, kw: net(x, **kw)),
+    "hook": lambda net: (net.register_forward_pre_hook(reads_order, with_kwargs=True), lambda x, kw: net(x, **kw))[1],
+    "the function's own": lambda net: thunder.jit(lambda x, kw: net(x, b=kw["a"], a=kw["b"])),
+}
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_the_order_of_keywords(single_rank, how):
+    torch.manual_seed(0)
+    model, call = Ordered(), ORDERS[how]
+    eager, ours = copy.deepcopy(model), call(shardtrace.fsdp(model))
+    if how == "hook":
+        call(eager)
+    given = {"a": torch.ones(4), "b": 2.0}
+    for kw in (given, dict(reversed(given.items())), given):
+        x = torch.randn(3, 4)
+        expected = eager(x, b=kw["a"], a=kw["b"]) if how == "the function's own" else eager(x, **kw)
+        torch.testing.assert_close(ours(x, kw), expected)
+
+
 class Asks(Net):
     def forward(self, x, what):
         return self.linear(x) * float(getattr(x, what)())
@@ -292,3 +326,93 @@ def test_strides_of_arguments_are_eagers(single_rank):
     for x in given:
         torch.testing.assert_close(ours(Batch(x, 1.0)), eager(Batch(x, 1.0)))
     assert thunder.cache_misses(ours) == 8
+
+
+class Own(torch.Tensor):
+    """As MONAI's MetaTensor: what it knows of itself is another object in each step."""
+
+    @property
+    def known(self):
+        return self.own["step"]
+
+
+def plain(t, step):
+    t.scale, t.options = float(step // 2), {"k": [step // 2]}
+    return t
+
+
+def own(t, step):
+    t = t.as_subclass(Own)
+    t.own = {"step": step, "affine": torch.eye(2)}
+    return t
+
+
+def of_class(t, step):
+    return own(t, step) if step > 1 else t
+
+
+# what forward does with a tensor, what the script passes in its place, how many steps are compiled
+READ = {
+    "an attribute": (lambda y, t: y * t.scale, plain, 2),
+    "a default": (lambda y, t: y * getattr(t, "scale", 5.0), lambda t, step: plain(t, step) if step < 3 else t, 3),
+    "whether there is one": (
+        lambda y, t: y * 2 if hasattr(t, "options") else y, lambda t, step: plain(t, step) if step > 1 else t, 2
+    ),
+    "in a dict": (lambda y, t: y * t.options["k"][0], plain, 2),
+    "another one": (lambda y, t: y * getattr(t, "none", 3.0), plain, 1),
+    "nothing": (lambda y, t: y * t, own, 1),
+    "its class": (lambda y, t: y * 2 if isinstance(t, Own) else y, of_class, 2),
+    "the class of a result": (lambda y, t: y * 2 if isinstance((y * t)[0], Own) else y, of_class, 2),
+    "a parameter": (
+        lambda y, t: y * 2 if isinstance(t, nn.Parameter) else y,
+        lambda t, step: nn.Parameter(t, requires_grad=False) if step > 1 else t, 2,
+    ),
+    "a builtin class": (lambda y, t: y if isinstance(t, (list, tuple)) else y * 2, own, 1),
+}  # fmt: skip
+
+
+class Given(Net):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, t):
+        return self.how(self.linear(x), t["t"][0] if isinstance(t, dict) else t)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("what", READ)
+def test_attributes_and_classes_of_arguments(single_rank, what, inside):
+    how, make, compiled = READ[what]
+    model = Given(how)
+    eager, ours = copy.deepcopy(model), thunder.jit(shardtrace.fsdp(model))
+    for step in range(4):
+        x, t = torch.randn(3, 4), make(torch.ones(4), step)
+        t = {"t": [t]} if inside else t
+        torch.testing.assert_close(ours(x, t), eager(x, t))
+    assert thunder.cache_misses(ours) == compiled
+
+
+def sets(y, t):
+    t.seen = True
+    return y
+
+
+def changes(y, t):
+    t.options["k"].append(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("how", "make", "match"),
+    [
+        (lambda y, t: y * t.own["affine"].sum(), own, "'own' of an argument, an attribute that holds tensors"),
+        (lambda y, t: y * t.known, own, "reads 'known' of a Own"),
+        (lambda y, t: y * vars(t)["scale"], plain, "reads all attributes of an argument"),
+        (sets, plain, "sets 'seen' of an argument"),
+        (changes, plain, "changes its argument, a Tensor with attributes"),
+    ],
+)
+def test_what_no_step_can_do_with_attributes_is_refused(single_rank, how, make, match):
+    with pytest.raises((NotImplementedError, RuntimeError), match=match):
+        shardtrace.fsdp(Given(how))(torch.randn(3, 4), make(torch.ones(4), 1))

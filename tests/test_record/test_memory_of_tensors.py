@@ -6,6 +6,7 @@ import shardtrace
 from shardtrace.record.memory import Memory, overlap
 
 import pytest
+import thunder
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,13 +34,14 @@ class Net(nn.Module):
         return [t.clone() for t in tensors]
 
 
-def runs_as_eager(forward, between=lambda net, step: None, args=lambda net, step: (), steps=3):
+def runs_as_eager(forward, between=lambda net, step: None, args=lambda net, step: (), steps=3, build=lambda net: None):
     """Three steps of AdamW; between them ``between`` changes what the script changes."""
     found = []
     for wrap in (lambda net: net, shardtrace.fsdp):
         torch.manual_seed(0)
         GLOBAL.zero_()
-        net = wrap(Net(forward))
+        build(net := Net(forward))
+        net = wrap(net)
         optimizer, seen = torch.optim.AdamW(net.parameters(), lr=0.1, eps=1e-2), []
         for step in range(steps):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
@@ -213,6 +215,70 @@ def test_a_tensor_in_the_place_of_a_parameter_is_refused(single_rank):
 
 def test_the_shape_alone_of_a_buffer_is_read(single_rank):
     runs_as_eager(lambda net, y: y * net.buffer.shape[0], grows)
+
+
+def with_data(t, step):
+    t.data = torch.ones(4 + step)
+
+
+METADATA = {
+    "resize": (lambda net, t: t.shape[0], lambda t, step: t.resize_(4 + step).fill_(1)),
+    "data": (lambda net, t: t.numel(), with_data),
+    "dtype": (lambda net, t: t.element_size(), lambda t, step: setattr(t, "data", t.data.to(DTYPES[step % 2]))),
+    "of a part": (lambda net, t: t[1:].shape[0], with_data),
+    "a new dimension": (lambda net, t: t.dim(), lambda t, step: t.unsqueeze_(0)),
+    "strides": (lambda net, t: t.stride(-1), lambda t, step: setattr(t, "data", torch.ones(4, step + 1)[:, 0])),
+    "new": (
+        lambda net, t: t.shape[0],
+        lambda net, step: setattr(net, "parameter", nn.Parameter(torch.ones(4 + step))),
+    ),
+    "set": (lambda net, t: len(t), lambda t, step: t.set_(torch.ones(2 + step))),
+}
+DTYPES = (torch.float64, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in METADATA for name in ("attribute", "own") if kind != "new"),
+        ("data", "parameter"),
+        ("new", "parameter"),
+    ],
+)
+def test_metadata_that_a_script_changes_in_place(single_rank, kind, name):
+    """Forward reads nothing else of the tensor, an attribute, or a buffer or a parameter that no line reads."""
+    read, change = METADATA[kind]
+
+    def build(net):
+        net.register_buffer("own", torch.ones(4))
+        net.parameter = nn.Parameter(torch.ones(4))
+
+    def between(net, step):
+        change(net if kind == "new" else getattr(net, name), step)
+        net.held = lambda: []
+
+    def forward(net, y):
+        return y * float(read(net, getattr(net, name)))
+
+    runs_as_eager(forward, between, build=build, steps=4)
+
+
+def test_an_unchanged_shape_compiles_once(single_rank):
+    net = Net(lambda net, y: y * net.attribute.shape[0] * net.row.numel() + net.part.sum())
+    ours = thunder.jit(shardtrace.fsdp(net))
+    for _ in range(4):
+        ours(torch.ones(3, 4))
+        net.row.data = torch.ones(4)
+        net.attribute.data = torch.ones(4)
+    assert thunder.cache_misses(ours) <= 2
+
+
+def test_data_parts_a_buffer_from_its_view(single_rank):
+    def between(net, step):
+        if step == 1:
+            net.buffer.data = net.buffer.data.clone()
+
+    runs_as_eager(lambda net, y: y * (net.buffer.add_(1).sum() + net.view.sum()), between, steps=4)
 
 
 def test_data_of_shared_memory_is_refused(single_rank):
