@@ -147,11 +147,10 @@ def test_a_model_without_blocks_and_the_same_plan_again():
 
 PLAN = """
 import shardtrace
-from toy_gpt import GPT, GPTConfig, tokens
-model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=48))
+from toy_gpt import gpt, tokens
 options = {"memory": 1e6, "link": "1gbit", "allowed": {"reduce_wire": "int8"}}
 options["fixed"] = {"bucketing_strategy": "block", "prefetch": 1}
-print(shardtrace.plan(model, (tokens(), tokens()), world_size=4, device="cpu", **options).to_json())
+print(shardtrace.plan(gpt(2), (tokens(), tokens()), world_size=4, device="cpu", **options).to_json())
 """
 
 
