@@ -1,14 +1,13 @@
 """Writes into buffers and arguments outlast fusions, and no line reads what was written for what was there before."""
 
 import copy
-import functools
-from unittest import mock
 
 import shardtrace
 
 import pytest
 import thunder
 import torch
+from eager import uncompiled
 from expecttest import assert_expected_inline
 from golden import stage, text
 from torch import nn
@@ -78,8 +77,7 @@ class Arguments(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _uncompiled():
-    """Fusions are made and run, and not compiled."""
-    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+    with uncompiled():
         yield
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from unittest import mock
 
 import shardtrace
 from shardtrace import CommPolicy, CompilePolicy, ContextParallel
@@ -28,6 +27,7 @@ from contexts import (
     on_each_rank_equal,
     train_both,
 )
+from eager import uncompiled
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -127,9 +127,8 @@ def test_options_are_proven(fake_ranks, name):
 
 @on_ranks(2)
 def test_torchcompile():
-    """Fusions are made and run, and not compiled."""
     options = {"executors": ["sdpa", shardtrace.kernels, "torchcompile"]}
-    with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+    with uncompiled():
         train_both(partial(Tokens, layers=1), of_logits, steps=1, compile_policy=CompilePolicy(jit=options))
 
 
