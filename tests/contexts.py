@@ -129,7 +129,7 @@ def train_both(
     *,
     shape: tuple[int, int] = (1, 2),
     length: int = 13,
-    steps: int = 3,
+    steps: int = 2,
     micro: int = 1,
     tolerance: float = 1e-5,
     step: Loss | None = None,

@@ -1,5 +1,8 @@
 """A function under Thunder with torch's own kernels, held against eager PyTorch."""
 
+from contextlib import AbstractContextManager
+from unittest import mock
+
 from passes.compat.jit import function_of, symbol_that_calls
 from passes.kernels import executor
 
@@ -11,6 +14,11 @@ from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Fusions of torchcompile are made and run, and not compiled, which takes seconds for each."""
+    return mock.patch("torch.compile", lambda function, **options: function)
 
 
 class CheckedMetadata(Transform):

@@ -19,11 +19,11 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,11 +40,14 @@ def trace_faster() -> None:
     """Saves two fifths of the time of tracing, in which most tests spend theirs.
 
     Tracing makes many small objects and little garbage, for which Python would look too often. Thunder's interpreter
-    disassembles a function at each call, asks for the signature of a symbol at each line, and reads the sources of all
-    functions around a compilation, of which it wants none.
+    disassembles a function at each call, asks for the signature of a symbol at each line, and looks up the modules and
+    sources of all functions around a compilation, of which it wants none. Each seed is noted, with a traceback, for the
+    accelerators of each kind that may be initialized later.
     """
+    import torch
+
     gc.set_threshold(20_000, 10, 10)
-    disassemble, stack, signature = dis.get_instructions, inspect.stack, inspect.signature
+    disassemble, signature = dis.get_instructions, inspect.signature
     instructions: dict[int, Any] = {}
     signatures: weakref.WeakKeyDictionary[Any, inspect.Signature] = weakref.WeakKeyDictionary()
 
@@ -62,6 +65,10 @@ def trace_faster() -> None:
             signatures[function] = signature(function)
         return signatures[function]
 
+    def stack(context: int = 0) -> list[inspect.FrameInfo]:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+        return [inspect.FrameInfo(f, f.f_code.co_filename, f.f_lineno, f.f_code.co_name, None, None) for f in frames]
+
     def without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
         """As cached_property of Python 3.12, which takes no lock."""
         if instance is None:
@@ -71,7 +78,10 @@ def trace_faster() -> None:
             values[self.attrname] = self.func(instance)
         return values[self.attrname]
 
-    dis.get_instructions, inspect.stack, inspect.signature = get_instructions, partial(stack, 0), get_signature
+    dis.get_instructions, inspect.stack, inspect.signature = get_instructions, stack, get_signature
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
     if sys.version_info < (3, 12):
         functools.cached_property.__get__ = without_lock  # type: ignore[method-assign]
     _flatten_faster()

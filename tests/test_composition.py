@@ -1,16 +1,15 @@
 """The README's table of what composes with what: a tiny step is compiled for each cell."""
 
-import functools
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import shardtrace
 
 import pytest
 import thunder
 import torch
+from eager import uncompiled
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -113,8 +112,7 @@ def compiled_blocks(strategy):
 
 
 def torchcompile(strategy):
-    """Without Inductor, which takes seconds for each."""
-    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+    with uncompiled():
         step(strategy, executors=["sdpa", "torch_kernels", "torchcompile"])
 
 

@@ -13,8 +13,8 @@ BLOCKS = 6
 RANKS = 4
 
 
-def gpt():
-    return GPT(GPTConfig(n_layer=BLOCKS, n_embd=32, n_head=2, block_size=16, vocab_size=48))
+def gpt(blocks=BLOCKS):
+    return GPT(GPTConfig(n_layer=blocks, n_embd=32, n_head=2, block_size=16, vocab_size=48))
 
 
 def tokens(batch=4):

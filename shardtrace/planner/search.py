@@ -14,11 +14,11 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import product, starmap
+from functools import cached_property, partial
+from itertools import cycle, product, starmap
 from typing import Any, NamedTuple
 
 from passes.analysis.flops import work
@@ -387,10 +387,30 @@ def make_family(
     if first is not None and recomputes and base.calls.keys() <= first.variants[NOTHING].keys():
         variants = {what: {call: pairs[call] for call in base.calls} for what, pairs in first.variants.items()}
     elif recomputes and base.calls and "activation_checkpointing" not in task.fixed:
-        for what in reversed(RECOMPUTED):
-            calls = task.compile(sharding_strategy=again, activation_checkpointing=what, **options).calls
-            variants[what] = {call: calls.get(call, pair) for call, pair in base.calls.items()}
+        variants |= _recomputing(base, partial(task.compile, sharding_strategy=again, **options))
     return Family(task, kind, base, variants, False if kind == "secondary" else keeps, options, note)
+
+
+def _recomputing(base: Compiled, compile_step: Callable[..., Compiled]) -> dict[str, Mapping[Call, Pair]]:
+    """The functions of blocks that recompute something. One step has those of all variants, if blocks of each class can
+    take turns: a block that is the only one of its kind has no functions."""
+    alike: dict[int, list[Call]] = {}
+    for call, pair in base.calls.items():
+        alike.setdefault(id(pair.forward.id), []).append(call)
+    variants = RECOMPUTED[::-1]
+    turns: dict[str, str] = {}
+    for calls in alike.values():
+        turns |= zip(dict.fromkeys(name for name, _ in calls if name not in turns), cycle(variants), strict=False)
+    members = [[c for c in calls if turns[c[0]] == what] for calls in alike.values() for what in variants]
+    if all(len({name for name, _ in calls}) > 1 for calls in members):
+        found = compile_step(activation_checkpointing=turns).calls
+        shared = [{id(found[c].forward.id) if c in found else None for c in calls} for calls in members]
+        if all(len(functions) == 1 and None not in functions for functions in shared):
+            first = (found[calls[0]] for calls in members)
+            pairs = {(kind, what): next(first) for kind in alike for what in variants}
+            return {what: {c: pairs[kind, what] for kind, calls in alike.items() for c in calls} for what in variants}
+    steps = {what: compile_step(activation_checkpointing=what).calls for what in variants}
+    return {what: {c: calls.get(c, pair) for c, pair in base.calls.items()} for what, calls in steps.items()}
 
 
 # ---- the search ----

@@ -328,4 +328,6 @@ def _now(generator: Any) -> Any:
 def _plain(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else tuple(map(_plain, state)) if type(state) is tuple else state
+    if type(state) is tuple:
+        return state if {*map(type, state)} == {int} else tuple(map(_plain, state))  # Python's has 625 numbers
+    return state.tolist() if hasattr(state, "tolist") else state

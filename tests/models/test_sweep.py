@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 def test_every_fault_has_its_outcome(tmp_path):
     out = tmp_path / "rows.jsonl"
-    arguments = ["--family", "faults", "--limit", "20", "--jobs", "2", "--out", out]
+    arguments = ["--family", "faults", "--limit", "12", "--jobs", "2", "--out", out]
     done = subprocess.run(
         [sys.executable, HERE / "sweep.py", *arguments], capture_output=True, text=True, timeout=240, check=False
     )

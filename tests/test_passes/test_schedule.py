@@ -147,70 +147,23 @@ def four_linear():
     return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
 
 
-def test_prefetch_0(fake_ranks):
+@pytest.mark.parametrize(
+    ("prefetch", "lines"),
+    [
+        (0, "gather 0, wait 0, linear, gather 1, wait 1, linear, gather 2, wait 2, linear, gather 3, wait 3, linear"),
+        (
+            None,
+            "gather 0, gather 1, wait 0, linear, gather 2, wait 1, linear, gather 3, wait 2, linear, wait 3, linear",
+        ),
+        (2, "gather 0, gather 1, gather 2, wait 0, linear, gather 3, wait 1, linear, wait 2, linear, wait 3, linear"),
+    ],
+)
+def test_prefetch(fake_ranks, prefetch, lines):
+    """None: one bucket, the default."""
     fake_ranks(2)
-    cmodel = compile_fake(four_linear, torch.ones(3, 4), compile_policy=CompilePolicy(prefetch=0))
-    assert_expected_inline(
-        collective_lines(stage(cmodel, "schedule")),
-        """\
-gather 0
-wait_gather 0
-linear
-gather 1
-wait_gather 1
-linear
-gather 2
-wait_gather 2
-linear
-gather 3
-wait_gather 3
-linear
-python_return""",
-    )
-
-
-def test_prefetch_1(fake_ranks):
-    fake_ranks(2)
-    cmodel = compile_fake(four_linear, torch.ones(3, 4))
-    assert_expected_inline(
-        collective_lines(stage(cmodel, "schedule")),
-        """\
-gather 0
-gather 1
-wait_gather 0
-linear
-gather 2
-wait_gather 1
-linear
-gather 3
-wait_gather 2
-linear
-wait_gather 3
-linear
-python_return""",
-    )
-
-
-def test_prefetch_2(fake_ranks):
-    fake_ranks(2)
-    cmodel = compile_fake(four_linear, torch.ones(3, 4), compile_policy=CompilePolicy(prefetch=2))
-    assert_expected_inline(
-        collective_lines(stage(cmodel, "schedule")),
-        """\
-gather 0
-gather 1
-gather 2
-wait_gather 0
-linear
-gather 3
-wait_gather 1
-linear
-wait_gather 2
-linear
-wait_gather 3
-linear
-python_return""",
-    )
+    cmodel = compile_fake(four_linear, torch.ones(3, 4), compile_policy=CompilePolicy(prefetch=prefetch))
+    found = collective_lines(stage(cmodel, "schedule")).replace("wait_gather", "wait").splitlines()
+    assert found == [*lines.split(", "), "python_return"]
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])

@@ -27,6 +27,7 @@ from contexts import (
     on_each_rank_equal,
     train_both,
 )
+from eager import uncompiled
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -44,6 +45,15 @@ def with_padding(model, x, y):
     return of_hugging_face(model, x, y, attention_mask=padded(x))
 
 
+def prove(build, loss_of, *, shape=(1, 2), length=13, **options):
+    """Asserts that a step is proven to be the program of whole sequences, and sends parts of some."""
+    model = shardtrace.fsdp(build(), mesh=mesh_of(shape), **{"context_parallel": "context", **options})
+    loss_of(model, *batch(0, length)).backward()
+    assert shardtrace.prove(model).verdict == "proven"
+    kinds = {row.kind for row in shardtrace.collectives(model)}
+    assert any(kind.endswith(("_sequence", "_heads", "_positions")) for kind in kinds)
+
+
 MODELS = {
     "gpt": (gpt, inside),
     "llama": (partial(hugging_face, "Llama"), of_hugging_face),
@@ -55,40 +65,28 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"),
-    [
-        ("gpt", (1, 4)),
-        ("gpt", (2, 2)),
-        ("llama", (2, 2)),
-        ("qwen3", (1, 4)),
-        ("gemma2", (1, 4)),
-        ("bert", (2, 2)),
-        ("convolution", (1, 4)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+    ("model", "shape"), [("gpt", (2, 2)), ("gemma2", (1, 4)), ("bert", (2, 2)), ("convolution", (1, 4))]
 )
 @on_ranks(4)
 def test_models(model, shape):
-    build, loss_of = MODELS[model]
-    train_both(build, loss_of, shape=shape)
+    train_both(*MODELS[model], shape=shape)
+
+
+@pytest.mark.parametrize(("model", "shape"), [("gpt", (1, 4)), ("llama", (2, 2)), ("qwen3", (1, 4))])
+def test_models_are_proven(fake_ranks, model, shape):
+    fake_ranks(4)
+    prove(*MODELS[model], shape=shape)
 
 
 # ---- options of fsdp ----
 
 OPTIONS = {
-    **{s: {"sharding_strategy": s} for s in ("zero2", "ddp", "owner", "zero1")},
-    "strategies": {"sharding_strategy": {"*embed*": "ddp", "*": "zero3"}},
+    "ddp": {"sharding_strategy": "ddp"},
+    "owner": {"sharding_strategy": "owner"},
     "bf16": {"mp_policy": "bf16", "tolerance": 3e-2},
-    "full": {"activation_checkpointing": "full"},
-    "cheap": {"activation_checkpointing": "cheap"},
     "int8": {"comm_policy": CommPolicy(gather_dtype="int8"), "build": partial(Tokens, width=64), "tolerance": 3e-2},
     "sums": {"comm_policy": CommPolicy(sum_reductions=True)},
-    "inline": {"compile_policy": CompilePolicy(repeated_blocks="inline")},
-    "layer buckets": {"bucketing_strategy": "layer"},
-    "model bucket": {"bucketing_strategy": "model"},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "sdpa": {"compile_policy": CompilePolicy(jit={"executors": ["sdpa"]})},
-    "torch_kernels": {"compile_policy": CompilePolicy(jit={"executors": [shardtrace.kernels]})},
     "no_sync": {"micro": 3, "steps": 2},
     "no_sync of whole parameters": {"micro": 2, "sharding_strategy": "zero2"},
     "gather": {"context": ContextParallel("context", attention="gather")},
@@ -106,10 +104,32 @@ def test_options(name):
     train_both(**given)
 
 
+# They choose other lines. What these send, and how ranks divide gradients, is as above.
+PROVEN = {
+    "zero2": {"sharding_strategy": "zero2"},
+    "zero1": {"sharding_strategy": "zero1"},
+    "strategies": {"sharding_strategy": {"*embed*": "ddp", "*": "zero3"}},
+    "full": {"activation_checkpointing": "full"},
+    "cheap": {"activation_checkpointing": "cheap"},
+    "inline": {"compile_policy": CompilePolicy(repeated_blocks="inline")},
+    "layer buckets": {"bucketing_strategy": "layer"},
+    "model bucket": {"bucketing_strategy": "model"},
+    "sdpa": {"compile_policy": CompilePolicy(jit={"executors": ["sdpa"]})},
+    "torch_kernels": {"compile_policy": CompilePolicy(jit={"executors": [shardtrace.kernels]})},
+}
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_options_are_proven(fake_ranks, name):
+    fake_ranks(2)
+    prove(Tokens, of_logits, **PROVEN[name])
+
+
 @on_ranks(2)
 def test_torchcompile():
     options = {"executors": ["sdpa", shardtrace.kernels, "torchcompile"]}
-    train_both(partial(Tokens, layers=1), of_logits, steps=1, compile_policy=CompilePolicy(jit=options))
+    with uncompiled():
+        train_both(partial(Tokens, layers=1), of_logits, steps=1, compile_policy=CompilePolicy(jit=options))
 
 
 # ---- models, masks and losses ----
@@ -252,14 +272,9 @@ LENGTHS = [*((name, 13) for name in CASES), *((name, 12) for name in ("by_hand",
 
 @pytest.mark.parametrize(("name", "length"), LENGTHS)
 def test_cases(fake_ranks, name, length):
-    """Proven to be the program of whole sequences. Numbers of some are below; the laws are run by comm/test_sequence.py."""
+    """Numbers of some are below; the laws are run by comm/test_sequence.py."""
     fake_ranks(2)
-    build, loss_of = CASES[name]
-    model = shardtrace.fsdp(build(), mesh=mesh_of((1, 2)), context_parallel="context")
-    loss_of(model, *batch(0, length)).backward()
-    assert shardtrace.prove(model).verdict == "proven"
-    kinds = {row.kind for row in shardtrace.collectives(model)}
-    assert any(kind.endswith(("_sequence", "_heads", "_positions")) for kind in kinds)
+    prove(*CASES[name], length=length)
 
 
 @pytest.mark.parametrize("name", ["smoothed", "of_tokens_that_count", "pooled", "mixing", "sliced"])

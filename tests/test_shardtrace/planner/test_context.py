@@ -17,7 +17,7 @@ CLUSTER = {"world_size": RANKS, "device": "cpu", "link": "1gbit", "fixed": FIXED
 
 @pytest.fixture(scope="module")
 def split():
-    return shardtrace.plan(gpt(), (tokens(), tokens()), memory="1GB", context=2, **CLUSTER)
+    return shardtrace.plan(gpt(2), (tokens(), tokens()), memory="1GB", context=2, **CLUSTER)
 
 
 def test_fsdp_takes_a_plan_that_splits_sequences(split, tmp_path):
@@ -26,7 +26,7 @@ def test_fsdp_takes_a_plan_that_splits_sequences(split, tmp_path):
     assert (split.mesh_shape, split.choices["context_parallel"]) == ((2, 2), "context")
     assert split.tokens == tokens().numel() // 2
     with fake_ranks(RANKS):
-        cmodel = thunder.jit(shardtrace.fsdp(gpt(), plan=tmp_path / "plan.json"))
+        cmodel = thunder.jit(shardtrace.fsdp(gpt(2), plan=tmp_path / "plan.json"))
         cmodel(tokens(), tokens()).backward()
         assert shardtrace.memory(cmodel, persistent=split.memory["optimizer"]).peak == split.peak
 
@@ -52,10 +52,10 @@ def test_no_hybrid_strategy_is_tried(task):
 def test_auto_splits_what_does_not_fit():
     inputs, options = (tokens(), tokens()), CLUSTER | {"fixed": FIXED | {"activation_checkpointing": None}}
     with pytest.raises(NoPlanFitsError, match=r'or split sequences over ranks \(context="auto"\)') as error:
-        shardtrace.plan(gpt(), inputs, memory="100kB", **options)
+        shardtrace.plan(gpt(2), inputs, memory="100kB", **options)
     whole = error.value.least
     assert "context_parallel" not in whole.choices
-    found = shardtrace.plan(gpt(), inputs, memory=f"{whole.peak - 1}B", context="auto", **options)
+    found = shardtrace.plan(gpt(2), inputs, memory=f"{whole.peak - 1}B", context="auto", **options)
     assert found.mesh_shape == (2, 2)
     assert found.notes[-1].startswith("context 1 does not fit: the least is ")
 
@@ -89,7 +89,7 @@ def test_what_is_refused(options, message):
 
 
 def test_on_the_command_line(capsys, monkeypatch, tmp_path):
-    text = "from toy_gpt import gpt, tokens\n\ndef build():\n    return gpt(), (tokens(), tokens())\n"
+    text = "from toy_gpt import gpt, tokens\n\ndef build():\n    return gpt(2), (tokens(), tokens())\n"
     (tmp_path / "toy.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     common = ["--world-size", "4", "--device", "cpu", "--link", "1gbit", "--sharding-strategy", "zero3"]
