@@ -35,7 +35,7 @@ from shardtrace.inspector.fake import Arguments, parse_arguments
 from shardtrace.inspector.step_data import Rows
 from shardtrace.model.state import link_of
 from shardtrace.options.policies import whole_sequences
-from shardtrace.proving import executed
+from shardtrace.proving import Proof, executed, prove
 from shardtrace.record.calls import tensors_in
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.symbols import name_of
@@ -58,6 +58,8 @@ SLACK, SLACK_ALONE = 16.0, 1000.0
 UNRELATED = 0.01  # of the largest value: what float64 differs in by more than this is another computation
 VERDICTS = ("equal", "rounding", "different")
 KINDS = ("line", "gradient", "buffer")  # that belong to a module
+
+TRUSTED = "trusted: torch's kernels and autograd, the backend's collectives, the optimizer (docs/proof.md)"
 
 Tensors = Mapping[Any, torch.Tensor]
 
@@ -105,13 +107,14 @@ class Check:
 
     ``rows`` compare results, gradients, buffers and inputs; ``lines``, if any of them is different, what each call of
     torch in forward returns. ``by_torch`` counts the functions whose lines are torch's own, and modules that PyTorch
-    runs.
+    runs. ``proof`` is that of the compiled step, which begins where ``rows`` end: with the record that they compare.
     """
 
     rows: tuple[Row, ...]
     lines: tuple[Row, ...]  # none if nothing is different
     by_torch: Mapping[str, int]
     remarks: tuple[str, ...]
+    proof: Proof | None = None
 
     @property
     def ok(self) -> bool:
@@ -135,6 +138,7 @@ class Check:
                 *found,
                 f"lines of torch: {torchs or 'none'}",
                 *self.remarks,
+                *([str(self.proof), TRUSTED] if self.proof is not None else ()),
                 f"{'DIFFERENT' if wrong else 'the same' if counts['rounding'] else 'equal to the bit'}: "
                 f"of {len(self.rows)} results, gradients, buffers and inputs {total}",
             ]
@@ -162,9 +166,10 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     """Runs a step of a model in eager PyTorch, and sharded and compiled, and compares them.
 
     Compared are results, gradients, buffers and inputs after the step. If any of them differs by more than rounding, so
-    is what each call of torch in forward returns, to find the first one that differs. The loss is the first result
-    without dimensions, else a weighted sum of all results. All ranks take the same model and inputs. The model is not
-    changed: several copies of it are made.
+    is what each call of torch in forward returns, to find the first one that differs. The compiled step is proven, too:
+    the report says what was compared, what was proven and what is trusted. The loss is the first result without
+    dimensions, else a weighted sum of all results. All ranks take the same model and inputs. The model is not changed:
+    several copies of it are made.
 
     Args:
         model: a module, or a function that returns one.
@@ -186,7 +191,7 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
         cmodel = thunder.jit(fsdp(copy.deepcopy(whole), **fsdp_options))
         found = _step(cmodel, arguments, into=expected.into)
         rows = _worst_of_ranks(_compared(found, _parts_of_rank(cmodel, expected), _parts_of_rank(cmodel, exact)))
-        done = Check(tuple(rows), (), _torchs_lines(cmodel), ())
+        done = Check(tuple(rows), (), _torchs_lines(cmodel), (), prove(cmodel))
         if not done.ok:
             try:
                 ours = _values(copy.deepcopy(whole), arguments, lambda m: thunder.jit(fsdp(m, **fsdp_options)))

@@ -1,5 +1,7 @@
 """``check`` holds a compiled step against eager PyTorch and names what differs."""
 
+import re
+
 import shardtrace
 from shardtrace.checking import _judged
 from shardtrace.cli import main
@@ -49,6 +51,8 @@ def test_a_model_that_is_right(single_rank):
     assert {("gradient", "blocks.1.fc.weight"), ("buffer", "blocks.0.norm.running_mean")} < whats
     assert done.by_torch["logcumsumexp"] == 1
     assert "lines of torch: " in str(done)
+    assert done.proof.verdict == "proven"
+    assert re.search(r"proven: \d+ results .*\ntrusted: torch's kernels", str(done))
     assert "DIFFERENT" not in str(done)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
