@@ -92,6 +92,10 @@ class Numbers:
         if operation == "draw":
             count, operation, constants = cast(tuple[int, Hashable, Hashable], constants)
             draw = f" (draw {count})"
+        if operation == "unless unused" and depth:
+            return (
+                f"{self.text(operands[0], depth)} unless outputs {sorted(cast(frozenset[int], constants))} are unused"
+            )
         named = operation if isinstance(operation, str) else getattr(operation, "name", None)
         name = named if isinstance(named, str) else str(operation)
         inside = [self.text(n, depth - 1) for n in operands] if depth else ["..."] * bool(operands)
