@@ -260,21 +260,20 @@ def test_measured_memory_of_a_step(fake_ranks, tmp_path, strategy, wires):
     assert memory.backward.lines[-1].gradients == pytest.approx(shards + kept, rel=padding)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_a_sequence_share_its_activations(fake_ranks, tmp_path, ranks):
-    """A Llama: 1/n of what is saved within 10 %, and the measured peak within 2 %."""
+def test_ranks_of_a_sequence_share_its_activations(fake_ranks, tmp_path):
+    """A Llama on four: a quarter of what is saved within 10 %, and the measured peak within 2 %."""
     from llama.model import Config, Llama
 
     fake_ranks(4)
     tokens = torch.randint(0, 256, (1, 1024))
     config = Config(width=128, layers=2, heads=4, hidden=384, kv_heads=2, vocabulary=256, context=1024)
-    mesh = dist.init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "context"))
+    mesh = dist.init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "context"))
     checks = shardtrace.Checks(recording=False)  # a recording keeps the states of generators
     split = compile_fake(lambda: Llama(config), tokens, tokens, mesh=mesh, context_parallel="context", checks=checks)
     whole = step_liveness(*traces(compile_fake(lambda: Llama(config), tokens, tokens)))
     memory = step_liveness(*traces(split))
     saved = [m.forward.lines[-1].saved for m in (memory, whole)]
-    assert saved[0] == pytest.approx(saved[1] / ranks, rel=0.1)
+    assert saved[0] == pytest.approx(saved[1] / 4, rel=0.1)
 
     split.zero_grad()
     forward, loss = measured(tmp_path / "forward.json", lambda: split(tokens, tokens))
