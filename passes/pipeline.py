@@ -67,7 +67,7 @@ class Facts:
     at_end: list[Callable[[], None]] = field(default_factory=list)  # refusals that need the whole trace
     before_lowering: list[Callable[[], None]] = field(default_factory=list)  # refusals of another backward
     lowered: list[TraceCtx] = field(default_factory=list)  # the backward that accumulate gets
-    choose: Callable[..., Any] | None = None  # runs a backward, by the treatment of gradients when it begins
+    choose: Backwards | None = None  # runs a backward, by the treatment of gradients when it begins
     known: dict[int, Any] = field(default_factory=dict)  # for tracing itself: what it has met, by id
     changes: list[Any] = field(default_factory=list)  # likewise, what forwards set
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
@@ -239,7 +239,7 @@ class FirstStage(Pass):
             self.compilation.facts.border = Border(outer, outer, self.compilation.facts.setters)
             self.compilation.facts.variables = copy_context()
             stages = compile_data_and_stats()[1].last_backward_traces
-            self.compilation.facts.choose = Backwards(self.compilation, self.compilation.facts, stages).run
+            self.compilation.facts.choose = Backwards(self.compilation, self.compilation.facts, stages)
         traces = prologue_trace, computation_trace, epilogue_trace
         for one in self.passes:
             traces = one.transform_traces_pre_prologue(*traces)
@@ -312,7 +312,11 @@ class Backwards:
     stages: list[TraceCtx]
     known: list[Backward] = field(default_factory=list)
 
-    def run(self, compiled: Callable[..., Any], saved: list[Any], cotangents: list[Any]) -> Any:
+    def function_of(self, backward: TraceCtx) -> Callable[..., Any] | None:
+        """The function of one of the backwards; None if it has not run."""
+        return next((one.function for one in self.known if one.stages[-1] is backward), None)
+
+    def __call__(self, compiled: Callable[..., Any], saved: list[Any], cotangents: list[Any]) -> Any:
         """Runs the one for the current treatment of gradients, which is ``compiled`` if forward has foreseen it."""
         if not self.known:
             self.known.append(Backward(self.facts.parameters.steps, compiled, list(self.stages)))

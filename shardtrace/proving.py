@@ -66,6 +66,8 @@ def prove_compiled(
         if record is None or variables is None or not any(trace is record.traced for trace in stages):
             continue
         before, data.is_grad_enabled = data.is_grad_enabled, needs_backward(record.first)
+        if facts.choose is not None:
+            functions = [(t, facts.choose.function_of(t) or function) for t, function in functions]
         devices = {to_torch_device(p.device) for p in forward.args if isinstance(p, TensorProxy)}
         try:
             with attention_of_gpus() if any(map(is_absent, devices)) else nullcontext():  # as it was compiled

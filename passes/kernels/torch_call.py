@@ -301,7 +301,8 @@ class TorchCall:
         """Adds the line that makes the call where nothing is differentiated."""
         direct = self._direct()
         if direct is None or self.program.returns is tuple:  # type: ignore[union-attr]
-            return self._lowered("", self.proxies, direct or self.run)(*tensors)
+            function = direct or (self.run if self.program is None else _first(self.key).run)
+            return self._lowered("", self.proxies, function)(*tensors)
         return (self._lowered("", lambda *tensors: self.proxies()[0], direct)(*tensors),)
 
     def _direct(self) -> Callable[..., Any] | None:
@@ -385,6 +386,12 @@ def _switches() -> tuple[Any, ...]:
 @lru_cache(maxsize=1024)
 def _program(key: Key) -> Program | None:
     return find_program(key.call.called, key.call.inputs, key.call.returned)
+
+
+@lru_cache(maxsize=1024)
+def _first(key: Key) -> TorchCall:
+    """One call for all equal ones: lines of one name must have one function."""
+    return key.call
 
 
 @lru_cache(maxsize=1024)

@@ -228,15 +228,14 @@ IDENTITIES = (PrimIDs.SHALLOW_COPY, PrimIDs.UPDATE_ALIASES, snapshot.id)
 
 def _steps(line: BoundSymbol, laws: dict[Hashable, Law], opened: bool) -> Iterable[Step]:
     operation = identity(line.sym)
-    if line.sym.is_fusion and region_of(line) is not None:
+    if line.sym.is_fusion and line.subsymbols:
         yield Step(line, operation, (), (), (), _fused)
         return
     law = laws.get(operation) or laws.get(type(operation)) or _own_law(line, operation)
-    if law is None and line.subsymbols and (line.sym.is_fusion or (opened and not is_random(line))):
+    if law is None and line.subsymbols and opened and not is_random(line):
         for part in line.subsymbols:
             yield from _steps(part, laws, opened)
-        if not line.sym.is_fusion:
-            yield _plain_step(line)._replace(law=_agree)
+        yield _plain_step(line)._replace(law=_agree)
         return
     yield Step(line, operation, (), (), (), law) if law is not None else _plain_step(line)
 
@@ -502,14 +501,15 @@ def _kind(proxy: Proxy) -> Hashable:
 
 
 def _fused(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
-    """A fusion computes what its function was compiled from."""
-    region = region_of(line)
-    assert region is not None
-    if (len(region.args), len(region.output)) != (len(line.args), len(line.output)):
+    """A fusion computes what its function was compiled from, or its own lines if that is not known."""
+    region = region_of(line) or line
+    ends = [(b.flat_proxy_args, b.flat_proxy_outs) for b in (region, line)]
+    if [len(part) for part in ends[0]] != [len(part) for part in ends[1]]:
         raise UnprovenError(f"a fusion calls the function of {region.sym.name}, which has other arguments", line)
-    inside: Values = {a.name: values[b.name] for a, b in zip(region.args, line.args, strict=True)}
+    (given, made), (args, outs) = ends
+    inside: Values = {a.name: values[b.name] for a, b in zip(given, args, strict=True)}
     evaluation.run(evaluation.program(region, region.subsymbols).steps, inside)
-    name_results(tuple(line.output), evaluation.value(tuple(region.output), inside), values)
+    name_results(tuple(outs), evaluation.value(tuple(made), inside), values)
 
 
 def _call(evaluation: Evaluation, line: BoundSymbol, values: Values) -> None:
