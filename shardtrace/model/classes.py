@@ -78,6 +78,7 @@ def _jitted(module: nn.Module, key: Hashable, function: Callable[..., Any], name
         )
     state = own_state(module)
     if key not in state.compiled:
+        state.check_traceable()  # the jitted module keeps what it finds
         state.compiled[key] = thunder.jit(function, **state.jit_options(name))
     return state.compiled[key]
 

@@ -247,6 +247,8 @@ class Entry:
         A parameter may have been converted to another dtype, or replaced by one that is sharded alike, or by one with
         whole values, of which each rank takes its part. Raises RuntimeError if it is elsewhere or of another shape.
         """
+        for _, module, attribute in self.owners:  # the script may put back one whose place another one has taken
+            module._parameters[attribute] = current(module._parameters.get(attribute))
         held = [module._parameters.get(attribute) for _, module, attribute in self.owners]
         new = held[0]
         if not isinstance(new, nn.Parameter) or any(p is not new for p in held):
@@ -269,7 +271,7 @@ class Entry:
         rows = shard(new, self.home) if whole and not isinstance(new, DTensor) else self.rows_like(new)
         before = self.before
         if not isinstance(new, DTensor):
-            before = () if self.home.mesh is None else (ref(new),)
+            before = () if self.home.mesh is None else (*(r for r in before if r() is not None), ref(new))
             new = as_parameter(self.name, new, rows, self.full_shape, self.home)
             self._put(new)
         used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
@@ -343,8 +345,9 @@ class Entry:
 
     @property
     def earlier(self) -> list[nn.Parameter]:
-        """Those of ``before`` that are still there."""
-        return [old for reference in self.before if (old := reference()) is not None]
+        """Those of ``before`` that are still there and stand for it. The script may have exchanged it meanwhile."""
+        found = (reference() for reference in self.before)
+        return [old for old in found if old is not None and current(old) is self.shard]
 
     def _stands_for(self, parameter: nn.Parameter) -> None:
         """Lets the parameters of before stand for this one."""

@@ -56,6 +56,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
 
 SHARD_ATTRIBUTE = "_shardtrace_link"  # of a parameter: its Link
 
@@ -93,7 +94,7 @@ class ShardedState:
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
-        self.replaced: dict[nn.Parameter, nn.Parameter] = {}  # by the script, since fsdp()
+        self._replaced = WeakIdKeyDictionary()  # shards that the script has replaced since fsdp(): their numbers
         self.compiled: dict[Hashable, Callable[..., Any]] = {}  # jitted: the model, parts of it and methods, if called
         self._take(entries)
 
@@ -132,7 +133,7 @@ class ShardedState:
             entries = tuple(entry.adopted() for entry in self.entries)
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
-            self.replaced |= {old.shard: new.shard for old, new in changed if new.shard is not old.shard}
+            self._replaced.update({e.shard: i for i, e in enumerate(self.entries) if entries[i].shard is not e.shard})
             before = self.runtime
             if before.kept.by_place:
                 raise RuntimeError(
@@ -143,6 +144,11 @@ class ShardedState:
             self._take(entries)
             self.runtime.keep = before.keep
             self.claim_shards()
+
+    def now(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that the modules hold in the place of one that they held before, or ``parameter``."""
+        number = self._replaced.get(parameter)
+        return parameter if number is None else self.entries[number].shard
 
     def _plan(self, key: PlanKey) -> BucketPlan:
         strategy, _, precision, gather = key

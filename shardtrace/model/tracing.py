@@ -423,8 +423,7 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    replaced = {old: new for state in states for old, new in state.replaced.items()}
-    refresh_modules(lambda p: replaced.get(current(p), current(p)))
+    refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     if not isinstance(data.transforms, list):

@@ -532,7 +532,11 @@ class Front:
             label=type(self._module).__name__,
         )  # fmt: skip
         held = Held(self._module, done.inputs.memory.outside.values(), done.inputs.asked(done.record.calls))
-        guards: list[Callable[[], None]] = [snapshot.check, held.check]
+        guards: list[Callable[[], None]] = [
+            snapshot.check,
+            held.check,
+            partial(_check_default, torch.get_default_dtype()),
+        ]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards
@@ -663,6 +667,11 @@ class Front:
 def _call_all(guards: Iterable[Callable[[], None]]) -> None:
     for guard in guards:
         guard()
+
+
+def _check_default(dtype: torch.dtype) -> None:
+    if torch.get_default_dtype() is not dtype:
+        raise RuntimeError("the default dtype is another one")
 
 
 def _set(changes: Sequence[Change], differentiable: Sequence[bool], tensors: Sequence[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import chain
 from threading import get_ident
 from types import FrameType
@@ -514,10 +515,10 @@ def record(
         CannotRecord: from what the function raised. It names the modules that ran.
     """
     with _in_place_of_torchs(recorder, compiling), mode, recorder:
-        mode.recorder, modes = recorder, _modes()
+        mode.recorder, modes = recorder, Modes.now()
         try:
             recorder.record.result = function(*args, **kwargs)
-            if _modes() != modes:
+            if Modes.now() != modes:
                 raise Refused(
                     "forward leaves gradients, autocast or the default dtype in another state, which no step would do: "
                     "put what needs that state into a with block"
@@ -643,9 +644,32 @@ def _saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _modes() -> tuple[object, ...]:
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return grad, inference, autocast_states(), torch.get_default_dtype()
+@dataclass(frozen=True)
+class Modes:
+    """Grad mode, inference mode, the state of autocast by device and the default dtype."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> Modes:
+        states = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
+        inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        return cls(torch.is_grad_enabled(), inference, tuple(states), dtype)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Sets all but the default dtype, by which a step is compiled anew."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for now, then in zip(Modes.now().autocast, self.autocast, strict=True):
+                if now != then:
+                    device, enabled, dtype = then
+                    stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
 
 
 class _Node:

@@ -6,21 +6,21 @@ the time) shows in what it does: the same calls of torch with the same arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from weakref import ref
 
 from passes.kernels.aten import Meta
-from shardtrace.record.calls import DEVICES, Call, Place, Record, tensors_in
+from shardtrace.record.calls import Call, Place, Record, tensors_in
 from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects, check_leaks
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.memory import Memory
 from shardtrace.record.reads import Reads
-from shardtrace.record.recorder import CannotRecord, FakeMode, Recorder, record
+from shardtrace.record.recorder import CannotRecord, FakeMode, Modes, Recorder, record
 from shardtrace.record.snapshot import State
 from shardtrace.record.symbols import name_of
 from shardtrace.record.watcher import CodeWatcher, RandomStates
@@ -139,31 +139,6 @@ def _is_due(steps: int) -> bool:
 
 def is_comparable(done: Record) -> bool:
     return not any(isinstance(call.function, EagerModule) for call in done.calls)
-
-
-@dataclass(frozen=True)
-class Modes:
-    """Grad mode, inference mode and the state of autocast by device."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @classmethod
-    def now(cls) -> Modes:
-        states = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(states))
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for now, then in zip(Modes.now().autocast, self.autocast, strict=True):
-                if now != then:
-                    device, enabled, dtype = then
-                    stack.enter_context(torch.autocast(device, dtype, enabled))
-            yield
 
 
 @dataclass(frozen=True)

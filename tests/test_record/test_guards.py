@@ -303,6 +303,17 @@ class RequiresGrad(Base):
         self.linear.weight.requires_grad_(step % 2 == 1)
 
 
+class DefaultDtype(Base):
+    def forward(self, x):
+        return self.linear(x.float()) * torch.ones(D).element_size()
+
+    def start(self):
+        torch.set_default_dtype(torch.float32)
+
+    def change(self, step):
+        torch.set_default_dtype((torch.float64, torch.float32)[step % 2])
+
+
 class GrowingCache(Base):
     def build(self):
         self.cache = {}
@@ -317,7 +328,7 @@ class GrowingCache(Base):
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
     TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
-    RequiresGrad, GrowingCache, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
+    RequiresGrad, GrowingCache, DefaultDtype, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
 ]  # fmt: skip
 
 

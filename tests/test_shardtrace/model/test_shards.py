@@ -370,6 +370,41 @@ def test_parameters_that_a_script_replaces_or_converts():
 
 
 @on_ranks(2)
+def test_parameters_that_a_script_exchanges():
+    """By functional_call, or as attributes: new ones, one that it has used before, those of before, for other shapes,
+    which are compiled anew."""
+    for strategy in ("zero3", "ddp"):
+        torch.manual_seed(0)
+        build = lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))  # noqa: E731
+        eager = build()
+        ours = shardtrace.fsdp(copy.deepcopy(eager), sharding_strategy=strategy)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced after"):
+            torch.func.functional_call(ours, {"0.weight": torch.ones(6, 4)}, (torch.ones(3, 4),))
+        kept, own = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)], [ours[0].weight, eager[0].weight]
+        given = [None, "new", None, "new", "kept", None, "kept", "own"]
+        for step, (what, rows) in enumerate(zip(given, (3, 3, 5, 5, 6, 6, 7, 8), strict=True)):
+            x, value, found = torch.randn(rows, 4), torch.full((6, 4), 1.0 + step), []
+            for i, model in enumerate((ours, eager)):
+                p = {"new": nn.Parameter(value.clone()), "kept": kept[i], "own": own[i], None: own[i]}[what]
+                y = model(x) if what is None else torch.func.functional_call(model, {"0.weight": p}, (x,))
+                y.sum().backward()
+                found.append([y, *(full(t.grad) if t.grad is not None else torch.tensor(0) for t in (p, own[i]))])
+                p.grad = own[i].grad = None
+            torch.testing.assert_close(*found)
+
+
+@on_ranks(2)
+def test_an_exchanged_parameter_is_itself_after_full_params():
+    model = shardtrace.fsdp(nn.Linear(4, 4))
+    given = nn.Parameter(torch.ones(4, 4))
+    torch.func.functional_call(model, {"weight": given}, (torch.ones(3, 4),))
+    model(torch.ones(3, 4))
+    with shardtrace.full_params(model):
+        assert full(given.sum()) == 16
+    assert full(given.sum()) == 16
+
+
+@on_ranks(2)
 def test_what_a_conversion_keeps():
     """torch exchanges DTensors for new ones, also where nothing is converted."""
     model, rank = shardtrace.fsdp(build()), dist.get_rank()
