@@ -532,11 +532,8 @@ class Front:
             label=type(self._module).__name__,
         )  # fmt: skip
         held = Held(self._module, done.inputs.memory.outside.values(), done.inputs.asked(done.record.calls))
-        guards: list[Callable[[], None]] = [
-            snapshot.check,
-            held.check,
-            partial(_check_default, torch.get_default_dtype()),
-        ]
+        guards: list[Callable[[], None]] = [snapshot.check, held.check]
+        guards += [partial(_check_default, torch.get_default_dtype()), done.watcher.environment()]
         if (reads := done.recording.reads.guard()) is not None:
             check_reads(reads) if reads.proxies else guards.append(reads)
         return guards

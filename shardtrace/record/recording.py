@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -19,11 +18,11 @@ from shardtrace.record.eager import EagerModule
 from shardtrace.record.effects import Change, Effects, check_leaks
 from shardtrace.record.kinds import Numbers
 from shardtrace.record.memory import Memory
-from shardtrace.record.reads import Reads
+from shardtrace.record.reads import Reads, Refused
 from shardtrace.record.recorder import CannotRecord, FakeMode, Modes, Recorder, record
 from shardtrace.record.snapshot import State
 from shardtrace.record.symbols import name_of
-from shardtrace.record.watcher import CodeWatcher, RandomStates
+from shardtrace.record.watcher import CodeWatcher, RandomStates, iterators
 
 import torch
 from torch import nn
@@ -57,7 +56,8 @@ class Recording:
             effects = stack.enter_context(Effects(self.module, type(self.module).__name__))
             reached = State()
             reached.add_value((self.args, dict(self.kwargs)), "arguments")
-            known = chain(effects.state.seen.values(), reached.seen.values())
+            known = [*effects.state.seen.values(), *reached.seen.values()]
+            held = iterators(known)
             random = stack.enter_context(RandomStates(known))
             stack.enter_context(watcher)
             recorder = Recorder(
@@ -68,6 +68,12 @@ class Recording:
             done = record(
                 self.function, given, self.kwargs, mode=self.fakes, recorder=recorder, compiling=self.compiling
             )
+            advanced = [name for name, position in iterators(known).items() if position != held[name]]
+            if advanced:
+                raise CannotRecord(()) from Refused(
+                    f"forward advances {advanced[0]}, an iterator, which no step would do again: count in an "
+                    "attribute, or call next outside of forward and pass what it gives as an argument"
+                )
         changes, effects.found = [*effects.found, *done.left], []  # the recorder may live on, but no fake with it
         return done, changes
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import os
 import random
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count
-from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +48,7 @@ def is_library(module: str) -> bool:
 # ---- code ----
 
 
+ENVIRONMENT = type(os.environ).__getitem__.__code__  # by which Python reads a variable of the environment
 STDLIB = sysconfig.get_path("stdlib")
 INSTALLED = ("site-packages", "dist-packages")  # folders below the standard library's that are not part of it
 
@@ -71,6 +75,7 @@ class CodeWatcher:
     globals_of: dict[CodeType, dict[str, Any]] = field(default_factory=dict)  # by code that ran
     seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
     closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
+    variables: set[str] = field(default_factory=set)  # of the environment, that were read
     _previous: Any = None
     _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
@@ -112,6 +117,8 @@ class CodeWatcher:
         if event != "call":
             return
         code = frame.f_code
+        if code is ENVIRONMENT:
+            self.variables.add(frame.f_locals["key"])
         if id(code) not in self.seen:
             self.seen[id(code)] = code
             if not _is_library(frame):
@@ -145,6 +152,17 @@ class CodeWatcher:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         ]
         return [*read.values(), *cells]
+
+    def environment(self) -> Callable[[], None]:
+        """A guard of the variables that were read: it raises RuntimeError if one is another one than now."""
+        known = {name: os.environ.get(name) for name in self.variables}
+
+        def check() -> None:
+            for name, value in known.items():
+                if os.environ.get(name) != value:
+                    raise RuntimeError(f"the environment variable {name} has changed")
+
+        return check
 
     def _functions(self) -> list[FunctionType]:
         """The functions of code that ran whose free variables hold state. Functions that the forward itself made are
@@ -331,3 +349,32 @@ def _plain(state: Any) -> Any:
     if type(state) is tuple:
         return state if {*map(type, state)} == {int} else tuple(map(_plain, state))  # Python's has 625 numbers
     return state.tolist() if hasattr(state, "tolist") else state
+
+
+# ---- iterators ----
+
+
+def iterators(known: Iterable[tuple[str, object]]) -> dict[str, Any]:
+    """Where the iterators of Python are that a model holds, by their names."""
+    held = ((name, v) for name, v in known if isinstance(v, Iterator) and not name.startswith("global "))
+    return {name: _position(v) for name, v in held}
+
+
+def _position(value: Any) -> Any:
+    """What tells whether an iterator has been advanced; None if nothing does."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
+    if type(value).__module__ not in ("builtins", "itertools"):  # its attributes tell
+        return None
+    with warnings.catch_warnings(), suppress(TypeError):  # Python 3.14 copies none of itertools
+        warnings.simplefilter("ignore")
+        _, args, *state = value.__reduce__()
+        return tuple(map(_part, (*args, *(s for part in state for s in (part if type(part) is tuple else (part,))))))
+    return None
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, Iterator):
+        return _position(value)
+    return len(value) if isinstance(value, (list, tuple)) else repr(value) if isinstance(value, (int, range)) else None

@@ -1,8 +1,11 @@
 """State that changes between steps: a step is right, as in eager PyTorch, or an error says what to do."""
 
+import collections
 import contextvars
 import functools
 import gc
+import itertools
+import os
 import types
 
 import shardtrace
@@ -314,6 +317,42 @@ class DefaultDtype(Base):
         torch.set_default_dtype((torch.float64, torch.float32)[step % 2])
 
 
+class Environment(Base):
+    def forward(self, x):
+        scale = float(os.environ.get("SCALE", "3")) if "SCALE" in os.environ else 5.0
+        return self.linear(x) * scale * len(os.getenv("OTHER", ""))
+
+    def start(self):
+        os.environ.pop("SCALE", None)
+        os.environ["OTHER"] = "a"
+
+    def change(self, step):
+        os.environ["OTHER" if step == 1 else "SCALE"] = str(10 + step)
+
+
+class LongList(Base):
+    def build(self):
+        self.scales, self.table = [1.0] * 100, collections.deque(range(100))
+
+    def forward(self, x):
+        return self.linear(x) * sum(self.scales) * self.table[80]
+
+    def change(self, step):
+        self.scales[70 + step] += 1
+        self.table[80] = step // 2
+
+
+class LongDict(Base):
+    def build(self):
+        self.table = {f"k{i}": 1.0 for i in range(100)}
+
+    def forward(self, x):
+        return self.linear(x) * sum(self.table.values()) * list(self.table).index("k99")
+
+    def change(self, step):
+        self.table.update({f"k{step}": self.table.pop(f"k{step}") + 1})
+
+
 class GrowingCache(Base):
     def build(self):
         self.cache = {}
@@ -328,7 +367,7 @@ class GrowingCache(Base):
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
     TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
-    RequiresGrad, GrowingCache, DefaultDtype, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
+    RequiresGrad, GrowingCache, DefaultDtype, Environment, LongList, LongDict, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
 ]  # fmt: skip
 
 
@@ -359,6 +398,34 @@ def test_right(single_rank, kind):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+ITERATORS = {
+    "list": lambda: iter([1.0, 2.0, 3.0, 4.0]),
+    "generator": lambda: (k for k in range(1, 9)),
+    "count": itertools.count,
+    "inside": lambda: enumerate(iter(range(9))),
+    "dict": lambda: iter({1: 2, 3: 4, 5: 6}),
+}
+
+
+class Advances(Base):
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.advances = held, True
+
+    def forward(self, x):
+        k = next(self.held) if self.advances else 1
+        return self.linear(x) * (k[1] if isinstance(k, tuple) else k)
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_an_iterator_that_forward_advances_is_refused(single_rank, kind):
+    model = shardtrace.fsdp(Advances(ITERATORS[kind]()))
+    with pytest.raises(NotImplementedError, match=r"forward advances Advances\.held, an iterator"):
+        model(torch.ones(3, D))
+    model.advances = False
+    model(torch.ones(3, D))
 
 
 class Statistics(Base):
