@@ -166,14 +166,14 @@ class _Proof:
         if (law := LAWS.get(line.sym.id)) is not None:
             form = law(values[line.args[0].name], line.args[1])
             if form is None:
-                raise UnknownForm(f"{_text(line)} is given {values[line.args[0].name].kind}{place(line)}")
+                raise UnknownForm(f"{printed(line)} is given {values[line.args[0].name].kind}{place(line)}")
             return [form]
         call = torch_line(line)
         operands = [values[a.name] for a in _operands(line, call) if a.name in values]
         if changes_values(line):
             source, target = (values[a.name] for a in line.flat_proxy_args[:2])
             if source.kind != "whole":
-                raise UnknownForm(f"{_text(line)} writes {source.kind}{place(line)}")
+                raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
         found = self._loss(call, operands) or self._attention(line, call, operands)
         if found is not None:
@@ -191,7 +191,7 @@ class _Proof:
         self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form], values: dict[str, Form]
     ) -> UnknownForm:
         """Why a line computes nothing that was recorded."""
-        text, where = _text(line, call), place(line)
+        text, where = printed(line), place(line)
         for a in _operands(line, call):
             if (form := values.get(a.name)) is not None and form.kind in PARTIAL:
                 return UnknownForm(f"{text} takes {a.name} for a value of all ranks, it is {PARTIAL[form.kind]}{where}")
@@ -448,8 +448,9 @@ def _own_attention(line: BoundSymbol) -> CausalAttention | None:
     return made.function if made is not None and isinstance(made.function, CausalAttention) else None
 
 
-def _text(line: BoundSymbol, call: TorchLine | None = None) -> str:
+def printed(line: BoundSymbol) -> str:
     """A line as a trace prints it, and the arguments of a call of torch, which it does not print."""
+    call = torch_line(line)
     if call is None or not call.name or call_of(line.sym) is None:
         return text_of(line)
     return f"{', '.join(o.name for o in line.flat_proxy_outs)} = {_call_text(call)}"
