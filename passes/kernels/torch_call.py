@@ -413,6 +413,10 @@ class Line(NamedTuple):
     call: TorchCall
     kind: str
 
+    @property
+    def name(self) -> str:
+        return self.call.name + self.kind
+
 
 def call_of(sym: Symbol) -> TorchCall | None:
     """The call of torch that a symbol stands for, before and after lowering; None for other symbols."""

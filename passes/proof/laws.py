@@ -17,6 +17,7 @@ not meet them is an error. A value that travels with less precision than it had 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from passes.analysis.recognise import bucket_of
@@ -88,8 +89,8 @@ def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
     fresh = bucket.layout_of(bucket.members)
     if any(getattr(layout, name, None) != value for name, value in vars(fresh).items() if name not in CACHED):
         raise UnprovenError(f"bucket {bucket.label} has a layout that is not that of its members", line)
-    if any(m.parameter.plan is not plan for m in bucket.members):
-        raise UnprovenError(f"bucket {bucket.label} has members of another plan", line)
+    if (other := next((m.parameter.plan for m in bucket.members if m.parameter.plan is not plan), None)) is not None:
+        raise UnprovenError(f"bucket {bucket.label} {_another_plan(plan, other)}", line)
     planned = {(plan.unsharded_dtype if gathers else plan.reduced_dtype)(bucket.rest_dtype)}
     if not gathers and plan.reduce_dtype is None:  # as they are computed, also by the reduction before this one
         planned |= {g.dtype for g in line.args[0]}
@@ -102,6 +103,19 @@ def as_planned(line: BoundSymbol, bucket: Bucket, *, gathers: bool) -> None:
 
 
 CACHED = frozenset({"unit", "permutation"})
+
+
+def _another_plan(found: BucketPlan, planned: BucketPlan) -> str:
+    """How the plan of a bucket is not that of its members."""
+    if found.axis is not planned.axis:
+        return f"is of the group {found.axis.value!r}, the plan of its members of {planned.axis.value!r}"
+    if found.divisor != planned.divisor:
+        return f"divides by {found.divisor:g}, the plan of its members by {planned.divisor:g}"
+    for one in fields(found):
+        a, b = getattr(found, one.name), getattr(planned, one.name)
+        if a != b:
+            return f"has {one.name} {a}, the plan of its members {b}"
+    return "has members of another plan"
 
 
 def _members(line: BoundSymbol, bucket: Bucket, values: tuple[Any, ...]) -> list[tuple[Member, int]]:

@@ -23,8 +23,8 @@ from passes.comm import sequence as comm
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import call_of
 from passes.plan.plan import ContextPlan, Split
-from passes.proof.program import Numbers, constant
-from passes.sequence import attention_arguments, loss_arguments, of_each_dim
+from passes.proof.program import Numbers, constant, text_of
+from passes.sequence import attention_arguments, loss_arguments, of_each_dim, place
 from passes.split_sequence import Context, given_parts
 
 import torch
@@ -58,6 +58,14 @@ class Known:
     results: tuple[int, ...]
     random: bool
     used: bool = False
+
+
+PARTIAL = {  # what ranks have to add up, in words
+    "sum": "a sum over this rank's positions",
+    "mean": "a mean over this rank's positions",
+    "loss": "the sum of the losses of this rank's rows",
+    "rows of rank": "the number of this rank's rows",
+}
 
 
 class UnknownForm(Exception):
@@ -158,14 +166,14 @@ class _Proof:
         if (law := LAWS.get(line.sym.id)) is not None:
             form = law(values[line.args[0].name], line.args[1])
             if form is None:
-                raise UnknownForm(f"{_text(line)} is given {values[line.args[0].name].kind}")
+                raise UnknownForm(f"{printed(line)} is given {values[line.args[0].name].kind}{place(line)}")
             return [form]
         call = torch_line(line)
         operands = [values[a.name] for a in _operands(line, call) if a.name in values]
         if changes_values(line):
             source, target = (values[a.name] for a in line.flat_proxy_args[:2])
             if source.kind != "whole":
-                raise UnknownForm(f"{_text(line)} writes {source.kind}")
+                raise UnknownForm(f"{printed(line)} writes {source.kind}{place(line)}")
             self.writes.append((source.number, target.number))
         found = self._loss(call, operands) or self._attention(line, call, operands)
         if found is not None:
@@ -177,7 +185,30 @@ class _Proof:
             if found is not None:
                 entry.used = True
                 return found
-        raise UnknownForm(f"no recorded line is {_text(line)}, on {', '.join(f.kind for f in operands) or 'nothing'}")
+        raise self._unknown(line, call, operands, values)
+
+    def _unknown(
+        self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form], values: dict[str, Form]
+    ) -> UnknownForm:
+        """Why a line computes nothing that was recorded."""
+        text, where = printed(line), place(line)
+        for a in _operands(line, call):
+            if (form := values.get(a.name)) is not None and form.kind in PARTIAL:
+                return UnknownForm(f"{text} takes {a.name} for a value of all ranks, it is {PARTIAL[form.kind]}{where}")
+        own = _own_attention(line)
+        name = ATTENTION if own is not None else _name(line, call)
+        found = self.known.get((name, tuple(f.number for f in operands)))
+        if call is not None and found and name == ATTENTION and operands[0].kind == "part":
+            (*_, mask, _, causal, _) = attention_arguments(*call.args, **call.kwargs)
+            if own is not None and own != (right := CausalAttention(self.plan, operands[0].split.length)):
+                rows = [f"rank {f.plan.rank} of {f.plan.ranks} and {f.length} positions" for f in (own, right)]
+                return UnknownForm(f"{text} masks for {rows[0]}, not for {rows[1]}{where}")
+            if own is None and causal and mask is None:
+                return UnknownForm(f"{text} masks as if this rank's queries were the first of the sequence{where}")
+        kinds = ", ".join(f.kind for f in operands) or "nothing"
+        if found and found[-1].call is not None:
+            return UnknownForm(f"{text}, on {kinds}, is not the recorded {_call_text(found[-1].call)}{where}")
+        return UnknownForm(f"no recorded line is {text}, on {kinds}{where}")
 
     def _match(
         self, line: BoundSymbol, call: TorchLine | None, entry: Known, operands: Sequence[Form]
@@ -236,8 +267,7 @@ class _Proof:
     # ---- attention and losses ----
 
     def _attention(self, line: BoundSymbol, call: TorchLine | None, operands: Sequence[Form]) -> list[Form] | None:
-        made = call_of(line.sym)
-        own = made.function if made is not None and isinstance(made.function, CausalAttention) else None
+        own = _own_attention(line)
         if call is None or not (own or call.name == ATTENTION):
             return None
         for entry in self.known.get((ATTENTION, tuple(f.number for f in operands)), ()):
@@ -412,5 +442,21 @@ def _results(trace: TraceCtx) -> list[Any]:
     return list(tree_flatten(last)[0])
 
 
-def _text(line: BoundSymbol) -> str:
-    return str(line.from_bsym(header="")).splitlines()[0].strip()
+def _own_attention(line: BoundSymbol) -> CausalAttention | None:
+    """The attention of one rank's queries that a line calls."""
+    made = call_of(line.sym)
+    return made.function if made is not None and isinstance(made.function, CausalAttention) else None
+
+
+def printed(line: BoundSymbol) -> str:
+    """A line as a trace prints it, and the arguments of a call of torch, which it does not print."""
+    call = torch_line(line)
+    if call is None or not call.name or call_of(line.sym) is None:
+        return text_of(line)
+    return f"{', '.join(o.name for o in line.flat_proxy_outs)} = {_call_text(call)}"
+
+
+def _call_text(call: TorchLine) -> str:
+    args = [getattr(a, "name", None) or repr(a) for a in call.args]
+    args += [f"{name}={getattr(value, 'name', None) or repr(value)}" for name, value in call.kwargs.items()]
+    return f"{call.name.rpartition('.')[2]}({', '.join(args)})"

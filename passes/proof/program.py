@@ -181,8 +181,12 @@ class UnprovenError(Exception):
     """A line for which no law holds. The message says why, ``line`` shows it."""
 
     def __init__(self, message: str, line: BoundSymbol | None = None) -> None:
-        shown = "" if line is None else f": {str(line.from_bsym(header='')).splitlines()[0].strip()}"
-        super().__init__(message + shown)
+        super().__init__(message if line is None else f"{message}: {text_of(line)}")
+
+
+def text_of(line: BoundSymbol) -> str:
+    """A line as a trace prints it, without the types of its results."""
+    return str(line.from_bsym(header="")).splitlines()[0].strip().partition("  # ")[0]
 
 
 class Step(NamedTuple):
