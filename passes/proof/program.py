@@ -334,8 +334,14 @@ class Evaluation:
                 else:
                     operands = tuple([values[name] for name in step.operands])
                     self.assign(step, numbers.of(step.operation, step.constants, operands), values)
+            except UnprovenError:
+                raise
             except KeyError as error:
                 raise UnprovenError(f"{error.args[0]} is used before it exists or after its del", step.line) from None
+            except Exception as error:  # whatever a law or Thunder raises about odd arguments
+                raise UnprovenError(
+                    f"a line cannot be evaluated ({type(error).__name__}: {error})", step.line
+                ) from None
             for result in step.line.flat_proxy_outs:
                 if isinstance(result, TensorProxy):
                     self.check_type(result, values.get(result.name), step.line)

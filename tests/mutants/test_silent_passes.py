@@ -5,10 +5,11 @@ import warnings
 from functools import partial
 
 import shardtrace
-from passes import PassAfterLowering, blocks
+from passes import PassAfterLowering, PassBeforeAutodiff, blocks
 from passes.analysis.calls import block_function
 from passes.analysis.recognise import is_backward, is_gather, is_issue, is_return, is_unpack
 from passes.comm.symbols import wait_reduce_scatter
+from passes.epilogue import run_setter
 from passes.plan import BucketPlan
 from shardtrace.record import kinds
 from shardtrace.record.replay import Replay
@@ -262,6 +263,58 @@ def test_a_bug_inside_a_pass_is_found(break_it, monkeypatch):
             model=Net(Scaled(1.0), Scaled(2.0), Scaled(3.0), Block(), Block(), Rolled()),
             **({"executors": ["sdpa", "torch_kernels", "torchcompile"]} if fuses else {}),
         )
+
+
+class Ends(nn.Module):
+    """Returns two results and sets two buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("square", torch.zeros(6))
+
+    def forward(self, x):
+        y, z = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
+        self.mean, self.square = self.mean + y.detach().mean(0), self.square + y.detach().square().mean(0)
+        return y, z
+
+
+def gives_autograd_the_outputs_in_another_order(trace):
+    def line(b):
+        if not is_return(b) or is_backward(trace):
+            return b
+        result, saved = b.args
+        return b.from_bsym(args=({**result, "flat_output": exchanged(result["flat_output"])}, saved))
+
+    return rewritten(trace, line)
+
+
+def sets_another_buffer(trace):
+    return rewritten(
+        trace, lambda b: b.from_bsym(args=(b.args[0], exchanged(b.args[1]))) if b.sym.id == run_setter.id else b
+    )
+
+
+def returns_results_in_another_order(trace):
+    def line(b):
+        return b.from_bsym(args=(tuple(reversed(b.args[0])),)) if is_return(b) else b
+
+    return rewritten(trace, line)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PassAfterLowering(gives_autograd_the_outputs_in_another_order),
+        PassBeforeAutodiff(sets_another_buffer, over="epilogue"),
+        PassBeforeAutodiff(returns_results_in_another_order, over="epilogue"),
+    ],
+    ids=str,
+)
+def test_an_end_of_a_step_that_is_wrong_is_found(wrong):
+    with pytest.raises(AssertionError, match=r"autograd gets other outputs|the epilogue (does|returns)"):
+        step_with(wrong, model=Ends())
 
 
 class Sine(Transform):
