@@ -113,7 +113,8 @@ lint: $(VENV)/.dev  ## run ruff and mypy
 	$(BIN)/mypy examples/gpt2
 	$(BIN)/mypy examples/mnist
 	$(BIN)/mypy examples/trainers
-	$(BIN)/mypy examples/huggingface.py examples/long_context.py examples/litgpt_finetune.py examples/lightning_pretrain.py
+	$(BIN)/mypy examples/huggingface.py examples/long_context.py examples/litgpt_finetune.py examples/lightning_pretrain.py \
+		examples/museum.py
 	MYPYPATH=examples/gpt2:notebooks $(BIN)/mypy examples/benchmarks
 
 clean:  ## remove the environment and all build outputs

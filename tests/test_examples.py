@@ -322,6 +322,31 @@ def test_litgpts_own_loop_with_fabric(tmp_path):
     assert shardtrace.latest_checkpoint(tmp_path / "checkpoint")
 
 
+MUSEUM = [  # what the proof says about each exhibit
+    "divides by 1, the plan of its members by 2: ft0 = all_reduce(",
+    "divides by 1, the plan of its members by 2: ft0 = reduce_scatter(",
+    "the step computes linear_backward_weight(",
+    "the step computes shardtrace.cut(torch_causal_attention_part_backward(",
+    "for a value of all ranks, it is a mean over this rank's positions",
+    "label_smoothing=0.2), on part, part, is not the recorded cross_entropy(",
+    "'sum', 0.0), on whole, whole, is not the recorded cross_entropy(",
+    "for a value of all ranks, it is the number of this rank's rows",
+    "masks as if this rank's queries were the first of the sequence",
+    "on nothing, is not the recorded arange(8, ",
+]
+
+
+def test_each_bug_of_the_museum_is_found(run_here):
+    right, *found, own = run_here("museum.py").strip().split("\n\n")
+    assert "proven: " in right
+    assert "proven: " in own
+    for number, (exhibit, message) in enumerate(zip(found, MUSEUM, strict=True), 1):
+        assert exhibit.startswith(f"{number}. ")
+        assert message in re.sub(r"\bft\d+\b", "ft0", exhibit)
+        seconds = re.search(r"^ +unproven \((.*) s\)$", exhibit, re.MULTILINE)
+        assert float(seconds[1]) < 1  # of CPU time
+
+
 # ---- the command line ----
 
 
