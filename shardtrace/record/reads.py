@@ -316,12 +316,12 @@ class Attributes:
                 "read it outside of forward, and pass it as an argument"
             )
         if name not in self.values:
-            value = self.values[name] = vars(self.tensor).get(name, MISSING) if self.tensor is not None else MISSING
+            value = vars(self.tensor).get(name, MISSING) if self.tensor is not None else MISSING
             if tensors_in(value):
                 raise Refused(
                     f"forward reads {name!r} of an argument, an attribute that holds tensors: pass them as arguments"
                 )
-            self.keys[name] = self._key(value)
+            self.values[name], self.keys[name] = value, self._key(value)
         if self.values[name] is MISSING:
             raise AttributeError(f"{self.cls.__name__!r} object has no attribute {name!r}")
         return self.values[name]
@@ -359,9 +359,12 @@ def _is_asked_by_user(depth: int = 2) -> bool:
     return not is_library(str(sys._getframe(depth).f_globals.get("__name__", "")))
 
 
-def pass_class_on(given: Iterable[torch.Tensor], result: Any) -> None:
+def pass_class_on(function: Callable[..., Any], given: Iterable[torch.Tensor], result: Any) -> None:
     """Lets the results of a call be of the class of what it was given, as torch does for subclasses."""
-    classes = {vars(t)[OWN].cls for t in given if type(t) is Given} - {torch.Tensor, nn.Parameter}
-    for t in tensors_of(result) if classes else ():
+    classes = {vars(t)[OWN].cls for t in given if type(t) is Given}
+    own = classes - {torch.Tensor, nn.Parameter}
+    if not own and (not classes or function is not torch.Tensor.detach):  # nn.Parameter wants the very type of it
+        return
+    for t in tensors_of(result):
         if type(t) is FakeTensor and not isinstance(t, nn.Parameter):
-            Given.mark(t, Attributes(max(classes, key=lambda cls: len(cls.__mro__))))
+            Given.mark(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))

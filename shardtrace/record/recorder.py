@@ -219,7 +219,7 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
             self._written = []
         self._memory.use(given.values(), written=changed)
-        pass_class_on(given.values(), result)
+        pass_class_on(func, given.values(), result)
         is_cut = self._check_states(func, given, before, changed)
         if func == SET_REQUIRES_GRAD:
             return result

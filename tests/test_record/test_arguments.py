@@ -367,6 +367,7 @@ READ = {
         lambda y, t: y * 2 if isinstance(t, nn.Parameter) else y,
         lambda t, step: nn.Parameter(t, requires_grad=False) if step > 1 else t, 2,
     ),
+    "to make a parameter": (lambda y, t: y * nn.Parameter(t, requires_grad=False), of_class, 2),
     "a builtin class": (lambda y, t: y if isinstance(t, (list, tuple)) else y * 2, own, 1),
 }  # fmt: skip
 
