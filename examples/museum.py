@@ -210,7 +210,7 @@ def mask(line: BoundSymbol) -> Proxy | None:
 
 @exhibit("positions begin at 0 on each rank", "NVIDIA/Megatron-LM/pull/5243", **SPLIT)
 def positions(line: BoundSymbol) -> Proxy | None:
-    """Of eight positions, the first of two ranks has 0, 1, 6 and 7."""
+    """The first of two ranks holds positions 0, 1, 6 and 7 of eight."""
     cuts = line.sym is sequence.cut and line.args[0].ndim == 1
     return arange(line.output.shape[0]) if cuts else None
 

@@ -179,11 +179,11 @@ def compare_ranks(trace: TraceCtx, *, parameters: TracedParameters) -> TraceCtx:
 
 def sent(trace: TraceCtx) -> dict[Runtime, list[str]]:
     """The collectives of each model as texts, in order."""
-    sent: dict[Runtime, list[str]] = {}
+    found: dict[Runtime, list[str]] = {}
     for bsym, row in zip(issues(trace), collectives(trace), strict=True):
         plan = bucket_of(bsym).plan if is_issue(bsym) else part_at(bsym).plan
-        sent.setdefault(plan.runtime, []).append(f"{row.phase}: {row}")
-    return sent
+        found.setdefault(plan.runtime, []).append(f"{row.phase}: {row}")
+    return found
 
 
 def insert_checks(trace: TraceCtx, steps: Mapping[Runtime, Step]) -> TraceCtx:

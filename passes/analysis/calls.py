@@ -157,7 +157,7 @@ def called_module(bsym: BoundSymbol) -> str | None:
 
 
 def call_tag(bsym: BoundSymbol) -> CallOf | None:
-    """What a line says of the call of a block that it makes; None if it calls none."""
+    """The tag of a line that calls a block; None for other lines."""
     return next((tag for tag in bsym.tags if isinstance(tag, CallOf)), None)
 
 

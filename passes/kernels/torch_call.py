@@ -396,13 +396,14 @@ def _first(key: Key) -> TorchCall:
 
 @lru_cache(maxsize=1024)
 def _direct(key: Key) -> Callable[..., Any]:
+    """As :meth:`TorchCall._direct`."""
     call = key.call
     assert call.program is not None
     names = {place: f"t{i}" for i, place in enumerate(call.places)}
     constants = {f"c{i}": x for i, x in enumerate(call.flat) if i not in names}
     flat = [_Name(names.get(i, f"c{i}")) for i in range(len(call.flat))]
     args, kwargs = pytree.tree_unflatten(flat, call.spec)
-    given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+    given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
     called = f"tuple(f({given}))" if call.program.returns is tuple else f"f({given})"
     return eval(f"lambda {', '.join(names.values())}: {called}", {"f": call.function, **constants})
 

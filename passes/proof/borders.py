@@ -28,8 +28,10 @@ from thunder.core.trace import TraceCtx
 
 
 class Border(NamedTuple):
-    """The prologue of a step, and its epilogue if it has one, as they were ``traced`` and as they run. ``setters`` set
-    what forward sets on modules, by the name of its tensors."""
+    """The prologue and the epilogue (or None) of a step, as they were traced and as they run.
+
+    ``setters`` are the functions that set what forward sets on modules, by the names of the lines that call them.
+    """
 
     traced: tuple[TraceCtx, TraceCtx | None]
     runs: tuple[TraceCtx, TraceCtx | None]
@@ -99,7 +101,7 @@ class _Evaluation:
         operands: list[str] = []
         constants = arguments_of(line.args, line.kwargs, operands)
         own = {p.name for p in line.flat_proxy_outs}  # what is given, and only named here, is an argument of its line
-        for name in own - self.values.keys() & set(operands):
+        for name in (own & set(operands)) - self.values.keys():
             self.values[name] = self.numbers.of("given", name)
         self.assign(line, identity(line.sym), constants, tuple(self.values[name] for name in operands))
 

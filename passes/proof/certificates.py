@@ -53,7 +53,7 @@ PATIENCE = 20.0  # seconds until a rank is taken for lost
 
 
 class _Table:
-    """What the ranks of a group have sent. Operation n of one rank meets operation n of the others."""
+    """What the ranks of a group have sent. The n-th operation of one rank meets the n-th of the others."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -69,7 +69,7 @@ class _Table:
 
 
 class _Work:
-    """What is left to do for a rank: ``finish`` fills its buffers."""
+    """The rest of an operation on one rank, in the place of torch's ``Work``. ``finish`` fills the rank's buffers."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -159,7 +159,7 @@ def _copy(place: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _on_ranks(ranks: int, run: Callable[[int, PlainRuntime], Any]) -> list[Any]:
-    """What ``run(rank, runtime)`` returns, for each rank. Raises the first error."""
+    """The results of ``run(rank, runtime)``, which is called for all ranks at once. Raises the first error."""
     table, results, errors = _Table(ranks), [None] * ranks, list[BaseException]()
 
     def work(rank: int) -> None:
@@ -183,7 +183,7 @@ def _on_ranks(ranks: int, run: Callable[[int, PlainRuntime], Any]) -> list[Any]:
 
 
 class Case(NamedTuple):
-    """All of a bucket's collective that its result may depend on, but for its members."""
+    """Everything that decides the result of a bucket's collective, except for the bucket's members."""
 
     issue: Any  # the functions of the two lines
     finish: Any
@@ -268,9 +268,10 @@ def _found(case: Case) -> str:
             expected = whole[i] if case.gathers else _part(total[i], i, case, rank)
             if tensor.shape != expected.shape:
                 return f"rank {rank} gets {tuple(tensor.shape)} for {tuple(expected.shape)}"
-            off = (tensor.float() - expected).abs().max().item() if expected.numel() else 0.0
-            largest = max(8.0 * case.ranks, expected.abs().max().item() if expected.numel() else 0.0)
-            if not off <= _tolerance(case) * largest:
+            if not expected.numel():
+                continue
+            off = (tensor.float() - expected).abs().max().item()
+            if not off <= _tolerance(case) * max(8.0 * case.ranks, expected.abs().max().item()):
                 return f"rank {rank} gets {tensor.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
     return ""
 
@@ -311,7 +312,7 @@ def _tolerance(case: Case) -> float:
 
 
 class Exchange(NamedTuple):
-    """All of a sequence's collective that its result may depend on, but for its length."""
+    """Everything that decides the result of a sequence's collective, except for the sequence's length."""
 
     issue: Any  # the functions of the two lines
     finish: Any

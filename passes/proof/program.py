@@ -350,7 +350,7 @@ class Evaluation:
         """Raises UnprovenError if a value has another shape or dtype than the same value elsewhere."""
         if not isinstance(number, int):
             return
-        found = tuple(proxy.shape), proxy.dtype
+        found = type_of(proxy)
         known = self.numbers.types.setdefault(number, found)
         if known != found:
             what = f"{proxy.name} is {type_text(found)}, elsewhere the same value is {type_text(known)}"
@@ -379,6 +379,10 @@ class Evaluation:
         if isinstance(structure, (tuple, list)):
             return tuple(self.value(x, values) for x in structure)
         return structure
+
+
+def type_of(proxy: TensorProxy) -> Type:
+    return tuple(proxy.shape), proxy.dtype
 
 
 def type_text(type: Type) -> str:

@@ -39,6 +39,8 @@ from passes.proof.program import (
     Values,
     has_fusions,
     signature,
+    text_of,
+    type_of,
     type_text,
 )
 from passes.proof.reference import (
@@ -125,7 +127,7 @@ class Memory:
             for name in sorted(used - written) if not is_return(line) else ():
                 fresh = self._written.get(self._behind.get(name, name))
                 if fresh is not None and name not in fresh and line.sym.id != PrimIDs.UPDATE_ALIASES:
-                    yield f"{name} is read after its memory was written: {_text_of_line(line)}"
+                    yield f"{name} is read after its memory was written: {text_of(line)}"
             self._apply(line, written)
 
     def _written_inside(self, line: BoundSymbol) -> set[str]:
@@ -161,10 +163,6 @@ def _written(line: BoundSymbol) -> set[str]:
     return {*updated_by(line), *(a.name for a in known if a is not None)}
 
 
-def _text_of_line(line: BoundSymbol) -> str:
-    return str(line.from_bsym(header="")).splitlines()[0].strip()
-
-
 # ---- the proof ----
 
 
@@ -175,9 +173,6 @@ class Record(NamedTuple):
     first: TraceCtx
     last: TraceCtx
     traced: TraceCtx
-
-
-COTANGENTS = "cotangents"  # as Thunder names this argument of backward
 
 
 @dataclass(frozen=True)
@@ -367,7 +362,7 @@ def _handed_over(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
     for a, b in handed_over(forward, backward):
         if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
             continue
-        if (tuple(a.shape), a.dtype) != (tuple(b.shape), b.dtype):
+        if type_of(a) != type_of(b):
             yield f"forward saves {a.name} of shape {tuple(a.shape)}, backward takes {b.name} of {tuple(b.shape)}"
 
 
@@ -389,10 +384,8 @@ def _wrong_plans(claim: Claim) -> Iterator[str]:
 def _types_of_gradients(forward: TraceCtx, backward: TraceCtx) -> Iterator[str]:
     """The gradients that have another shape or dtype than their input."""
     for given, gradient in zip(_arguments(forward), backward.bound_symbols[-1].args[0], strict=True):
-        if isinstance(gradient, TensorProxy):
-            one, other = ((tuple(p.shape), p.dtype) for p in (gradient, given))
-            if one != other:
-                yield f"the gradient of {given.name}, which is {type_text(other)}, is {type_text(one)}"
+        if isinstance(gradient, TensorProxy) and (one := type_of(gradient)) != (other := type_of(given)):
+            yield f"the gradient of {given.name}, which is {type_text(other)}, is {type_text(one)}"
 
 
 def _arguments(forward: TraceCtx) -> Sequence[Any]:
@@ -562,14 +555,14 @@ def prove_step(
     elif TraceTag.AUGMENTED_FORWARD in trace.tags:
         forwards[:] = [trace]
         return trace
-    functions = [(t, None) for t in (forward, backward) if t is not None]
-    proof = prove(record, parameters, forward, backward, context, border, functions)
+    traces = [t for t in (forward, backward) if t is not None]
+    proof = prove(record, parameters, forward, backward, context, border, [(t, None) for t in traces])
     proofs.append(proof)
     if proof.verdict == "unproven":
         raise UnprovenStepError(
             f"the compiled step of {' and '.join(proving)} could not be proven to be the unsharded program:\n{proof}"
         )
-    for one in (forward, backward) if backward is not None else (forward,):
-        for runtime, lines in sent(one).items():  # so that all ranks raise it, if the proof fails on one
+    for one in traces:  # so that all ranks raise it, if the proof fails on one
+        for runtime, lines in sent(one).items():
             runtime.compare_trace(["proven", *lines])
     return trace

@@ -21,7 +21,7 @@ from typing import Any
 from passes.analysis.calls import block_functions
 from passes.analysis.recognise import is_return
 from passes.compat.jit import function_of
-from passes.proof.program import signature
+from passes.proof.program import signature, text_of
 
 from thunder.core import devices, dtypes
 from thunder.core.prims import PrimIDs
@@ -109,9 +109,9 @@ class _Reading:
             raise _OtherText(f"{function} is called behind the last line")
         meant = _meant(line)
         if meant is not None and function != meant:
-            raise _OtherText(f"{line.sym.name} is {function}, not {meant}, in {_text(line)}")
+            raise _OtherText(f"{line.sym.name} is {function}, not {meant}, in {text_of(line)}")
         if not _same((args, kwargs), (tuple(line.args), line.kwargs)):
-            raise _OtherText(f"{line.sym.name} is called with {args} {kwargs or ''}, not as in {_text(line)}")
+            raise _OtherText(f"{line.sym.name} is called with {args} {kwargs or ''}, not as in {text_of(line)}")
         return line.output
 
     def end(self, returned: Any) -> None:
@@ -152,7 +152,3 @@ def _same(found: Any, expected: Any) -> bool:
     if isinstance(expected, devices.Device):
         expected = expected if isinstance(found, devices.Device) else devices.to_torch_device(expected)
     return found is expected or (type(found) is type(expected) and bool(found == expected or found != found))
-
-
-def _text(line: BoundSymbol) -> str:
-    return str(line.from_bsym(header="")).splitlines()[0].strip()

@@ -29,9 +29,6 @@ class AnnouncedError(RankMismatchError):
     """Another rank has raised an error, which it announced."""
 
 
-MISMATCH = RankMismatchError.__name__
-
-
 def compare(
     group: dist.ProcessGroup,
     what: str,
@@ -73,9 +70,9 @@ def compare(
             store.set(f"{turn}/verdict", json.dumps(_verdict(store, turn, ranks, patience, did_not_come)))
         if not wait_for(store, f"{turn}/verdict", patience + GRACE):  # the first rank gives up a little earlier
             raise RankMismatchError(did_not_come(ranks[:1]))
-        kind, verdict = json.loads(store.get(f"{turn}/verdict"))
+        announced, verdict = json.loads(store.get(f"{turn}/verdict"))
         if verdict:
-            raise (AnnouncedError if kind == AnnouncedError.__name__ else RankMismatchError)(verdict)
+            raise (AnnouncedError if announced else RankMismatchError)(verdict)
 
 
 def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
@@ -86,7 +83,7 @@ def announce(group: dist.ProcessGroup, what: str, error: str) -> None:
     _first_sight(store, turn, group.size(), None, 0)
     _say(store, turn, group, what=what, lines=[], error=error, hint="")
     if dist.get_rank(group) == 0:
-        store.set(f"{turn}/verdict", json.dumps((AnnouncedError.__name__, f"rank {dist.get_rank()}: {error}")))
+        store.set(f"{turn}/verdict", json.dumps((True, f"rank {dist.get_rank()}: {error}")))
 
 
 @contextmanager
@@ -160,9 +157,9 @@ def _did_not_come(ranks: list[int], what: str, timeout: float, here: str) -> str
 
 def _verdict(
     store: dist.Store, turn: int, ranks: list[int], patience: float, did_not_come: Callable[[list[int]], str]
-) -> tuple[str, str]:
-    """The kind of the first problem and the message about it, or an empty string. ``ranks`` are the global ranks of the
-    group, for the message. They have ``patience`` seconds to come."""
+) -> tuple[bool, str]:
+    """Whether the first problem is an error that a rank announced, and its message, which is empty if there is none.
+    ``ranks`` are the global ranks of the group, for the message. They have ``patience`` seconds to come."""
     keys = [f"{turn}/{r}" for r in range(len(ranks))]
     absent: list[int] = []
     deadline = time.monotonic() + patience
@@ -172,15 +169,15 @@ def _verdict(
     said = {r: json.loads(store.get(key)) for r, key in zip(ranks, keys, strict=True) if r not in absent}
     for rank, one in said.items():
         if one["error"]:
-            return AnnouncedError.__name__, f"rank {rank}: {one['error']}"
+            return True, f"rank {rank}: {one['error']}"
     if absent:
-        return MISMATCH, did_not_come(absent)
+        return False, did_not_come(absent)
     for key in keys:
         store.delete_key(key)
     for rank in ranks[1:]:
         if difference := _difference(said[ranks[0]], said[rank], ranks[0], rank):
-            return MISMATCH, difference
-    return MISMATCH, ""
+            return False, difference
+    return False, ""
 
 
 def _difference(first: dict, other: dict, rank_0: int, rank: int) -> str:

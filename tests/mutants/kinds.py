@@ -606,34 +606,42 @@ def return_gradients_elsewhere(body: Body, rng: Random) -> Lines | None:
     return _with(body, at, last.from_bsym(args=(new,))) if new else None
 
 
+def _results(body: Body) -> dict[str, Any] | None:
+    """What a forward that has a backward returns; None for other bodies."""
+    _, last = _returned(body)
+    whole = body.is_whole and body.where == "forward" and len(last.args) == 2
+    return last.args[0] if whole else None
+
+
+def _with_results(body: Body, **changed: Any) -> Lines:
+    at, last = _returned(body)
+    result, saved = last.args
+    return _with(body, at, last.from_bsym(args=({**result, **changed}, saved)))
+
+
 @kind()
 def return_another_output(body: Body, rng: Random) -> Lines | None:
-    at, last = _returned(body)
-    if not body.is_whole or body.where != "forward" or len(last.args) != 2:
+    result = _results(body)
+    if result is None:
         return None
-    result, saved = last.args
     outs = [p for p in result["flat_output"] if is_value(p)]
     if not outs:
         return None
     old = rng.choice(outs)
-    others = body.others(at, old)
+    others = body.others(_returned(body)[0], old)
     if not others:
         return None
     new = rng.choice(others)
     swap = lambda values: tree_map(lambda x: new if isinstance(x, Proxy) and x.name == old.name else x, values)  # noqa: E731
-    changed = {**result, "output": swap(result["output"]), "flat_output": swap(result["flat_output"])}
-    return _with(body, at, last.from_bsym(args=(changed, saved)))
+    return _with_results(body, output=swap(result["output"]), flat_output=swap(result["flat_output"]))
 
 
 @kind()
 def exchange_outputs_of_autograd(body: Body, rng: Random) -> Lines | None:
     """Those that the script gets stay."""
-    at, last = _returned(body)
-    if not body.is_whole or body.where != "forward" or len(last.args) != 2:
-        return None
-    result, saved = last.args
-    outs = exchange_places(result["flat_output"], rng)
-    return _with(body, at, last.from_bsym(args=({**result, "flat_output": outs}, saved))) if outs else None
+    result = _results(body)
+    outs = exchange_places(result["flat_output"], rng) if result is not None else None
+    return _with_results(body, flat_output=outs) if outs else None
 
 
 @kind(runs=False)
