@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from passes.comm.sequence import SEQUENCE_WAITS, Part, issue_to_heads, issue_to_positions
 from passes.comm.symbols import GATHERS, OFFLOADS, REDUCTIONS, Property, keep_shards, synchronize, wait_copies
-from passes.compat.jit import differentiating_executor, fake_argument, has_grad_rule
+from passes.compat.jit import differentiating_executor, fake_argument, grad_rule_of
 from passes.kernels.aten import draws, operator_of
 from passes.kernels.registration import executor as kernels
 from passes.kernels.torch_call import Line
@@ -343,7 +343,7 @@ def is_decomposed_by_autodiff(bsym: BoundSymbol) -> bool:
     return not (
         is_constant_for_vjp(bsym)
         or bsym.sym.is_prim
-        or has_grad_rule(bsym)
+        or grad_rule_of(bsym) is not None
         or bsym.sym.id in augmented_forward_impls
         or bsym.sym.id == "torch.utils.checkpoint.checkpoint"
     )

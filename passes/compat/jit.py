@@ -145,9 +145,9 @@ def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
     return tuple(proxy._shape)
 
 
-def has_grad_rule(bsym: BoundSymbol) -> bool:
-    """True if Thunder, or the executor that will run the line, has a grad rule for the symbol as a whole."""
-    return _get_gradfn_and_executor(bsym)[0] is not None
+def grad_rule_of(bsym: BoundSymbol) -> Any:
+    """The grad rule that Thunder, or the executor that will run the line, has for the symbol as a whole, or None."""
+    return _get_gradfn_and_executor(bsym)[0]
 
 
 def differentiating_executor(bsym: BoundSymbol) -> Executor | None:

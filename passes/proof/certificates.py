@@ -9,6 +9,9 @@ the law, written down once more and without the layouts, plans and buffers of th
     reduced: this rank's part of the sum, by the divisor                padded with zeros
     a sequence of L positions: chunks r and 2 N - 1 - r of ceil(L / 2 N), or the whole, or some heads of the whole
 
+The gradient of a collective A of sequences is its adjoint A': <A x, y> = <x, A' y> for all x and y. Inside the model
+<a, b> is the sum over ranks of what each one holds; at its border, where all hold the same, it is that of one rank.
+
 Collectives that differ only in their members or in the length of a sequence are run once, and the result is kept.
 """
 
@@ -21,7 +24,7 @@ from functools import lru_cache
 from queue import Queue
 from typing import Any, NamedTuple
 
-from passes.analysis.calls import block_functions
+from passes.analysis.calls import block_functions, block_of
 from passes.analysis.recognise import (
     bucket_of,
     is_issue,
@@ -33,16 +36,18 @@ from passes.analysis.recognise import (
 from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
 from passes.comm.symbols import GATHERS
-from passes.compat.jit import function_of
+from passes.compat.jit import function_of, grad_rule_of
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire
 from passes.plan.runtime import PlainRuntime
 
 import torch
 import torch.distributed as dist
-from thunder.core import dtypes
+from thunder.core import devices, dtypes
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, tracectx
 
 SHAPES = ((5, 2), (3,), (4, 3))  # of the members: the last rank has padding, or nothing
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
@@ -344,8 +349,7 @@ def _found_of_sequence(case: Exchange) -> str:
     shares = [slice(2 * rank, 2 * rank + 2) for rank in range(ranks)]
 
     def run(rank: int, runtime: PlainRuntime) -> Any:
-        plan = ContextPlan(ranks, rank, direct=case.direct, runtime=runtime)
-        part = Part(plan, Split(0, 2 * heads, LENGTH, 3) if case.flattened else Split.along(2, LENGTH))
+        part = _part_of_a_sequence(case, rank, runtime)
         forms: dict[Any, tuple[Any, ...]] = {
             sequence.issue_gather.id: (_cut(whole[0], mine[rank], 7.0),),
             sequence.issue_scatter.id: (whole[rank], tuple(whole[rank].shape)),
@@ -377,6 +381,12 @@ def _found_of_sequence(case: Exchange) -> str:
     return ""
 
 
+def _part_of_a_sequence(case: Exchange | Gradient, rank: int, runtime: PlainRuntime) -> Part:
+    """The part of a value (2, heads, LENGTH, 3), with two heads for each rank, which may be flattened."""
+    plan = ContextPlan(case.ranks, rank, direct=case.direct, runtime=runtime)
+    return Part(plan, Split(0, 4 * case.ranks, LENGTH, 3) if case.flattened else Split.along(2, LENGTH))
+
+
 def _positions(rank: int, ranks: int) -> torch.Tensor:
     """The positions that a rank holds, as the law has it. Those from the sequence's length on are padding."""
     size = -(-LENGTH // (2 * ranks))
@@ -386,3 +396,104 @@ def _positions(rank: int, ranks: int) -> torch.Tensor:
 def _cut(whole: torch.Tensor, positions: torch.Tensor, padding: float) -> torch.Tensor:
     found = whole[:, :, positions.clamp(max=LENGTH - 1)]
     return found.masked_fill((positions >= LENGTH)[None, None, :, None], padding)
+
+
+# ---- gradients of the collectives of sequences ----
+
+
+class Gradient(NamedTuple):
+    """Everything that decides the gradient of a sequence's collective, except for the sequence's length."""
+
+    rule: Any  # writes the lines of the collective and of its gradient
+    id: Any
+    ranks: int
+    direct: bool
+    flattened: bool
+
+
+FORMS = {  # what collectives take and give; "equal": a whole that is the same on all ranks
+    sequence.cut.id: ("whole", "part"),
+    sequence.gather_sequence.id: ("part", "whole"),
+    sequence.scatter_sequence.id: ("whole", "part"),
+    sequence.sum_sequence.id: ("whole", "whole"),
+    sequence.exchange_heads.id: ("part", "heads"),
+    sequence.exchange_positions.id: ("heads", "part"),
+    sequence.gather_output.id: ("part", "border"),
+    sequence.to_output.id: ("equal", "border"),
+    sequence.from_input.id: ("border", "whole"),
+}
+
+
+def wrong_gradients(split: TraceCtx) -> Iterator[str]:
+    """The collectives of a computation on parts of sequences whose gradients are not their adjoints."""
+    blocks = [block for line in split.bound_symbols if (block := block_of(line)) is not None]
+    lines = [line for trace in (split, *(b.trace for b in dict.fromkeys(blocks))) for line in trace.bound_symbols]
+    cases = {_gradient_case(line): line for line in lines if line.sym.id in FORMS}
+    for case, line in cases.items():
+        try:
+            text = _found_of_gradient(case)
+        except Exception as error:  # whatever it raises
+            text = f"it raises {type(error).__name__}: {error}"
+        if text:
+            yield f"the gradient of {line.sym.name} is not its adjoint: {text}"
+
+
+def _gradient_case(line: BoundSymbol) -> Gradient:
+    part = line.args[1]
+    flattened = part.split.outer * part.split.inner > 1
+    return Gradient(grad_rule_of(line), line.sym.id, min(part.plan.ranks, 3), part.plan.direct, flattened)
+
+
+@lru_cache(maxsize=256)
+def _found_of_gradient(case: Gradient) -> str:
+    """How a gradient differs from the adjoint; empty if it does not. All values are small integers."""
+    draw = torch.Generator().manual_seed(0)
+    shape = (2, 2 * case.ranks, LENGTH, 3)
+    takes, gives = FORMS[case.id]
+    x, y = ([torch.randint(-8, 9, shape, generator=draw).float() for _ in range(case.ranks)] for _ in FORMS[case.id])
+
+    def held(form: str, values: list[torch.Tensor], rank: int, padding: float) -> torch.Tensor:
+        found = values[0 if form in ("border", "equal") else rank]
+        if form == "part":
+            found = _cut(found, _positions(rank, case.ranks), padding)
+        if form == "heads":
+            found = found[:, 2 * rank : 2 * rank + 2]
+        return found.reshape(-1) if case.flattened else found.contiguous()
+
+    def run(rank: int, runtime: PlainRuntime) -> tuple[float, float]:
+        given, cotangent = held(takes, x, rank, 7.0), held(gives, y, rank, 0.0)
+        trace = TraceCtx()
+        with tracectx(trace):
+            a = TensorProxy(shape=given.shape, device=devices.cpu, dtype=dtypes.float32, requires_grad=True)
+            result = case.rule(a, _part_of_a_sequence(case, rank, runtime))
+        values = {a.name: given}
+        gradient = _with_gradient(trace.bound_symbols, values, cotangent)
+        return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item()
+
+    found = _on_ranks(case.ranks, run)
+    left, right = (
+        pairs[0] if form == "border" else sum(pairs)
+        for form, pairs in zip((gives, takes), zip(*found, strict=True), strict=True)
+    )
+    return "" if abs(left - right) < 0.5 else f"<A x, y> = {left:g}, <x, A' y> = {right:g}"
+
+
+def _with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Tensor], cotangent: torch.Tensor) -> Any:
+    """Runs lines of a collective and its gradient. Returns that of their input."""
+    gradient = None
+    for line in lines:
+        args = [values.get(a.name, a) if isinstance(a, Proxy) else a for a in line.args]
+        function = function_of(line) or PLAIN.get(line.sym.id)
+        if line.sym.id == PrimIDs.GET_GRAD:
+            values[line.output.name] = cotangent
+        elif line.sym.id == PrimIDs.PUT_GRAD:
+            gradient = args[1]
+        elif function is not None:
+            values[line.output.name] = function(*args)
+        else:
+            inside = _with_gradient(line.subsymbols, values, cotangent)
+            gradient = gradient if inside is None else inside
+    return gradient
+
+
+PLAIN: dict[Any, Callable[..., Any]] = {PrimIDs.SHALLOW_COPY: lambda x: x, PrimIDs.MUL: torch.mul}

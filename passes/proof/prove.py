@@ -27,7 +27,7 @@ from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
 from passes.proof.borders import Border, other_borders
-from passes.proof.certificates import uncertified
+from passes.proof.certificates import uncertified, wrong_gradients
 from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
 from passes.proof.program import (
@@ -518,6 +518,7 @@ def prove(
         return Proof("unproven", differences=(f"the unsharded program: {error}",))
     proof = check(made, forward, backward)
     others = [*(other_borders(border) if border is not None else ()), *uncertified(forward, backward)]
+    others += wrong_gradients(record.first) if split else ()
     others += [text for trace, function in functions for text in other_text(trace, function)]
     return replace(proof, verdict="unproven", differences=(*proof.differences, *others)) if others else proof
 

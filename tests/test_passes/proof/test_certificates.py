@@ -14,6 +14,7 @@ import pytest
 import thunder
 import torch
 from contexts import VOCAB, hugging_face
+from thunder.core import transforms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,11 +24,12 @@ WIRES = {"comm_policy": CommPolicy(gather_dtype="int8", reduce_wire="int8")}
 @pytest.fixture(autouse=True)
 def forgotten():
     """What other tests have found, and what this one finds, is not kept."""
-    for kept in (certificates._found, certificates._found_of_sequence):
-        kept.cache_clear()
+    kept = (certificates._found, certificates._found_of_sequence, certificates._found_of_gradient)
+    for found in kept:
+        found.cache_clear()
     yield
-    for kept in (certificates._found, certificates._found_of_sequence):
-        kept.cache_clear()
+    for found in kept:
+        found.cache_clear()
 
 
 def proof_of(**options):
@@ -113,6 +115,26 @@ def test_a_collective_of_sequences_that_breaks_its_law_is_found(what, monkeypatc
     attention, patch = MIXED[what]
     monkeypatch.setattr(*patch)
     assert "does not do what its law says: rank" in str(proof_of_sequence(attention))
+
+
+S = sequence
+NO_ADJOINTS = {
+    "a gather's is a cut": ("gather", S.gather_sequence, S._gather, S.cut),
+    "an output's sums up": ("gather", S.gather_output, S._gather, S._scatter),
+    "a cut's is padded by the last position": ("gather", S.cut, S.cut, lambda g, part: S._gather(g, part)),
+    "a sum's is its own": ("gather", S.sum_sequence, S._sum, S._copy),
+    "an output's is not divided": ("gather", S.to_output, S._copy, S._copy),
+    "heads stay": ("ulysses", S.exchange_heads, S._to_heads, lambda g, part: S._to_positions(g * 1.0, part) * 2.0),
+    "positions stay": ("ulysses", S.exchange_positions, S._to_positions, lambda g, part: S._to_heads(g, part) * 0.5),
+}
+
+
+@pytest.mark.parametrize("what", NO_ADJOINTS)
+def test_a_gradient_that_is_no_adjoint_is_found(what, monkeypatch):
+    attention, symbol, forward, backward = NO_ADJOINTS[what]
+    monkeypatch.setitem(transforms._grad_fn_map, symbol.id, None)
+    sequence._with_gradient(symbol, forward, backward)
+    assert f"the gradient of {symbol.name} is not its adjoint: <A x, y>" in str(proof_of_sequence(attention))
 
 
 @pytest.mark.parametrize("attention", ["gather", "ulysses"])
