@@ -161,6 +161,22 @@ class Torch(nn.Module):
         return self.second(self.own(z)) + torch.roll(y, 1, 1)
 
 
+class Ends(nn.Module):
+    """Two results and two buffers set in forward, alike, and fusions that could be taken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("peak", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (torch.tanh(self.first(x).logcumsumexp(0)) * 3 - 1).logcumsumexp(0)
+        z = (torch.sigmoid(y) * 2 + 1).logcumsumexp(0) + self.second(x)
+        self.mean, self.peak = y.detach().mean(0), z.detach().amax(0)
+        return y, z
+
+
 def _gpt() -> nn.Module:
     return GPT(GPTConfig(n_layer=2, n_embd=8, n_head=2, block_size=8, vocab_size=12))
 
@@ -212,6 +228,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "wide": (lambda: Kinds(64), lambda: (torch.randn(3, 64),)),
     "recurrent": (Recurrent, lambda: (torch.randn(2, 3, 5),)),
     "torch": (Torch, lambda: (torch.randn(3, 6),)),
+    "ends": (Ends, lambda: (torch.randn(3, 6),)),
 }
 
 # ---- settings ----
@@ -264,6 +281,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "wide": ("wires",),
     "recurrent": ("zero2", "layers", "bf16"),
     "torch": ("zero3", "ddp", "added", "hybrid"),
+    "ends": ("torchcompile", "zero3", "hybrid"),
 }
 
 
