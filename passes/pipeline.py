@@ -16,6 +16,7 @@ Therefore only the passes from ``accumulate`` on run again, once for each treatm
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -46,7 +47,7 @@ from passes.shard_parameters import insert_synchronize, shard_parameters
 from passes.split_sequence import Context, overlap_sequence, split_sequence
 
 import torch
-from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag
 from thunder.core.transform_common import Transform
 
 # ---- what passes know besides the trace ----
@@ -86,6 +87,9 @@ class Facts:
         return "; ".join(filter(None, (self.remark, *(self.context.remarks if self.context is not None else ()))))
 
 
+FROZEN = 1000  # objects that are frozen by Python itself at most; more than those are by the script
+
+
 class Compilation:
     """Where the passes of a jitted function find the facts of the call that is being compiled."""
 
@@ -94,13 +98,27 @@ class Compilation:
         self.finished: list[Facts] = []  # of the compiled steps that are kept
         self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
         self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
-        self._coming, self._tracing = Facts(), None
+        self._coming, self._tracing, self._frozen = Facts(), None, False
 
     def trace(self, tracing: Any) -> Facts:
         """The facts for ``tracing`` to fill, which is Thunder's context of it: new ones unless it is under way."""
+        self.unfreeze()
         if self._tracing is not tracing:
             self._coming, self._tracing = Facts(), tracing
         return self._coming
+
+    def freeze(self) -> None:
+        """Takes the objects that exist from Python's garbage collector until :meth:`unfreeze`. It would look at all of
+        torch and of the script, time and again, because a compilation makes so many new ones."""
+        if gc.isenabled() and gc.get_freeze_count() < FROZEN:
+            gc.freeze()
+            self._frozen = True
+
+    def unfreeze(self) -> None:
+        """Gives the objects back."""
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
 
     def end_tracing(self) -> None:
         """Gives the passes the facts of the call that was traced; none if it called no sharded model."""
@@ -158,6 +176,8 @@ class Pass(Transform):
         except Exception as error:
             for runtime in self._runtimes(trace) if self.announces else ():
                 runtime.announce(f"{type(error).__name__}: {error}")
+            if self.compilation is not None:
+                self.compilation.unfreeze()
             raise
         self.seconds = time.perf_counter() - start
 
@@ -287,6 +307,12 @@ class LastStage(PassAfterLowering):
         if facts.border is not None:
             facts.border = facts.border._replace(runs=(prologue_trace, epilogue_trace))
         return prologue_trace, computation_trace, epilogue_trace
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        new = super().transform_trace_post_optimization(computation_trace, **kwargs)
+        if self.compilation is not None and (is_backward(new) or TraceTag.AUGMENTED_FORWARD not in new.tags):
+            self.compilation.unfreeze()
+        return new
 
 
 # ---- a backward for gradients that are treated otherwise ----
@@ -433,7 +459,8 @@ AFTER_LOWERING = (
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
     Entry("show_blocks", with_blocks, "for a trace that no other pass has changed", "a trace would not print"),
-    Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs"),
+    Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs",
+          "it ends the compilation; fsdp(checks=Checks(prove=False)) proves nothing"),
 )
 # fmt: on
 

@@ -339,6 +339,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(partial(refuse_lines, states[0].model_name, computation))
         facts.before_lowering.extend(partial(refuse_graphs, state) for state in states)
+    compilation.freeze()  # after the record, which searches in all objects
     return traced.result
 
 
