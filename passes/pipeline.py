@@ -16,7 +16,6 @@ Therefore only the passes from ``accumulate`` on run again, once for each treatm
 
 from __future__ import annotations
 
-import gc
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
 from passes.blocks import Inner, outline, share_fusions
 from passes.comm.symbols import synchronize
-from passes.compat.jit import compile_data_and_stats
+from passes.compat.jit import OldObjects, compile_data_and_stats
 from passes.epilogue import Rebuild, Setter, delay_writes, keep_stream, rebuild_result, set_state, watch_backward
 from passes.gradients import accumulate_gradients, drop_unused
 from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
@@ -87,9 +86,6 @@ class Facts:
         return "; ".join(filter(None, (self.remark, *(self.context.remarks if self.context is not None else ()))))
 
 
-FROZEN = 1000  # objects that are frozen by Python itself at most; more than those are by the script
-
-
 class Compilation:
     """Where the passes of a jitted function find the facts of the call that is being compiled."""
 
@@ -98,27 +94,13 @@ class Compilation:
         self.finished: list[Facts] = []  # of the compiled steps that are kept
         self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
         self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
-        self._coming, self._tracing, self._frozen = Facts(), None, False
+        self._coming, self._tracing = Facts(), None
 
     def trace(self, tracing: Any) -> Facts:
         """The facts for ``tracing`` to fill, which is Thunder's context of it: new ones unless it is under way."""
-        self.unfreeze()
         if self._tracing is not tracing:
             self._coming, self._tracing = Facts(), tracing
         return self._coming
-
-    def freeze(self) -> None:
-        """Takes the objects that exist from Python's garbage collector until :meth:`unfreeze`. It would look at all of
-        torch and of the script, time and again, because a compilation makes so many new ones."""
-        if gc.isenabled() and gc.get_freeze_count() < FROZEN:
-            gc.freeze()
-            self._frozen = True
-
-    def unfreeze(self) -> None:
-        """Gives the objects back."""
-        if self._frozen:
-            gc.unfreeze()
-            self._frozen = False
 
     def end_tracing(self) -> None:
         """Gives the passes the facts of the call that was traced; none if it called no sharded model."""
@@ -176,8 +158,7 @@ class Pass(Transform):
         except Exception as error:
             for runtime in self._runtimes(trace) if self.announces else ():
                 runtime.announce(f"{type(error).__name__}: {error}")
-            if self.compilation is not None:
-                self.compilation.unfreeze()
+            OldObjects.unfreeze()
             raise
         self.seconds = time.perf_counter() - start
 
@@ -310,8 +291,8 @@ class LastStage(PassAfterLowering):
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         new = super().transform_trace_post_optimization(computation_trace, **kwargs)
-        if self.compilation is not None and (is_backward(new) or TraceTag.AUGMENTED_FORWARD not in new.tags):
-            self.compilation.unfreeze()
+        if is_backward(new) or TraceTag.AUGMENTED_FORWARD not in new.tags:
+            OldObjects.unfreeze()
         return new
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import logging
 import re
@@ -83,6 +84,30 @@ def deeper_recursion() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(limit)
+
+
+class OldObjects:
+    """Takes the objects that exist from Python's garbage collector while a step is compiled. A compilation makes so
+    many new ones that the collector would look at all of torch and of the script, for a quarter of a first step.
+
+    Which objects are frozen is the process's state, and so is who froze them.
+    """
+
+    PYTHONS_OWN = 1000  # objects that Python itself may have frozen; if there are more, the script has frozen some
+    _frozen = False
+
+    @classmethod
+    def freeze(cls) -> None:
+        if gc.isenabled() and gc.get_freeze_count() < cls.PYTHONS_OWN:
+            gc.freeze()
+            cls._frozen = True
+
+    @classmethod
+    def unfreeze(cls) -> None:
+        """For the end of a compilation, and before a search in all objects, which would not see those."""
+        if cls._frozen:
+            gc.unfreeze()
+            cls._frozen = False
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from passes.analysis.recognise import module_of
 from passes.comm.sequence import Part, gather_sequence
 from passes.compat.jit import (
+    OldObjects,
     check_dtensors,
     compile_data_and_stats,
     deeper_recursion,
@@ -339,7 +340,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         computation = get_jit_ctx().computation_trace
         facts.at_end.append(partial(refuse_lines, states[0].model_name, computation))
         facts.before_lowering.extend(partial(refuse_graphs, state) for state in states)
-    compilation.freeze()  # after the record, which searches in all objects
+    OldObjects.freeze()  # after the record, which searches in all objects
     return traced.result
 
 

@@ -13,6 +13,7 @@ from types import CellType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any
 from weakref import ref
 
+from passes.compat.jit import OldObjects
 from shardtrace.record.snapshot import (
     MISSING,
     MODULE_STATE,
@@ -264,6 +265,7 @@ def check_leaks(fakes: Iterable[ref[torch.Tensor]]) -> None:
     fakes = [fake for fake in fakes if fake() is not None]
     if not fakes:
         return
+    OldObjects.unfreeze()
     gc.collect()
     for cache in _caches([fake() for fake in fakes], 2):
         cache.cache_clear()  # functools.lru_cache: the next call computes again

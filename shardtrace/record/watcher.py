@@ -18,6 +18,8 @@ from itertools import chain, count
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+from passes.compat.jit import OldObjects
+
 import torch
 from torch import nn
 
@@ -89,6 +91,7 @@ class CodeWatcher:
                 sys.settrace,
                 sys.gettrace(),
             )  # torch's profiler with_stack cannot be put back
+        OldObjects.unfreeze()
         gc.disable()
         self._install(self._called)
         return self

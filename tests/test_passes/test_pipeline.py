@@ -1,3 +1,4 @@
+import gc
 import inspect
 import time
 from unittest import mock
@@ -143,6 +144,37 @@ def test_a_call_without_the_model_has_no_facts_of_the_last_one(fake_ranks):
     step(torch.ones(1, 2), True)
     step(torch.ones(1, 2), False)
     assert "check_value" not in text(thunder.last_prologue_traces(step)[-1])
+
+
+def test_old_objects_are_frozen_while_a_step_is_compiled_and_no_longer(fake_ranks):
+    fake_ranks(2)
+    seen = []
+
+    def looks(trace):
+        seen.append(gc.get_freeze_count() > 10_000)
+        if len(seen) == 3:
+            raise KeyError("of a pass")
+        return trace
+
+    before = gc.get_freeze_count()
+    model = thunder.jit(shardtrace.fsdp(linear()), transforms=[PassAfterLowering(looks)])
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [True, True]  # forward and backward
+    assert gc.get_freeze_count() <= before
+    with pytest.raises(KeyError, match="of a pass"):
+        model(torch.ones(2, 4))
+    assert gc.get_freeze_count() <= before
+
+
+def test_what_a_script_has_frozen_stays_so(fake_ranks):
+    fake_ranks(2)
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        thunder.jit(shardtrace.fsdp(linear()))(torch.ones(1, 4))
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
 
 
 def swapped_tanh(computation):
