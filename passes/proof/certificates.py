@@ -21,6 +21,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from queue import Queue
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class _Table:
         self.ranks = ranks
         self.here = threading.Condition()
         self.given: dict[int, dict[int, Any]] = defaultdict(dict)  # by operation and rank
-        self.messages: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)  # by sender and receiver
+        pairs = product(range(ranks), repeat=2)
+        self.messages: dict[Any, Queue[torch.Tensor]] = {pair: Queue() for pair in pairs}  # by sender and receiver
 
     def all_given(self, operation: int) -> list[Any]:
         with self.here:

@@ -1,21 +1,21 @@
 """Whether the function that Python runs is the trace that was proven.
 
-Thunder prints a trace and compiles the text. Here that text, as the compiled function has it, runs once more with the
-names that it refers to, except that each line notes what it calls and with what, and returns the trace's own proxies:
+Thunder prints a trace and compiles the text. Here the compiled code itself runs once more, with the trace's own proxies
+for its arguments, and with names that stand for what they would be:
 
-    t9 = linear(input, t5, None)        becomes        t9 = called(linear, input, t5, None)
+    t9 = linear(input, t5, None)
 
-So Python itself says in which order lines run, which object each name stands for, which value each argument is, what
-is deleted and what is returned. Each must be what the trace's next line says. Two lines that mean other objects by one
-name, a printer that writes something else, or a function of an earlier trace are found.
+``linear`` notes that it is called, and with what, and returns the results of the trace's line. So Python itself says in
+which order lines run, which object each name stands for, which value each argument is, what is deleted and what is
+returned. Each must be what the trace's next line says. Two lines that mean other objects by one name, a printer that
+writes something else, or a function of an earlier trace are found.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import linecache
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 from passes.analysis.calls import block_functions
@@ -23,12 +23,14 @@ from passes.analysis.recognise import is_return
 from passes.compat.jit import function_of
 from passes.proof.program import signature, text_of
 
+import torch
 from thunder.core import devices, dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+CONSTANTS = (torch.device,)  # among the arguments of a line, as it prints
 STATEMENTS = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.DEL, PrimIDs.COMMENT}  # they call nothing
 
 
@@ -49,32 +51,29 @@ def other_text(trace: TraceCtx, function: Callable[..., Any] | None) -> Iterator
 
 def _read(trace: TraceCtx, function: Callable[..., Any]) -> None:
     function = inspect.unwrap(function)
-    code = function.__code__
-    text = ast.parse("".join(linecache.getlines(code.co_filename)))
-    body = next(n for n in text.body if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
-    body.decorator_list = []
-    body.body = [ast.fix_missing_locations(_Noting().visit(statement)) for statement in body.body]
     reading = _Reading(trace)
-    context = {**function.__globals__, CALLED: reading.called}
-    exec(compile(ast.Module([body], []), code.co_filename, "exec"), context)
+    names = {name: _Named(value, reading) for name, value in function.__globals__.items() if name != "__builtins__"}
     try:
-        returned = context[code.co_name](*(reading.argument(name) for name in signature(trace)))
+        returned = FunctionType(function.__code__, names)(*(reading.argument(name) for name in signature(trace)))
     except (NameError, TypeError, ValueError) as error:
         raise _OtherText(f"{type(error).__name__}: {error}") from None
     reading.end(returned)
 
 
-CALLED = "__called"
+class _Named:
+    """What a name of the text stands for, or an attribute of that. A call of it is one of the reading."""
 
+    def __init__(self, value: Any, reading: _Reading) -> None:
+        self._value, self._reading = value, reading
 
-class _Noting(ast.NodeTransformer):
-    """Makes the call of a statement one of ``called``, with the function before its arguments."""
+    def __getattr__(self, name: str) -> _Named:
+        return _Named(getattr(self._value, name), self._reading)
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        return ast.Call(ast.Name(CALLED, ast.Load()), [node.func, *node.args], node.keywords)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reading.called(self._value, *args, **kwargs)
 
-    def visit_Return(self, node: ast.Return) -> ast.Return:
-        return node
+    def __repr__(self) -> str:
+        return repr(self._value)
 
 
 class _Collection(list[Any]):
@@ -104,6 +103,8 @@ class _Reading:
         return self._values.get(value.name, value) if isinstance(value, Proxy) else value
 
     def called(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if function in CONSTANTS:
+            return function(*args, **kwargs)
         line = self._next()
         if is_return(line):
             raise _OtherText(f"{function} is called behind the last line")
@@ -135,6 +136,8 @@ def _meant(line: BoundSymbol) -> Any:
 
 def _same(found: Any, expected: Any) -> bool:
     """Whether Python's arguments are those of a line."""
+    if isinstance(found, _Named):
+        found = found._value
     if isinstance(expected, NumberProxy) and not isinstance(found, Proxy):
         expected = expected.value
     if isinstance(expected, Proxy):
