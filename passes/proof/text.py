@@ -64,16 +64,16 @@ class _Named:
     """What a name of the text stands for, or an attribute of that. A call of it is one of the reading."""
 
     def __init__(self, value: Any, reading: _Reading) -> None:
-        self._value, self._reading = value, reading
+        self.named_value, self.reading = value, reading
 
     def __getattr__(self, name: str) -> _Named:
-        return _Named(getattr(self._value, name), self._reading)
+        return _Named(getattr(self.named_value, name), self.reading)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reading.called(self._value, *args, **kwargs)
+        return self.reading.called(self.named_value, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return repr(self._value)
+        return repr(self.named_value)
 
 
 class _Collection(list[Any]):
@@ -137,7 +137,7 @@ def _meant(line: BoundSymbol) -> Any:
 def _same(found: Any, expected: Any) -> bool:
     """Whether Python's arguments are those of a line."""
     if isinstance(found, _Named):
-        found = found._value
+        found = found.named_value
     if isinstance(expected, NumberProxy) and not isinstance(found, Proxy):
         expected = expected.value
     if isinstance(expected, Proxy):
