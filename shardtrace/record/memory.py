@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import extent
-from shardtrace.record.calls import storage, tensors_of
+from shardtrace.record.calls import Refused, storage, tensors_of
 
 import torch
 from torch import nn
@@ -211,6 +211,8 @@ class Memory:
         if id(t) in self.bases or any(base is t for base in self.bases.values()):
             raise NotImplementedError("forward sets .data of a tensor that shares memory with another one: use copy_")
         s, o = storage(t), storage(value)
+        if o in self._twins and self._twins[o] != s:
+            raise Refused("forward sets .data of two tensors to one memory: set one of them to a clone")
         views = {id(x) for x in others if x is not t and storage(x) == s}
         self._stale[s] = views | (self._stale.get(s) or set())
         self._twins.update({s: o, o: s} if s != o else {})
