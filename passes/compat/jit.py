@@ -233,9 +233,9 @@ def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter])
 
 
 def live_tensors() -> Callable[[], None] | None:
-    """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
-    it is called, and the parameters that are no DTensors, in place of those that were there when they were jitted.
-    None if there are none. The function raises RuntimeError for a tensor in the place of a parameter."""
+    """A function that makes the jitted modules of the current compilation read the buffers and parameters that their
+    modules hold when it is called, in place of those that were there when they were jitted. None if there are none.
+    The function raises RuntimeError for a tensor in the place of a parameter."""
     data, _ = compile_data_and_stats()
     rows: list[tuple[dict[str, Any], str, Any]] = []  # what a module holds by a key
     overrides: list[tuple[dict[str, Any], str, bool]] = []  # where Thunder reads each, and whether it is a parameter
@@ -247,7 +247,7 @@ def live_tensors() -> Callable[[], None] | None:
             ):
                 for key, value in held.items():
                     path = f"{name}.{key}" if name else key
-                    if known.get(path) is value is not None and not isinstance(value, DTensor):
+                    if known.get(path) is value is not None:
                         rows.append((held, key, value))
                         overrides.append((known, path, are_parameters))
 

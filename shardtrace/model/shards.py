@@ -242,7 +242,8 @@ class Entry:
         return traced_device(self.stand_in)
 
     def adopted(self) -> Entry:
-        """The entry of what the modules hold now; this one if nothing has changed.
+        """The entry of what the modules hold now; this one if nothing has changed. Its stand-in is another one if the
+        dtype is.
 
         A parameter may have been converted to another dtype, or replaced by one that is sharded alike, or by one with
         whole values, of which each rank takes its part. Raises RuntimeError if it is elsewhere or of another shape.
@@ -274,9 +275,11 @@ class Entry:
             before = () if self.home.mesh is None else (*(r for r in before if r() is not None), ref(new))
             new = as_parameter(self.name, new, rows, self.full_shape, self.home)
             self._put(new)
-        used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
-        stand_in = nn.Parameter(torch.empty_like(self.stand_in, dtype=used or new.dtype), new.requires_grad)
-        set_traced_device(stand_in, self.device)
+        stand_in = self.stand_in
+        if new.dtype != self.dtype:
+            used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
+            stand_in = nn.Parameter(torch.empty_like(stand_in, dtype=used or new.dtype), new.requires_grad)
+            set_traced_device(stand_in, self.device)
         return replace(self, shard=new, rows=rows, local=None, dtype=new.dtype, stand_in=stand_in, before=before)
 
     @property

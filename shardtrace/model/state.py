@@ -140,9 +140,13 @@ class ShardedState:
                     f"parameter {changed[0][0].name!r} was replaced or converted before the gradients that no_sync has "
                     "added up were reduced: do that after the step that reduces them"
                 )
-            before.generation += 1  # no compiled step fits any more
-            self._take(entries)
-            self.runtime.keep = before.keep
+            if all(new.stand_in is old.stand_in for old, new in changed):
+                self.entries = entries  # compiled steps read what the modules hold
+                self.__dict__.pop("places", None)
+            else:
+                before.generation += 1  # no compiled step fits any more
+                self._take(entries)
+                self.runtime.keep = before.keep
             self.claim_shards()
 
     def now(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -239,14 +243,16 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard or was frozen before its sum was reduced, or if
-        modules have changed."""
-        if self.unsharded:
-            raise RuntimeError("inside full_params")
+        """Raises RuntimeError if a parameter is not this rank's shard, nor one that can take its place, or was frozen
+        before its sum was reduced, or if modules have changed."""
+        if not self.holds_shards:
+            raise RuntimeError("whole parameters are in place")
         self._check_not_frozen()
-        for parameters, attribute, entry in self.places:
-            if parameters.get(attribute) is not entry.shard or entry.has_moved:
-                raise RuntimeError(f"parameter {entry.name!r} was replaced")
+        if any(held.get(key) is not entry.shard or entry.has_moved for held, key, entry in self.places):
+            runtime = self.runtime
+            self.adopt()
+            if self.runtime is not runtime:
+                raise RuntimeError("parameters have other dtypes")
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
 

@@ -7,6 +7,7 @@ import pickle
 import shardtrace
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -391,6 +392,30 @@ def test_parameters_that_a_script_exchanges():
                 found.append([y, *(full(t.grad) if t.grad is not None else torch.tensor(0) for t in (p, own[i]))])
                 p.grad = own[i].grad = None
             torch.testing.assert_close(*found)
+
+
+@on_ranks(2)
+def test_an_exchanged_parameter_is_an_input_of_compiled_steps():
+    """Of another dtype it is compiled anew."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    ours, x = thunder.jit(model), torch.randn(3, 4)
+    torch.testing.assert_close(ours(x), eager(x))
+    for step in range(1, 4):
+        p, q = [nn.Parameter(torch.full((6, 4), float(step))) for _ in range(2)]
+        model[0].weight, eager[0].weight = p, q
+        found, expected = ours(x), eager(x)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward(), expected.sum().backward()
+        torch.testing.assert_close(full(p.grad), q.grad)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, eager)]
+        [o.step() for o in optimizers]
+        torch.testing.assert_close(ours(x), eager(x))
+    assert thunder.cache_misses(ours) == 1
+    model[0].weight = nn.Parameter(torch.ones(6, 4, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        ours(x)
 
 
 @on_ranks(2)
