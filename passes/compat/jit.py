@@ -12,13 +12,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 from passes.compat.versions import missing_nvfuser
 
 import torch
-from thunder.core import dtypes
+from thunder.core import dtypes, interpreter, jit_ext
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst, do_raise, get_interpreterruntimectx
@@ -292,6 +293,19 @@ def check_dtensors(refuse: Callable[[torch.Tensor], None]) -> None:
         return traced(value, *args, **kwargs)
 
     dtensor_proxy.proxify_dtensor = checked
+
+
+def allow_keyword_fn() -> None:
+    """Lets a model have an argument ``fn``, which Thunder's interpreter would take for parameters of its own."""
+    for function in (jit_ext.general_jit_lookaside, interpreter._call_dispatch):
+        function.__code__ = _with_positional_fn(function.__code__)
+
+
+def _with_positional_fn(code: CodeType) -> CodeType:
+    """The code with each first parameter ``fn`` of a function in it taken by position only."""
+    consts = (_with_positional_fn(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    positional = code.co_posonlyargcount or int(code.co_varnames[:1] == ("fn",) and code.co_argcount > 0)
+    return code.replace(co_posonlyargcount=positional, co_consts=tuple(consts))
 
 
 def is_input(wrapped: Any) -> bool:

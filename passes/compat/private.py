@@ -28,6 +28,7 @@ THUNDER = (
     Private("thunder.core.transforms", "_get_gradfn_and_executor", "whether and by whom a line is differentiated"),
     Private("thunder.executors.passes", "_transform_for_operator_executor_execution", "the unsharded program, lowered"),
     Private("thunder.core.compile_data", "_compile_data", "the current compilation"),
+    Private("thunder.core.interpreter", "_call_dispatch", "models with an argument fn"),
     Private("thunder.core.interpreter", "InterpreterRuntimeCtx._proxied_values", "the parameters that a trace met"),
     Private("thunder.core.jit_ext", "JitCtx._constraints", "the checks that the prologue makes"),
     Private("thunder.core.jit_ext", "JitCtx._additional_outputs", "results of a step that forward does not return"),

@@ -189,7 +189,7 @@ class Inputs:
         for kind, name, t in (*parameters, *sorted(buffers, key=lambda b: -b[2].nbytes)):  # parts after the whole
             if id(t) not in self._made:
                 fake = self._fake(t) if isinstance(t, nn.Parameter) else self.memory.hold(t, self._fake)
-                fake.__class__ = Seen
+                Seen.mark(fake)
                 self._made[id(t)] = fake
                 self._names[id(fake)] = kind, name, t
             self.by_name[name] = self._made[id(t)]

@@ -326,6 +326,10 @@ class Attributes:
 class Seen(FakeTensor):
     """A fake that forward has. To the user's code it seems to be of the class of what it stands for."""
 
+    @classmethod
+    def mark(cls, fake: torch.Tensor) -> None:
+        fake.__class__ = cls
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return self.seen_as if _is_asked_by_user() else type(self)
@@ -339,8 +343,8 @@ class Given(Seen):
     """The fake of an argument, or of a result computed from one of a user's class."""
 
     @classmethod
-    def mark(cls, fake: torch.Tensor, attributes: Attributes) -> None:
-        fake.__class__ = cls
+    def describe(cls, fake: torch.Tensor, attributes: Attributes) -> None:
+        cls.mark(fake)
         vars(fake)[OWN] = attributes
         vars(fake)["_is_param"] = issubclass(attributes.cls, nn.Parameter)  # for isinstance
 
@@ -375,6 +379,6 @@ def pass_class_on(function: Callable[..., Any], given: Iterable[torch.Tensor], r
     like_given = bool(own) or (bool(classes) and function is torch.Tensor.detach)  # nn.Parameter wants the very type
     for t in tensors_of(result):
         if type(t) is FakeTensor and like_given and not isinstance(t, nn.Parameter):
-            Given.mark(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))
+            Given.describe(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))
         elif type(t) is FakeTensor:
-            t.__class__ = Seen
+            Seen.mark(t)

@@ -252,6 +252,22 @@ def test_what_a_script_changes_in_place(single_rank):
             torch.testing.assert_close(ours(x, what), eager(x, what))
 
 
+def test_keywords_that_others_use_for_themselves(single_rank):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, fn=None, **others):
+            return fn(self.linear(x)) * sum(others.values())
+
+    model = Takes()
+    eager, ours, x = copy.deepcopy(model), shardtrace.fsdp(model), torch.randn(3, 4)
+    for fn in (torch.tanh, torch.relu):
+        others = {"module": 2.0, "args": 3.0, "inst": torch.tensor(4.0), "partial_function": 5.0}
+        torch.testing.assert_close(ours(x, fn=fn, **others), eager(x, fn=fn, **others))
+
+
 def test_an_iterator_is_refused(single_rank):
     with pytest.raises(RuntimeError, match="an argument is an iterator, a generator: pass a list or a tuple"):
         thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
