@@ -129,6 +129,7 @@ TORCH = (
     Private("torch.distributed.tensor", "DTensor._local_tensor", "the rows of this rank, which compiled steps read"),
     Private("torch.distributed.tensor", "DTensor._spec", "gradients are laid out like their parameters"),
     Private("torch.distributed.tensor", "DTensor._op_dispatcher", "the operators that DTensors take"),
+    Private("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers", "random numbers on CPUs"),
     Private("torch.distributed.tensor._dtensor_spec", "DTensorSpec", "a DTensor on the memory of a shard"),
     Private("torch.distributed.tensor._dtensor_spec", "TensorMeta", "a DTensor on the memory of a shard"),
     Private("torch", "Tensor._post_accumulate_grad_hooks", "a parameter that becomes a DTensor keeps its hooks"),

@@ -394,6 +394,51 @@ def test_parameters_that_a_script_exchanges():
             torch.testing.assert_close(*found)
 
 
+class Counts(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 7), nn.Linear(7, 3))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return super().forward(x) * self.count
+
+
+@on_ranks(2)
+def test_a_model_with_buffers_that_a_script_converts():
+    for dtypes in ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16, torch.float64)):
+        torch.manual_seed(0)
+        eager = Counts()
+        ours, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.randn(5, 4)
+        for dtype in (torch.float32, *dtypes):
+            found = [model.to(dtype)(x.to(dtype)) for model in (ours, eager)]
+            torch.testing.assert_close(*found)
+            torch.testing.assert_close(ours.count, eager.count)
+
+
+@on_ranks(2)
+def test_random_numbers_are_those_of_one_process():
+    """Of parameters that are drawn anew, and of noise that is added to them."""
+
+    def draws(model):
+        torch.manual_seed(1)
+        model.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+        nn.init.normal_(model[0].weight, 1.0, 0.2)
+        nn.init.trunc_normal_(model[1].weight)
+        nn.init.xavier_uniform_(model[2].weight)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p)).mul_(torch.rand_like(p, dtype=torch.float32))
+            model[1].weight.bernoulli_(0.5)
+        return [full(p.detach()) for p in model.parameters()] + [torch.rand(2)]
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3), nn.Linear(3, 3))
+    for strategy in ("zero3", "zero2", "ddp"):
+        ours = shardtrace.fsdp(copy.deepcopy(eager), sharding_strategy=strategy)
+        torch.testing.assert_close(draws(ours), draws(copy.deepcopy(eager)))
+
+
 @on_ranks(2)
 def test_an_exchanged_parameter_is_an_input_of_compiled_steps():
     """Of another dtype it is compiled anew."""
