@@ -145,10 +145,11 @@ def draw_whole(op: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache  # once for each process
 def complete_operators() -> None:
     """Registers operators for DTensors that torch has left out: foreach and fused functions, all of them element by
-    element, which optimizers call, and what anomaly mode asks of each gradient. On CPUs also those that draw: torch gives
-    all ranks the same random numbers for different rows."""
+    element, which optimizers call, and what anomaly mode asks of each gradient. On CPUs also those that draw: torch
+    gives all ranks the same random numbers for different rows."""
     if not torch.cuda.is_available():
-        DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(DRAWS, draw_whole))
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.update(dict.fromkeys(DRAWS, draw_whole))
     whole = [([Replicate()], [Replicate()])]
     register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
     pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")

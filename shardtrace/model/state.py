@@ -133,6 +133,12 @@ class ShardedState:
             entries = tuple(entry.adopted() for entry in self.entries)
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
+            known: dict[int, Entry] = {}
+            for entry in entries:
+                if (other := known.setdefault(id(entry.shard), entry)) is not entry:
+                    raise RuntimeError(
+                        f"parameters {other.name!r} and {entry.name!r} are one Parameter now: tie them before fsdp()"
+                    )
             self._replaced.update({e.shard: i for i, e in enumerate(self.entries) if entries[i].shard is not e.shard})
             before = self.runtime
             if before.kept.by_place:

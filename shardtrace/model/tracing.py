@@ -299,7 +299,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
     compilation = _compilation(states)
-    compilation.refresh()
+    refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)), compilation.live)
     _drop_oldest(compilation, states[0])
     facts = compilation.trace(get_jit_ctx())
     context = facts.context = context_of(states, facts)
@@ -332,9 +332,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
         compare_batches(states[0], traced.given)
-    if (live := live_tensors()) is not None:
-        compilation.refresh = live
-        facts.guards.append(live)
+    facts.guards += filter(None, [live_tensors(compilation.live)])
     _add_traced(facts, traced, name)
     for state in states:
         facts.at_end.append(partial(_refuse_values, state, proxied))
@@ -427,7 +425,6 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     if not isinstance(data.transforms, list):

@@ -257,8 +257,8 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 
 class Held:
-    """Guards which names of ``root`` are one buffer, which tensors share memory, and their metadata: a forward may read
-    these without a call of torch. The usual answer comes from the identities of most.
+    """Guards which names of ``root`` are one buffer or parameter, which tensors share memory, and their metadata: a
+    forward may read these without a call of torch. The usual answer comes from the identities of most.
 
     Args:
         others: tensors that no module holds by name, and that forward uses.
@@ -271,8 +271,9 @@ class Held:
         self._places: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
             (module._buffers, key) for module in root.modules() for key in module._buffers
         ]
-        parameters = ((module._parameters, key) for module in root.modules() for key in module._parameters)
-        self._places += [(held, key) for held, key in parameters if id(held[key]) in asked]
+        parameters = [(module._parameters, key) for module in root.modules() for key in module._parameters]
+        count = Counter(id(p) for held, key in parameters if (p := held[key]) is not None and not p.is_meta)
+        self._places += [(held, key) for held, key in parameters if id(held[key]) in asked or count[id(held[key])] > 1]
         self._others = list(others)
         now = self._now()
         self._expected = list(map(_described, now, _firsts(now)))

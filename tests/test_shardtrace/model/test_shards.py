@@ -394,6 +394,64 @@ def test_parameters_that_a_script_exchanges():
             torch.testing.assert_close(*found)
 
 
+def unties(net):
+    net[2].weight = nn.Parameter(net[0].weight.detach() * 2)
+
+
+def swaps(net):
+    net[0], net[1] = net[1], net[0]
+
+
+def swaps_weights(net):
+    net[0].weight, net[1].weight = net[1].weight, net[0].weight
+
+
+def drops_bias(net):
+    net[1].bias = None
+
+
+def adds_bias(net):
+    net[1].bias = nn.Parameter(torch.ones(4))
+
+
+def ties(net):
+    net[1].weight = net[0].weight
+
+
+def ties_anew(net):
+    net[0].weight = net[2].weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "changes", [(unties,), (swaps,), (swaps_weights,), (drops_bias, adds_bias), (ties, unties), (ties_anew,)]
+)
+def test_which_parameter_a_module_holds(single_rank, changes):
+    """On one rank, where a script may exchange them as in eager PyTorch."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    eager[2].weight = eager[0].weight
+    ours, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.randn(3, 4)
+    for change in (lambda net: None, *changes, lambda net: None):
+        for model in (eager, ours):
+            change(model)
+            model.zero_grad()
+            model(x).square().sum().backward()
+        torch.testing.assert_close(ours(x), eager(x))
+        torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in (ours, eager)))
+
+
+@on_ranks(2)
+def test_parameters_that_a_script_ties_are_refused():
+    for tie in (ties, lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(4, 4))) or ties(net)):
+        model = shardtrace.fsdp(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), init_policy=shardtrace.InitPolicy(broadcast_from=0)
+        )
+        model(torch.ones(3, 4))
+        tie(model)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' and '1\.weight' are one Parameter now: tie them before"):
+            model(torch.ones(3, 4))
+
+
 class Counts(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(4, 7), nn.Linear(7, 3))
