@@ -114,7 +114,6 @@ class ShardedState:
             )
             for index, e in enumerate(entries)
         }  # fmt: skip
-        self.__dict__.pop("places", None)
 
     def claim_shards(self) -> None:
         """Links each parameter to this state, and moves the rows of each bucket into one buffer."""
@@ -122,6 +121,8 @@ class ShardedState:
         trainable = [p for p, e in zip(rows, self.entries, strict=True) if e.shard.requires_grad]
         laid = lay_out_flat(rows, trainable)
         self.entries = tuple(e.on(laid.get(p, t)) for e, (p, t) in zip(self.entries, rows.items(), strict=True))
+        for cached in ("places", "_held"):
+            self.__dict__.pop(cached, None)
         for e in self.entries:
             link = Link(self, e)
             for p in (e.shard, *e.earlier):
@@ -148,7 +149,6 @@ class ShardedState:
                 )
             if all(new.stand_in is old.stand_in for old, new in changed):
                 self.entries = entries  # compiled steps read what the modules hold
-                self.__dict__.pop("places", None)
             else:
                 before.generation += 1  # no compiled step fits any more
                 self._take(entries)
@@ -230,6 +230,11 @@ class ShardedState:
         """Each place that holds a parameter: the ``_parameters`` of the module, the attribute, and the entry."""
         return [(module._parameters, attribute, e) for e in self.entries for _, module, attribute in e.owners]
 
+    @cached_property
+    def _held(self) -> list[tuple[dict[str, Any], str, Any, torch.Tensor | None]]:
+        """What each place holds, and the memory of its rows, for the check before each step."""
+        return [(parameters, attribute, e.shard, e.local) for parameters, attribute, e in self.places]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         new = memo[id(self)] = object.__new__(ShardedState)  # the modules to be copied refer to it
         entries = []
@@ -254,11 +259,13 @@ class ShardedState:
         if not self.holds_shards:
             raise RuntimeError("whole parameters are in place")
         self._check_not_frozen()
-        if any(held.get(key) is not entry.shard or entry.has_moved for held, key, entry in self.places):
-            runtime = self.runtime
-            self.adopt()
-            if self.runtime is not runtime:
-                raise RuntimeError("parameters have other dtypes")
+        for held, key, parameter, local in self._held:
+            if held.get(key) is not parameter or (local is not None and parameter._local_tensor is not local):
+                runtime = self.runtime
+                self.adopt()
+                if self.runtime is not runtime:
+                    raise RuntimeError("parameters have other dtypes")
+                break
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
 
