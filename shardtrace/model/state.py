@@ -231,7 +231,7 @@ class ShardedState:
         return [(module._parameters, attribute, e) for e in self.entries for _, module, attribute in e.owners]
 
     @cached_property
-    def _held(self) -> list[tuple[dict[str, Any], str, Any, torch.Tensor | None]]:
+    def _held(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """What each place holds, and the memory of its rows, for the check before each step."""
         return [(parameters, attribute, e.shard, e.local) for parameters, attribute, e in self.places]
 
@@ -260,7 +260,8 @@ class ShardedState:
             raise RuntimeError("whole parameters are in place")
         self._check_not_frozen()
         for held, key, parameter, local in self._held:
-            if held.get(key) is not parameter or (local is not None and parameter._local_tensor is not local):
+            p: Any = held.get(key)
+            if p is not parameter or (local is not None and p._local_tensor is not local):
                 runtime = self.runtime
                 self.adopt()
                 if self.runtime is not runtime:

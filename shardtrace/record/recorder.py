@@ -256,7 +256,7 @@ class Recorder(TorchFunctionMode):
         for call in self.record.calls:
             made |= {storage(x): False for x in call.tensors() if storage(x) not in made}
             made |= {storage(x): True for x in call.results if storage(x) not in made}
-        if storage(t) != storage(value) and not made.get(storage(value), False):
+        if storage(t) != storage(value) and not any(made.get(storage(x), False) for x in (t, value)):
             raise Refused(
                 "forward sets .data of a tensor to the memory of another one that it was given, which both would share "
                 "from then on: use copy_, or set it to a clone"

@@ -49,7 +49,8 @@ def is_library(module: str) -> bool:
 
 
 class TypeOfFakes:
-    """Stands for ``type`` in the user's code while a forward is recorded: a fake is of the class of what it stands for.
+    """Stands for ``type`` in the user's code while a forward is recorded: a fake is of the class of what it stands for,
+    a module of the class that it had before it was sharded.
 
     It is no class itself, so that classes which forward makes derive from ``type``.
     """

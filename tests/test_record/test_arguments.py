@@ -459,6 +459,7 @@ TYPES = {
     "class of a parameter": lambda m, x, y: y * 2 if m.linear.weight.__class__ is nn.Parameter else y,
     "dispatch": lambda m, x, y: y * scale(y) + scale(m.linear.weight),
     "constructor": lambda m, x, y: y * type(m.held)([1.0, 2.0, 3.0, 4.0]),
+    "modules": lambda m, x, y: y * 2 if type(m) is Types and type(m.linear) is nn.Linear else y,
     "in a checkpoint": lambda m, x, y: checkpoint(
         lambda t: t * 2 if type(t) is torch.Tensor else t, y, use_reentrant=False
     ),
