@@ -94,6 +94,7 @@ class Compilation:
         self.finished: list[Facts] = []  # of the compiled steps that are kept
         self.again: Sequence[Transform] = ()  # makes another backward of ``lowered``
         self.earlier: dict[str, Any] = {}  # for tracing itself: what it has met in earlier compilations
+        self.live: set[tuple[int, str]] = set()  # for tracing itself: the tensors that it reads from modules
         self._coming, self._tracing = Facts(), None
 
     def trace(self, tracing: Any) -> Facts:

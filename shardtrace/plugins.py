@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from passes.compat.jit import jitted_module, replace_missing_fuser
+from passes.compat.jit import allow_keyword_fn, jitted_module, replace_missing_fuser
 from shardtrace.api import fsdp
 from shardtrace.options.strategy import ShardingStrategy, parse_sharding_strategy
 
@@ -95,5 +95,6 @@ class _Shard(Transform):
 
 
 replace_missing_fuser()
+allow_keyword_fn()
 thunder.plugins.register_plugin("shardtrace", FSDP)
 thunder.plugins.register_plugin("shardtrace-ddp", DDP)

@@ -13,13 +13,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 from passes.compat.versions import missing_nvfuser
 
 import torch
-from thunder.core import dtypes
+from thunder.core import dtypes, interpreter, jit_ext
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst, do_raise, get_interpreterruntimectx
@@ -247,34 +248,47 @@ def compile_data_and_stats() -> tuple[Any, Any]:
     return data, stats
 
 
-def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter]) -> None:
-    """Makes the current compilation read the current submodules and parameters of jitted modules, not those of earlier
-    traces. ``current`` finds the parameter of now by an earlier one."""
+Live = set[tuple[int, str]]  # the tensors that are read from modules: the id of where Thunder keeps each, and its name
+
+
+def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter], live: Live) -> None:
+    """Makes the current compilation read the current submodules and tensors of jitted modules, not those of earlier
+    traces. ``current`` finds the parameter of now by an earlier one. ``live``: see :func:`live_tensors`."""
     data, _ = compile_data_and_stats()
     for jitted in data._thunder_module_map.values():
         jitted._module_cache = dict(jitted._model.named_modules())
         for name, parameter in jitted._overrides_parameters.items():
             jitted._overrides_parameters[name] = current(parameter)
+        for known, held, key, path in _tensors_of(jitted):
+            if (id(known), path) in live and known.get(path) is not held[key]:
+                known.pop(path, None)
+                known.update({} if held[key] is None else {path: held[key]})
 
 
-def live_tensors() -> Callable[[], None] | None:
-    """A function that makes the jitted modules of the current compilation read the buffers that their modules hold when
-    it is called, and the parameters that are no DTensors, in place of those that were there when they were jitted.
-    None if there are none. The function raises RuntimeError for a tensor in the place of a parameter."""
+def _tensors_of(jitted: ThunderModule) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
+    """Where Thunder keeps each tensor of a module, where the module has it, by which key, and its qualified name."""
+    for name, module in jitted._model.named_modules(remove_duplicate=False):
+        for known, held in (
+            (jitted._overrides_buffers, module._buffers),
+            (jitted._overrides_parameters, module._parameters),
+        ):
+            yield from ((known, held, key, f"{name}.{key}" if name else key) for key in held)
+
+
+def live_tensors(live: Live) -> Callable[[], None] | None:
+    """A function that makes the jitted modules of the current compilation read the buffers and parameters that their
+    modules hold when it is called, in place of those that were there when they were jitted. None if there are none.
+    The function raises RuntimeError for what is no parameter in the place of one. ``live`` gets these tensors; another
+    transform may have set others."""
     data, _ = compile_data_and_stats()
     rows: list[tuple[dict[str, Any], str, Any]] = []  # what a module holds by a key
     overrides: list[tuple[dict[str, Any], str, bool]] = []  # where Thunder reads each, and whether it is a parameter
     for jitted in data._thunder_module_map.values():
-        for name, module in jitted._model.named_modules(remove_duplicate=False):
-            for known, held, are_parameters in (
-                (jitted._overrides_buffers, module._buffers, False),
-                (jitted._overrides_parameters, module._parameters, True),
-            ):
-                for key, value in held.items():
-                    path = f"{name}.{key}" if name else key
-                    if known.get(path) is value is not None and not isinstance(value, DTensor):
-                        rows.append((held, key, value))
-                        overrides.append((known, path, are_parameters))
+        for known, held, key, path in _tensors_of(jitted):
+            if known.get(path) is held[key] is not None:
+                live.add((id(known), path))
+                rows.append((held, key, held[key]))
+                overrides.append((known, path, known is jitted._overrides_parameters))
 
     def is_same() -> bool:
         try:
@@ -317,6 +331,19 @@ def check_dtensors(refuse: Callable[[torch.Tensor], None]) -> None:
         return traced(value, *args, **kwargs)
 
     dtensor_proxy.proxify_dtensor = checked
+
+
+def allow_keyword_fn() -> None:
+    """Lets a model have an argument ``fn``, which Thunder's interpreter would take for parameters of its own."""
+    for function in (jit_ext.general_jit_lookaside, interpreter._call_dispatch):
+        function.__code__ = _with_positional_fn(function.__code__)
+
+
+def _with_positional_fn(code: CodeType) -> CodeType:
+    """The code with each first parameter ``fn`` of a function in it taken by position only."""
+    consts = (_with_positional_fn(c) if isinstance(c, CodeType) else c for c in code.co_consts)
+    positional = code.co_posonlyargcount or int(code.co_varnames[:1] == ("fn",) and code.co_argcount > 0)
+    return code.replace(co_posonlyargcount=positional, co_consts=tuple(consts))
 
 
 def is_input(wrapped: Any) -> bool:

@@ -155,6 +155,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
         "_apply": _converting(cls._apply),
         "__module__": cls.__module__,
         "__qualname__": name,
+        "seen_as": cls,  # by forward, which may ask for its type
         "__doc__": cls.__doc__,
         **{name: property(functools.partial(_of_jitted, name)) for name in OF_JITTED},
     }

@@ -34,6 +34,9 @@ from torch.distributed.tensor.experimental import register_sharding
 
 TOGETHER = ("foreach_addcdiv", "foreach_addcmul", "foreach_copy", "foreach_maximum", "foreach_minimum", "foreach_zero",
             "fused_sgd", "fused_adagrad")  # fmt: skip
+_aten = torch.ops.aten
+DRAWS = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
+         _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype)  # fmt: skip
 
 
 def distributed(rows: torch.Tensor, full_shape: tuple[int, ...], home: Home) -> torch.Tensor:
@@ -128,10 +131,25 @@ class OwnedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+def draw_whole(op: Any, args: Any, kwargs: Any) -> Any:
+    """Fills a DTensor with this rank's part of numbers that each rank draws for the whole one: those of one process."""
+    t, *others = args
+    whole = op(torch.empty(t.shape, dtype=t.dtype), *others, **kwargs)
+    drawn: Any = DTensor.from_local(whole, t.device_mesh, run_check=False).redistribute(placements=t.placements)
+    if not op._schema.is_mutable:
+        return drawn
+    t._local_tensor.copy_(drawn._local_tensor)
+    return t
+
+
 @functools.cache  # once for each process
 def complete_operators() -> None:
     """Registers operators for DTensors that torch has left out: foreach and fused functions, all of them element by
-    element, which optimizers call, and what anomaly mode asks of each gradient."""
+    element, which optimizers call, and what anomaly mode asks of each gradient. On CPUs also those that draw: torch
+    gives all ranks the same random numbers for different rows."""
+    if not torch.cuda.is_available():
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.update(dict.fromkeys(DRAWS, draw_whole))
     whole = [([Replicate()], [Replicate()])]
     register_sharding(torch.ops.aten._is_any_true.default)(lambda _: whole)
     pointwise = import_module("torch.distributed.tensor._ops._pointwise_ops")
@@ -242,7 +260,8 @@ class Entry:
         return traced_device(self.stand_in)
 
     def adopted(self) -> Entry:
-        """The entry of what the modules hold now; this one if nothing has changed.
+        """The entry of what the modules hold now; this one if nothing has changed. Its stand-in is another one if the
+        dtype is.
 
         A parameter may have been converted to another dtype, or replaced by one that is sharded alike, or by one with
         whole values, of which each rank takes its part. Raises RuntimeError if it is elsewhere or of another shape.
@@ -274,9 +293,11 @@ class Entry:
             before = () if self.home.mesh is None else (*(r for r in before if r() is not None), ref(new))
             new = as_parameter(self.name, new, rows, self.full_shape, self.home)
             self._put(new)
-        used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
-        stand_in = nn.Parameter(torch.empty_like(self.stand_in, dtype=used or new.dtype), new.requires_grad)
-        set_traced_device(stand_in, self.device)
+        stand_in = self.stand_in
+        if new.dtype != self.dtype:
+            used = self.precision.param_dtype if self.precision is not None and new.is_floating_point() else None
+            stand_in = nn.Parameter(torch.empty_like(stand_in, dtype=used or new.dtype), new.requires_grad)
+            set_traced_device(stand_in, self.device)
         return replace(self, shard=new, rows=rows, local=None, dtype=new.dtype, stand_in=stand_in, before=before)
 
     @property

@@ -114,7 +114,6 @@ class ShardedState:
             )
             for index, e in enumerate(entries)
         }  # fmt: skip
-        self.__dict__.pop("places", None)
 
     def claim_shards(self) -> None:
         """Links each parameter to this state, and moves the rows of each bucket into one buffer."""
@@ -122,6 +121,8 @@ class ShardedState:
         trainable = [p for p, e in zip(rows, self.entries, strict=True) if e.shard.requires_grad]
         laid = lay_out_flat(rows, trainable)
         self.entries = tuple(e.on(laid.get(p, t)) for e, (p, t) in zip(self.entries, rows.items(), strict=True))
+        for cached in ("places", "_held"):
+            self.__dict__.pop(cached, None)
         for e in self.entries:
             link = Link(self, e)
             for p in (e.shard, *e.earlier):
@@ -133,6 +134,12 @@ class ShardedState:
             entries = tuple(entry.adopted() for entry in self.entries)
         changed = [(old, new) for old, new in zip(self.entries, entries, strict=True) if new is not old]
         if changed:
+            known: dict[int, Entry] = {}
+            for entry in entries:
+                if (other := known.setdefault(id(entry.shard), entry)) is not entry:
+                    raise RuntimeError(
+                        f"parameters {other.name!r} and {entry.name!r} are one Parameter now: tie them before fsdp()"
+                    )
             self._replaced.update({e.shard: i for i, e in enumerate(self.entries) if entries[i].shard is not e.shard})
             before = self.runtime
             if before.kept.by_place:
@@ -140,9 +147,12 @@ class ShardedState:
                     f"parameter {changed[0][0].name!r} was replaced or converted before the gradients that no_sync has "
                     "added up were reduced: do that after the step that reduces them"
                 )
-            before.generation += 1  # no compiled step fits any more
-            self._take(entries)
-            self.runtime.keep = before.keep
+            if all(new.stand_in is old.stand_in for old, new in changed):
+                self.entries = entries  # compiled steps read what the modules hold
+            else:
+                before.generation += 1  # no compiled step fits any more
+                self._take(entries)
+                self.runtime.keep = before.keep
             self.claim_shards()
 
     def now(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -220,6 +230,11 @@ class ShardedState:
         """Each place that holds a parameter: the ``_parameters`` of the module, the attribute, and the entry."""
         return [(module._parameters, attribute, e) for e in self.entries for _, module, attribute in e.owners]
 
+    @cached_property
+    def _held(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """What each place holds, and the memory of its rows, for the check before each step."""
+        return [(parameters, attribute, e.shard, e.local) for parameters, attribute, e in self.places]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         new = memo[id(self)] = object.__new__(ShardedState)  # the modules to be copied refer to it
         entries = []
@@ -239,14 +254,19 @@ class ShardedState:
         return new
 
     def _check_in_place(self) -> None:
-        """Raises RuntimeError if a parameter is not this rank's shard or was frozen before its sum was reduced, or if
-        modules have changed."""
-        if self.unsharded:
-            raise RuntimeError("inside full_params")
+        """Raises RuntimeError if a parameter is not this rank's shard, nor one that can take its place, or was frozen
+        before its sum was reduced, or if modules have changed."""
+        if not self.holds_shards:
+            raise RuntimeError("whole parameters are in place")
         self._check_not_frozen()
-        for parameters, attribute, entry in self.places:
-            if parameters.get(attribute) is not entry.shard or entry.has_moved:
-                raise RuntimeError(f"parameter {entry.name!r} was replaced")
+        for held, key, parameter, local in self._held:
+            p: Any = held.get(key)
+            if p is not parameter or (local is not None and p._local_tensor is not local):
+                runtime = self.runtime
+                self.adopt()
+                if self.runtime is not runtime:
+                    raise RuntimeError("parameters have other dtypes")
+                break
         if any(children != known for children, known in self._children):
             raise RuntimeError("a module was added, replaced or removed")
 

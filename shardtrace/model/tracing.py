@@ -300,6 +300,7 @@ def _trace(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) 
 def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, states: Sequence[ShardedState]) -> Any:
     _prepare(states)
     compilation = _compilation(states)
+    refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)), compilation.live)
     _drop_oldest(compilation, states[0])
     facts = compilation.trace(get_jit_ctx())
     context = facts.context = context_of(states, facts)
@@ -332,6 +333,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
         with compiling(states[0].model_name, states[0].group):
             traced = front.trace(call, module, args, kwargs, setting)
         compare_batches(states[0], traced.given)
+    facts.guards += filter(None, [live_tensors(compilation.live)])
     _add_traced(facts, traced, name)
     for state in states:
         facts.at_end.append(partial(_refuse_values, state, proxied))
@@ -383,7 +385,7 @@ def _stand_in_of(stand_ins: Mapping[int, torch.Tensor], tensor: torch.Tensor) ->
 
 def _add_traced(facts: Facts, traced: front.Traced, name: str) -> None:
     """Adds what the passes need of a traced call. ``name`` is that of the tensors which forward leaves on modules."""
-    facts.guards += [*filter(None, [live_tensors()]), traced.guard]
+    facts.guards.append(traced.guard)
     facts.last_guards.extend(traced.last_guards)
     if traced.setter is not None:
         facts.setters[name] = traced.setter
@@ -425,7 +427,6 @@ def _prepare(states: Sequence[ShardedState]) -> None:
         except RuntimeError as error:
             state.runtime.announce(str(error))
             raise
-    refresh_modules(lambda p: functools.reduce(lambda q, state: state.now(q), states, current(p)))
     if any(state.options.compile.kernels for state in states):
         add_kernels(data)
     if not isinstance(data.transforms, list):

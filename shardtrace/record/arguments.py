@@ -213,7 +213,7 @@ class Arguments:
                 fake = fake.clone() if computed else fake
             if is_given:
                 self._attributes.append((value, Attributes(type(real), real, signature)))
-                Given.mark(fake, self._attributes[-1][1])
+                Given.describe(fake, self._attributes[-1][1])
             if whole is not value:
                 self._parts.add(id(fake))
             if value.history is not None:

@@ -142,6 +142,10 @@ class Rebuild:
 # ---- calls ----
 
 
+class Refused(NotImplementedError):
+    """What no step could do, nor PyTorch in its place."""
+
+
 DEVICES = ("cpu", "cuda")  # types of devices that autocast has a state for
 
 

@@ -15,10 +15,9 @@ A function of torch that reads values, such as ``F.ctc_loss``, is tried on zeros
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +30,7 @@ from passes.compat.versions import NoMessages
 from passes.kernels.aten import Meta, storage
 from shardtrace.record.calls import map_tensors, tensors_in, tensors_of
 from shardtrace.record.effects import FIXED, Change, Effects
-from shardtrace.record.snapshot import contents_of, is_array, is_plain, same
+from shardtrace.record.snapshot import contents_of, is_array, is_named, is_plain, same
 from shardtrace.record.watcher import ATTRIBUTE, PART_ATTRIBUTE, CodeWatcher, RandomStates
 
 import numpy as np
@@ -283,17 +282,11 @@ def _set_before(pending: Iterable[Change], module: EagerModule, watcher: CodeWat
     CannotStandAlone if that is no plain value."""
     names = watcher.names()
     for change in pending:
-        if change.kind in (*FIXED, "buffer") or not is_named(change, names):
+        if change.kind in (*FIXED, "buffer") or not is_named(change.label, names):
             continue
         if change.key is None or not is_plain(change.new):
             raise CannotStandAlone(f"the forward around it sets {change.label}, which it may read")
         module.before.append(change)
-
-
-def is_named(change: Change, names: Collection[str]) -> bool:
-    """Whether code with these names may read an entry, or the container that has it."""
-    found = re.search(r"(\w+)(?:\[[^.]*\])*$", change.label)
-    return found is None or found[1] in names
 
 
 def try_function(function: Eager, args: Any, kwargs: Any, known: Known = NOTHING) -> Trial:

@@ -29,7 +29,7 @@ from shardtrace.record.snapshot import (
     same,
     slot_names,
 )
-from shardtrace.record.watcher import INSTALLED, STDLIB, is_library
+from shardtrace.record.watcher import INSTALLED, STDLIB, TYPE, is_library
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from torch import nn
 
 OF_RNNS = ("_flat_weights", "_flat_weight_refs")  # what nn.LSTM and its like keep of their parameters
 FIXED = ("submodule", "parameter")  # kinds that no step can change
-LARGEST_COPY = 10_000  # entries of a container that is copied
+LARGEST_COPY = 1 << 20  # entries of a container that is copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +238,7 @@ def _changes(holder: Holder, before: Any) -> Iterator[Change]:
     else:
         for key in {**before, **now}:
             old, new = before.get(key, MISSING), now.get(key, MISSING)
-            if not same(old, new) and not _is_internal(holder, key):
+            if not same(old, new) and new is not TYPE and not _is_internal(holder, key):
                 yield Change(owner, key, holder.kind, holder.name(key), old, new)
 
 

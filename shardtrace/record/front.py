@@ -23,10 +23,10 @@ from passes.kernels import aten
 from passes.kernels.aten import Meta
 from shardtrace.record.arguments import Arguments, WholeOf, check_reads, is_absent, stand_in, step
 from shardtrace.record.blocks import Blocks, ParameterOf
-from shardtrace.record.calls import Call, Rebuild, Record, check_result, map_tensors, storage, tensors_in
+from shardtrace.record.calls import Call, Rebuild, Record, Refused, check_result, map_tensors, storage, tensors_in
 from shardtrace.record.calls import is_plain as is_returnable
 from shardtrace.record.checks import after_checks, tokens_of
-from shardtrace.record.eager import EagerModule, is_named, updated_parameter
+from shardtrace.record.eager import EagerModule, updated_parameter
 from shardtrace.record.effects import Change
 from shardtrace.record.memory import Held, Memory
 from shardtrace.record.numbers import (
@@ -46,11 +46,11 @@ from shardtrace.record.numbers import (
     replaces_tensors,
     written_outside,
 )
-from shardtrace.record.reads import Reads, Refused, Source
+from shardtrace.record.reads import Reads, Seen, Source
 from shardtrace.record.recorder import VALUES, CannotRecord, FakeMode, SendsMessages
 from shardtrace.record.recording import Described, Recording, check_no_fakes, is_comparable
 from shardtrace.record.replay import CannotWrite, Replay
-from shardtrace.record.snapshot import MISSING, Entry, Snapshot
+from shardtrace.record.snapshot import MISSING, Entry, Snapshot, is_named
 from shardtrace.record.watcher import EAGER, REPEATED, CodeWatcher, is_library, recomputed
 
 import torch
@@ -81,7 +81,7 @@ def unguarded(changes: Iterable[Change], used: Collection[int], names: Collectio
     """
     found = []
     for change in (c for c in changes if c.kind != "written"):
-        is_read = is_named(change, names)
+        is_read = is_named(change.label, names)
         if is_read and change.kind == "varies":
             raise RuntimeError(
                 f"forward may read {change.label}, which a module that PyTorch runs sets by the values of tensors: let "
@@ -189,6 +189,7 @@ class Inputs:
         for kind, name, t in (*parameters, *sorted(buffers, key=lambda b: -b[2].nbytes)):  # parts after the whole
             if id(t) not in self._made:
                 fake = self._fake(t) if isinstance(t, nn.Parameter) else self.memory.hold(t, self._fake)
+                Seen.mark(fake)
                 self._made[id(t)] = fake
                 self._names[id(fake)] = kind, name, t
             self.by_name[name] = self._made[id(t)]

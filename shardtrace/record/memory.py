@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from passes.kernels.torch_call import extent
-from shardtrace.record.calls import storage, tensors_of
+from shardtrace.record.calls import Refused, storage, tensors_of
 
 import torch
 from torch import nn
@@ -211,6 +211,8 @@ class Memory:
         if id(t) in self.bases or any(base is t for base in self.bases.values()):
             raise NotImplementedError("forward sets .data of a tensor that shares memory with another one: use copy_")
         s, o = storage(t), storage(value)
+        if o in self._twins and self._twins[o] != s:
+            raise Refused("forward sets .data of two tensors to one memory: set one of them to a clone")
         views = {id(x) for x in others if x is not t and storage(x) == s}
         self._stale[s] = views | (self._stale.get(s) or set())
         self._twins.update({s: o, o: s} if s != o else {})
@@ -255,8 +257,8 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 
 class Held:
-    """Guards which names of ``root`` are one buffer, which tensors share memory, and their metadata: a forward may read
-    these without a call of torch. The usual answer comes from the identities of most.
+    """Guards which names of ``root`` are one buffer or parameter, which tensors share memory, and their metadata: a
+    forward may read these without a call of torch. The usual answer comes from the identities of most.
 
     Args:
         others: tensors that no module holds by name, and that forward uses.
@@ -269,8 +271,9 @@ class Held:
         self._places: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
             (module._buffers, key) for module in root.modules() for key in module._buffers
         ]
-        parameters = ((module._parameters, key) for module in root.modules() for key in module._parameters)
-        self._places += [(held, key) for held, key in parameters if id(held[key]) in asked]
+        parameters = [(module._parameters, key) for module in root.modules() for key in module._parameters]
+        count = Counter(id(p) for held, key in parameters if (p := held[key]) is not None and not p.is_meta)
+        self._places += [(held, key) for held, key in parameters if id(held[key]) in asked or count[id(held[key])] > 1]
         self._others = list(others)
         now = self._now()
         self._expected = list(map(_described, now, _firsts(now)))

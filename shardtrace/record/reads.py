@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from passes.kernels.aten import Meta
 from passes.kernels.torch_call import Autocast, laid_out
-from shardtrace.record.calls import DEVICES, Call, Place, Whole, storage, tensors_in, tensors_of
+from shardtrace.record.calls import DEVICES, Call, Place, Refused, Whole, storage, tensors_in, tensors_of
 from shardtrace.record.eager import PLAIN, Eager, EagerModule, Facts, made_like, on_real_tensors, try_function
 from shardtrace.record.snapshot import MISSING
 from shardtrace.record.watcher import is_library
@@ -33,10 +33,6 @@ from torch.utils import _pytree as pytree
 
 OWN = "_shardtrace_given"  # of a fake: what it stands for
 VARIANTS = 8  # compiled steps that differ in what one line reads, for arguments of the same shapes
-
-
-class Refused(NotImplementedError):
-    """What no step could do, nor PyTorch in its place."""
 
 
 class CannotRead(Exception):
@@ -327,18 +323,35 @@ class Attributes:
         return self.values[name]
 
 
-class Given(FakeTensor):
-    """The fake of an argument, or of a result computed from one of a user's class: it seems to be of that class."""
+class Seen(FakeTensor):
+    """A fake that forward has. To the user's code it seems to be of the class of what it stands for."""
 
     @classmethod
-    def mark(cls, fake: torch.Tensor, attributes: Attributes) -> None:
+    def mark(cls, fake: torch.Tensor) -> None:
         fake.__class__ = cls
-        vars(fake)[OWN] = attributes
-        vars(fake)["_is_param"] = issubclass(attributes.cls, nn.Parameter)  # for isinstance
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return vars(self)[OWN].cls if _is_asked_by_user() else type(self)
+        return self.seen_as if _is_asked_by_user() else type(self)
+
+    @property
+    def seen_as(self) -> type:
+        return nn.Parameter if getattr(self, "_is_param", False) else torch.Tensor
+
+
+class Given(Seen):
+    """The fake of an argument, or of a result computed from one of a user's class."""
+
+    @classmethod
+    def describe(cls, fake: torch.Tensor, attributes: Attributes) -> None:
+        cls.mark(fake)
+        vars(fake)[OWN] = attributes
+        vars(fake)["_is_param"] = issubclass(attributes.cls, nn.Parameter)  # for isinstance
+
+    @property
+    def seen_as(self) -> type:
+        found: type = vars(self)[OWN].cls
+        return found
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
@@ -363,8 +376,9 @@ def pass_class_on(function: Callable[..., Any], given: Iterable[torch.Tensor], r
     """Lets the results of a call be of the class of what it was given, as torch does for subclasses."""
     classes = {vars(t)[OWN].cls for t in given if type(t) is Given}
     own = classes - {torch.Tensor, nn.Parameter}
-    if not own and (not classes or function is not torch.Tensor.detach):  # nn.Parameter wants the very type of it
-        return
+    like_given = bool(own) or (bool(classes) and function is torch.Tensor.detach)  # nn.Parameter wants the very type
     for t in tensors_of(result):
-        if type(t) is FakeTensor and not isinstance(t, nn.Parameter):
-            Given.mark(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))
+        if type(t) is FakeTensor and like_given and not isinstance(t, nn.Parameter):
+            Given.describe(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))
+        elif type(t) is FakeTensor:
+            Seen.mark(t)

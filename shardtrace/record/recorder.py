@@ -21,12 +21,12 @@ from unittest import mock
 from passes.compat.versions import APPLIES_IN_CPP, CHECKPOINT_GENERATOR, NAMESPACES, Fakes, functional_transform
 from passes.kernels.aten import draws
 from passes.kernels.torch_call import Autocast
-from shardtrace.record.calls import DEVICES, Call, Place, Record, Span, Whole, storage, tensors_in, tensors_of
+from shardtrace.record.calls import DEVICES, Call, Place, Record, Refused, Span, Whole, storage, tensors_in, tensors_of
 from shardtrace.record.checks import assigned, check_of, token
 from shardtrace.record.eager import CannotStandAlone, Eager, EagerModule, own_tensors, try_function, try_module
 from shardtrace.record.effects import Effects
 from shardtrace.record.memory import Memory, arguments_written, written_by
-from shardtrace.record.reads import CannotRead, Reads, Refused, pass_class_on
+from shardtrace.record.reads import CannotRead, Reads, pass_class_on
 from shardtrace.record.symbols import WITHOUT_GRADIENT, is_query, name_of
 from shardtrace.record.watcher import CodeWatcher, RandomStates, is_library
 
@@ -252,6 +252,15 @@ class Recorder(TorchFunctionMode):
         t, value = self._met(t), self._met(value)
         if (t.shape, t.dtype, t.device) != (value.shape, value.dtype, value.device):
             raise NotImplementedError("forward gives a tensor data of another shape, dtype or device: use a new tensor")
+        made: dict[int, bool] = {}  # by storage: whether forward has made it
+        for call in self.record.calls:
+            made |= {storage(x): False for x in call.tensors() if storage(x) not in made}
+            made |= {storage(x): True for x in call.results if storage(x) not in made}
+        if storage(t) != storage(value) and not any(made.get(storage(x), False) for x in (t, value)):
+            raise Refused(
+                "forward sets .data of a tensor to the memory of another one that it was given, which both would share "
+                "from then on: use copy_, or set it to a clone"
+            )
         self._memory.use([t, value], written=[t])
         self._memory.assign(t, value, chain.from_iterable(call.results for call in self.record.calls))
         self._keep(torch.Tensor.copy_, (t, value), {}, t, (t,), False, grad=False)

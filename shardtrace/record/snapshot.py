@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+import re
 import sys
 import weakref
 from array import array
@@ -34,10 +35,9 @@ PLAIN = frozenset(
 BUILTIN = (list, tuple, dict, set)
 CONTAINERS = (*BUILTIN, deque)
 FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType, partial)
-LARGEST = 64  # entries of a container that is looked into
-LARGEST_PLAIN = 1024  # entries of a list or a dict that are compared if all are plain
+LARGEST = 1024  # entries of a container that is looked into whether or not the code names it
+LARGEST_NAMED = 1 << 20  # the same for one whose name is in the code
 DEPTH = 4  # containers and objects, one in another, below a module or a global variable
-OUTSIDE_DEPTH = 2  # the same, below a module of Python of which all is looked at
 SAMPLED = 1 << 16  # bytes of an array from which on only some of its elements are compared
 SAMPLES = 1024  # such elements
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -57,8 +57,8 @@ class Holder(NamedTuple):
     """One container, or one object's attributes, and the entries that count.
 
     ``owner``: the ``__dict__`` of a module, a function or an object, a list, a set, a class, a cell, an array. ``kind``
-    of its entries: "attribute", "submodule", "parameter", "buffer", "hook", "item", "cell", "array",
-    "large" (all entries of a container as one). ``counted``: whether its number of entries counts too.
+    of its entries: "attribute", "submodule", "parameter", "buffer", "hook", "item", "cell", "array". ``counted``:
+    whether its number of entries counts too.
     """
 
     owner: Any
@@ -69,7 +69,7 @@ class Holder(NamedTuple):
 
     def name(self, key: Any) -> str:
         if self.kind not in ("item", "hook"):
-            return self.label if self.kind in ("cell", "array", "large") else f"{self.label}.{key}"
+            return self.label if self.kind in ("cell", "array") else f"{self.label}.{key}"
         return f"{self.label}[{key!r}]" if is_plain(key) else f"{self.label}[a {type(key).__name__}]"
 
 
@@ -166,7 +166,7 @@ class State:
         counted = holder.counted and id(holder.owner) not in self._incomplete
         self.holders.append(holder._replace(entries=entries, counted=counted))
         for key, value in entries.items():
-            if type(value) not in PLAIN and holder.kind not in ("array", "large"):
+            if type(value) not in PLAIN and holder.kind != "array":
                 self.add_value(value, holder.name(key), depth - 1)
 
     def _add_module(self, module: nn.Module, label: str) -> None:
@@ -198,7 +198,6 @@ class State:
         but not these themselves."""
         name = module.__name__.partition(".")[0]
         if not is_library(name) and name not in sys.stdlib_module_names:
-            depth = depth if self._names is not None else min(depth, OUTSIDE_DEPTH)
             every = ((k, v) for k, v in vars(module).items() if self._counts(k))
             entries = {k: v for k, v in every if self._names is not None or not is_code(v)}
             self.add(Holder(vars(module), label, entries, counted=False), depth)
@@ -229,12 +228,10 @@ class State:
     def _add_container(self, value: Any, label: str, depth: int) -> None:
         base = next((b for b in CONTAINERS if isinstance(value, b)), None)
         if base is not None:  # a subclass may refuse len()
-            entries = dict(entries_of(value)) if base.__len__(value) <= LARGEST else {}
+            named = self._names is None or is_named(label, self._names)
+            looks = base.__len__(value) <= (LARGEST_NAMED if named else LARGEST)
             counted = base is not tuple and type(value).__len__ is base.__len__
-            found = _all_of(value) if not entries and base in (list, dict, deque) else ()
-            if found and id(value) not in {owner for owner, _ in self._excluded}:
-                self.add(Holder(value, label, {"contents": found}, "large", counted=False))
-            self.add(Holder(value, label, entries, "item", counted), depth)
+            self.add(Holder(value, label, dict(entries_of(value)) if looks else {}, "item", counted), depth)
 
     def _add_object(self, value: Any, label: str, depth: int) -> None:
         if not is_user_class(type(value)):
@@ -263,12 +260,10 @@ def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
     return ((m, m) for m in members) if base is set else enumerate(members)
 
 
-def _all_of(container: Any) -> tuple[Any, ...]:
-    """All members of a list, or all keys and values of a dict, if they are not too many and plain."""
-    if not LARGEST < len(container) <= LARGEST_PLAIN:
-        return ()
-    found = (*container, *container.values()) if isinstance(container, dict) else tuple(container)
-    return found if all(type(v) in PLAIN for v in found) else ()
+def is_named(label: str, names: Container[str]) -> bool:
+    """Whether code with these names may read the entry of a label, or the container that has it."""
+    found = re.search(r"(\w+)(?:\[[^.]*\])*$", label)
+    return found is None or found[1] in names
 
 
 def cell_contents(cell: CellType) -> dict[str, Any]:
@@ -334,18 +329,19 @@ class Snapshot:
 
     def _prepare(self, holders: list[Holder]) -> None:
         self._values = _values(holders)
-        dicts = [h for h in holders if type(h.owner) is dict and h.kind != "large"]
+        dicts = [h for h in holders if type(h.owner) is dict]
+        self._lists = [(h.owner, tuple(h.entries.values())) for h in holders if _is_whole_list(h)]
         rows = list(chain.from_iterable(map(_rows, dicts)))
         self._pairs = [row for row in rows if len(row) == 3]
         self._rows = [row for row in rows if len(row) > 3]
         self._others = [
             (read, h.owner, key, value)
             for h in holders
-            if type(h.owner) is not dict and h.kind not in ("array", "large") and (read := _reader(h.owner)) is not None
+            if not (type(h.owner) is dict or h.kind == "array" or _is_whole_list(h))
+            and (read := _reader(h.owner)) is not None
             for key, value in h.entries.items()
         ]
         self._arrays = [(h.owner, h.entries["contents"]) for h in holders if h.kind == "array"]
-        self._large = [(h.owner, h.entries["contents"]) for h in holders if h.kind == "large"]
         counted = [h.owner for h in holders if h.counted]
         self._empty = [owner for owner in counted if not owner]
         self._filled = [owner for owner in counted if owner]
@@ -385,9 +381,15 @@ class Snapshot:
             return False
         if any(self._empty) or list(map(len, self._filled)) != self._lengths:
             return False
-        if any(not all(map(operator.is_, _all_of(owner), found)) for owner, found in self._large):
-            return False
+        for owner, found in self._lists:
+            if len(owner) != len(found) or not all(map(operator.is_, owner, found)):
+                return False
         return all(contents_of(array) == contents for array, contents in self._arrays)
+
+
+def _is_whole_list(holder: Holder) -> bool:
+    """Whether all entries of a list or a deque count, which are compared at C speed."""
+    return type(holder.owner) in (list, deque) and len(holder.owner) == len(holder.entries)
 
 
 def _rows(holder: Holder) -> Iterator[tuple[Any, ...]]:

@@ -47,6 +47,47 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
 
 
+# ---- the class of a fake ----
+
+
+class TypeOfFakes:
+    """Stands for ``type`` in the user's code while a forward is recorded: a fake is of the class of what it stands for,
+    a module of the class that it had before it was sharded.
+
+    It is no class itself, so that classes which forward makes derive from ``type``.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = type(*args, **kwargs)
+        if len(args) == 1 and hasattr(found, "seen_as"):
+            return args[0].seen_as
+        return self if found is type else found
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name) if name == "__mro_entries__" else getattr(type, name)
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (type,)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(self, cls: type) -> bool:
+        return issubclass(cls, type)
+
+    def __getitem__(self, parameters: Any) -> Any:
+        return type[parameters]
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is type
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+
+TYPE = TypeOfFakes()
+
+
 # ---- code ----
 
 
@@ -78,6 +119,7 @@ class CodeWatcher:
     seen: dict[int, CodeType] = field(default_factory=dict)  # all code by id: the hash of code is slow
     closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     variables: set[str] = field(default_factory=set)  # of the environment, that were read
+    shadowed: list[dict[str, Any]] = field(default_factory=list)  # the globals in which ``type`` is ours
     _previous: Any = None
     _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
@@ -99,6 +141,9 @@ class CodeWatcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._collects:
             gc.enable()
+        for variables in self.shadowed:
+            variables.pop("type", None)
+        self.shadowed.clear()
         previous, self._previous, self._active = self._previous, None, False
         if previous is None or callable(previous):
             self._install(previous)
@@ -126,6 +171,9 @@ class CodeWatcher:
             self.seen[id(code)] = code
             if not _is_library(frame):
                 self.globals_of[code] = frame.f_globals
+                if "type" in code.co_names and "type" not in frame.f_globals:
+                    frame.f_globals["type"] = TYPE
+                    self.shadowed.append(frame.f_globals)
         if code.co_freevars and code in self.globals_of:
             variables = frame.f_locals
             values = [variables.get(name) for name in code.co_freevars]
@@ -358,8 +406,8 @@ def _plain(state: Any) -> Any:
 
 
 def iterators(known: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """Where the iterators of Python are that a model holds, by their names."""
-    held = ((name, v) for name, v in known if isinstance(v, Iterator) and not name.startswith("global "))
+    """Where the iterators of Python are that a forward may reach, by their names."""
+    held = ((name, v) for name, v in known if isinstance(v, Iterator))
     return {name: _position(v) for name, v in held}
 
 

@@ -13,6 +13,7 @@ import pytest
 import thunder
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Pair = collections.namedtuple("Pair", "x k")
 
@@ -251,6 +252,22 @@ def test_what_a_script_changes_in_place(single_rank):
             torch.testing.assert_close(ours(x, what), eager(x, what))
 
 
+def test_keywords_that_others_use_for_themselves(single_rank):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, fn=None, **others):
+            return fn(self.linear(x)) * sum(others.values())
+
+    model = Takes()
+    eager, ours, x = copy.deepcopy(model), shardtrace.fsdp(model), torch.randn(3, 4)
+    for fn in (torch.tanh, torch.relu):
+        others = {"module": 2.0, "args": 3.0, "inst": torch.tensor(4.0), "partial_function": 5.0}
+        torch.testing.assert_close(ours(x, fn=fn, **others), eager(x, fn=fn, **others))
+
+
 def test_an_iterator_is_refused(single_rank):
     with pytest.raises(RuntimeError, match="an argument is an iterator, a generator: pass a list or a tuple"):
         thunder.jit(shardtrace.fsdp(Calls()))(torch.ones(3, 4), (k for k in (1.0, 2.0)))
@@ -368,6 +385,9 @@ READ = {
         lambda t, step: nn.Parameter(t, requires_grad=False) if step > 1 else t, 2,
     ),
     "to make a parameter": (lambda y, t: y * nn.Parameter(t, requires_grad=False), of_class, 2),
+    "its type": (lambda y, t: y * 2 if type(t) is Own else y, of_class, 2),
+    "the type of a result": (lambda y, t: y * 2 if type(y * t) is Own else y, of_class, 2),
+    "the types of both": (lambda y, t: y * {torch.Tensor: 2, Own: 3}[type(t)] if type(y) is torch.Tensor else y, of_class, 2),
     "a builtin class": (lambda y, t: y if isinstance(t, (list, tuple)) else y * 2, own, 1),
 }  # fmt: skip
 
@@ -392,6 +412,78 @@ def test_attributes_and_classes_of_arguments(single_rank, what, inside):
         t = {"t": [t]} if inside else t
         torch.testing.assert_close(ours(x, t), eager(x, t))
     assert thunder.cache_misses(ours) == compiled
+
+
+@functools.singledispatch
+def scale(value):
+    return 2.0
+
+
+@scale.register
+def _(value: nn.Parameter):
+    return 3.0
+
+
+class Meta(type):
+    def __call__(cls, *args):
+        return type.__call__(cls, *args)
+
+
+class Made(metaclass=Meta):
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def makes_classes(m, x, y):
+    class Inner(type):
+        pass
+
+    class Named(metaclass=Inner):
+        scale = 2.0
+
+    assert type(Named) is Inner
+    assert type(Inner) is type
+    assert isinstance(Inner, type)
+    return y * Made(3.0).scale * Named.scale * type("Other", (), {"scale": 5.0}).scale
+
+
+# each is of the class that it has in eager PyTorch
+TYPES = {
+    "argument": lambda m, x, y: y * 2 if type(x) is torch.Tensor else y,
+    "result": lambda m, x, y: y * 2 if type(y) in (torch.Tensor, Own) else y,
+    "parameter": lambda m, x, y: y * 2 if type(m.linear.weight) is nn.Parameter else y,
+    "buffer": lambda m, x, y: y * 2 if type(m.held) is type(x) else y,
+    "made": lambda m, x, y: y * 2 if list(map(type, [torch.ones(2), y.new_ones(2)])) == [torch.Tensor] * 2 else y,
+    "name": lambda m, x, y: y * len(type(y).__name__),
+    "class": lambda m, x, y: y * 2 if y.__class__ is m.held.__class__ is torch.Tensor else y,
+    "class of a parameter": lambda m, x, y: y * 2 if m.linear.weight.__class__ is nn.Parameter else y,
+    "dispatch": lambda m, x, y: y * scale(y) + scale(m.linear.weight),
+    "constructor": lambda m, x, y: y * type(m.held)([1.0, 2.0, 3.0, 4.0]),
+    "modules": lambda m, x, y: y * 2 if type(m) is Types and type(m.linear) is nn.Linear else y,
+    "in a checkpoint": lambda m, x, y: checkpoint(
+        lambda t: t * 2 if type(t) is torch.Tensor else t, y, use_reentrant=False
+    ),
+    "classes": makes_classes,
+}
+
+
+class Types(Net):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("held", torch.ones(4))
+
+    def forward(self, x):
+        return self.how(self, x, self.linear(x))
+
+
+@pytest.mark.parametrize("what", TYPES)
+def test_types_of_tensors(single_rank, what):
+    model = Types(TYPES[what])
+    eager, ours = copy.deepcopy(model), shardtrace.fsdp(model)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(ours(x), eager(x))
+    assert "type" not in globals()
 
 
 def sets(y, t):

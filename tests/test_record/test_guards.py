@@ -353,6 +353,41 @@ class LongDict(Base):
         self.table.update({f"k{step}": self.table.pop(f"k{step}") + 1})
 
 
+class LongListOfObjects(Base):
+    def build(self):
+        self.options = [types.SimpleNamespace(scale=1.0, sizes=[1, 2]) for _ in range(100)]
+
+    def forward(self, x):
+        return self.linear(x) * sum(o.scale for o in self.options) + self.options[80].sizes[1]
+
+    def change(self, step):
+        self.options[90 - step].scale += 1
+        self.options[80].sizes[1] = step // 2
+
+
+class LongContainers(Base):
+    """Of more entries than are looked into if the code does not name the container."""
+
+    def build(self):
+        self.table, self.words = dict.fromkeys(range(5000), 1.0), {f"word{i}" for i in range(3000)}
+        self.queue, self.tensors = collections.deque([1.0] * 2000), [torch.ones(D)] * 1500
+        self.unnamed = dict.fromkeys(range(2000))
+
+    def forward(self, x):
+        known = 2 if "word2999" in self.words else 1
+        return self.linear(x) * self.table[4000] * self.queue[1500] * self.tensors[1400] * known
+
+    def change(self, step):
+        self.table[4000] += step % 2
+        self.queue[1500] = 1.0 + step // 3
+        if step == 2:
+            self.words.remove("word2999")
+            self.words.add("another")
+        if step == 4:
+            self.tensors[1400] = torch.full((D,), 2.0)
+        self.unnamed[1000] = step
+
+
 class GrowingCache(Base):
     def build(self):
         self.cache = {}
@@ -367,7 +402,7 @@ class GrowingCache(Base):
 KINDS = [
     ContextVariable, CachedFunction, ListOnModule, Global, GlobalCounter, Closure, ObjectElsewhere, HookAdded, CounterRead, CounterLeft, TensorLeft,
     TensorLeftInDict, BufferReassigned, BufferReadThenReassigned, Attribute, SubmoduleAttribute, ClassAttribute, Config, DictOnModule, Training,
-    RequiresGrad, GrowingCache, DefaultDtype, Environment, LongList, LongDict, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
+    RequiresGrad, GrowingCache, DefaultDtype, Environment, LongList, LongDict, LongListOfObjects, LongContainers, HookRegistered, HookRegisteredAfterwards, HookRegisteredEachTime, PythonModule, Array,
 ]  # fmt: skip
 
 
@@ -423,6 +458,43 @@ class Advances(Base):
 def test_an_iterator_that_forward_advances_is_refused(single_rank, kind):
     model = shardtrace.fsdp(Advances(ITERATORS[kind]()))
     with pytest.raises(NotImplementedError, match=r"forward advances Advances\.held, an iterator"):
+        model(torch.ones(3, D))
+    model.advances = False
+    model(torch.ones(3, D))
+
+
+NUMBERS = itertools.count(1)
+HELD = {"numbers": [(float(k) for k in range(1, 9))], "pairs": enumerate([1.0, 2.0, 3.0])}
+
+
+def next_of(iterator):
+    return lambda: next(iterator)
+
+
+NEXT = next_of(iter([1.0, 2.0, 3.0]))
+
+
+class AdvancesElsewhere(Base):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.advances = how, True
+
+    def forward(self, x):
+        return self.linear(x) * (self.how() if self.advances else 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        (lambda: next(NUMBERS), r"global .*\.NUMBERS"),
+        (lambda: next(HELD["numbers"][0]), r"global .*\.HELD\['numbers'\]\[0\]"),
+        (lambda: next(HELD["pairs"])[1], r"global .*\.HELD\['pairs'\]"),
+        (NEXT, "variable iterator of next_of.*"),
+    ],
+)
+def test_an_iterator_elsewhere_that_forward_advances_is_refused(single_rank, how, where):
+    model = shardtrace.fsdp(AdvancesElsewhere(how))
+    with pytest.raises(NotImplementedError, match=f"forward advances {where}, an iterator"):
         model(torch.ones(3, D))
     model.advances = False
     model(torch.ones(3, D))

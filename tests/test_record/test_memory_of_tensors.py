@@ -287,6 +287,33 @@ def test_data_of_shared_memory_is_refused(single_rank):
         net(torch.ones(3, 4))
 
 
+JOINS = {
+    "buffers": lambda net, y: setattr(net.row, "data", net.row2),
+    "a part": lambda net, y: setattr(net.row, "data", net.buffer.detach().view(2, 2).view(4)),
+    "an attribute": lambda net, y: setattr(net.attribute, "data", net.row.data),
+    "exchanged": lambda net, y: (data := net.row.data, setattr(net.row, "data", net.row2.data), setattr(net.row2, "data", data)),
+    "one result": lambda net, y: (new := y.detach()[0], setattr(net.row, "data", new), setattr(net.row2, "data", new)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", JOINS)
+def test_data_that_joins_memory_is_refused(single_rank, how):
+    net = Net(lambda net, y: (JOINS[how](net, y), y)[1])
+    net.register_buffer("row2", torch.ones(4))
+    with pytest.raises(NotImplementedError, match=r"forward sets \.data of .*: (use copy_|set one of them to a clone)"):
+        shardtrace.fsdp(net)(torch.ones(3, 4))
+
+
+def test_data_of_clones(single_rank):
+    def exchanges(net, y):
+        data = net.row.data.clone()
+        net.row.data = net.attribute.clone() * 2
+        net.attribute.data = data + 1
+        return y * net.row + net.attribute
+
+    runs_as_eager(exchanges)
+
+
 def test_an_argument_that_comes_to_share_memory_is_refused(single_rank):
     def args(net, step):
         return (net.buffer[:2] if step else torch.ones(2),)

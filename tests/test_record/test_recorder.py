@@ -246,7 +246,7 @@ WRITES = {
     "out": lambda x, y: torch.mul(x, 2.0, out=y),
     "foreach": lambda x, y: torch._foreach_mul_([y], 2.0),
     "batch_norm": lambda x, y: torch.batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5, False),
-    "data": lambda x, y: setattr(y, "data", x.detach()),
+    "data": lambda x, y: setattr(y, "data", x.detach() * 1),
 }
 
 
@@ -290,7 +290,7 @@ NOTHING = {
     "calls backward": lambda x, y: (x * 2).sum().backward(),
     "gradients belong to steps": lambda x, y: torch.autograd.backward((x * 2).sum()),
     "memory": lambda x, y: y.set_(x.detach()),
-    "view": lambda x, y: (v := y[0], setattr(y, "data", x.detach()), v + 1),
+    "view": lambda x, y: (v := y[0], setattr(y, "data", x.detach() * 1), v + 1),
     "uses a view": lambda x, y: (z := x.detach() * 1, setattr(y, "data", z), y.mul_(2), z + 1),
     "returns a tensor of which": lambda x, y: (x * 2).detach().requires_grad_(),
 }

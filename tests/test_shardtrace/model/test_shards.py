@@ -7,6 +7,7 @@ import pickle
 import shardtrace
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -391,6 +392,133 @@ def test_parameters_that_a_script_exchanges():
                 found.append([y, *(full(t.grad) if t.grad is not None else torch.tensor(0) for t in (p, own[i]))])
                 p.grad = own[i].grad = None
             torch.testing.assert_close(*found)
+
+
+def unties(net):
+    net[2].weight = nn.Parameter(net[0].weight.detach() * 2)
+
+
+def swaps(net):
+    net[0], net[1] = net[1], net[0]
+
+
+def swaps_weights(net):
+    net[0].weight, net[1].weight = net[1].weight, net[0].weight
+
+
+def drops_bias(net):
+    net[1].bias = None
+
+
+def adds_bias(net):
+    net[1].bias = nn.Parameter(torch.ones(4))
+
+
+def ties(net):
+    net[1].weight = net[0].weight
+
+
+def ties_anew(net):
+    net[0].weight = net[2].weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "changes", [(unties,), (swaps,), (swaps_weights,), (drops_bias, adds_bias), (ties, unties), (ties_anew,)]
+)
+def test_which_parameter_a_module_holds(single_rank, changes):
+    """On one rank, where a script may exchange them as in eager PyTorch."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    eager[2].weight = eager[0].weight
+    ours, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.randn(3, 4)
+    for change in (lambda net: None, *changes, lambda net: None):
+        for model in (eager, ours):
+            change(model)
+            model.zero_grad()
+            model(x).square().sum().backward()
+        torch.testing.assert_close(ours(x), eager(x))
+        torch.testing.assert_close(*([p.grad for p in model.parameters()] for model in (ours, eager)))
+
+
+@on_ranks(2)
+def test_parameters_that_a_script_ties_are_refused():
+    for tie in (ties, lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(4, 4))) or ties(net)):
+        model = shardtrace.fsdp(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), init_policy=shardtrace.InitPolicy(broadcast_from=0)
+        )
+        model(torch.ones(3, 4))
+        tie(model)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' and '1\.weight' are one Parameter now: tie them before"):
+            model(torch.ones(3, 4))
+
+
+class Counts(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 7), nn.Linear(7, 3))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return super().forward(x) * self.count
+
+
+@on_ranks(2)
+def test_a_model_with_buffers_that_a_script_converts():
+    for dtypes in ((torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16, torch.float64)):
+        torch.manual_seed(0)
+        eager = Counts()
+        ours, x = shardtrace.fsdp(copy.deepcopy(eager)), torch.randn(5, 4)
+        for dtype in (torch.float32, *dtypes):
+            found = [model.to(dtype)(x.to(dtype)) for model in (ours, eager)]
+            torch.testing.assert_close(*found)
+            torch.testing.assert_close(ours.count, eager.count)
+
+
+@on_ranks(2)
+def test_random_numbers_are_those_of_one_process():
+    """Of parameters that are drawn anew, and of noise that is added to them."""
+
+    def draws(model):
+        torch.manual_seed(1)
+        model.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
+        nn.init.normal_(model[0].weight, 1.0, 0.2)
+        nn.init.trunc_normal_(model[1].weight)
+        nn.init.xavier_uniform_(model[2].weight)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p)).mul_(torch.rand_like(p, dtype=torch.float32))
+            model[1].weight.bernoulli_(0.5)
+        return [full(p.detach()) for p in model.parameters()] + [torch.rand(2)]
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3), nn.Linear(3, 3))
+    for strategy in ("zero3", "zero2", "ddp"):
+        ours = shardtrace.fsdp(copy.deepcopy(eager), sharding_strategy=strategy)
+        torch.testing.assert_close(draws(ours), draws(copy.deepcopy(eager)))
+
+
+@on_ranks(2)
+def test_an_exchanged_parameter_is_an_input_of_compiled_steps():
+    """Of another dtype it is compiled anew."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    ours, x = thunder.jit(model), torch.randn(3, 4)
+    torch.testing.assert_close(ours(x), eager(x))
+    for step in range(1, 4):
+        p, q = [nn.Parameter(torch.full((6, 4), float(step))) for _ in range(2)]
+        model[0].weight, eager[0].weight = p, q
+        found, expected = ours(x), eager(x)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward(), expected.sum().backward()
+        torch.testing.assert_close(full(p.grad), q.grad)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, eager)]
+        [o.step() for o in optimizers]
+        torch.testing.assert_close(ours(x), eager(x))
+    assert thunder.cache_misses(ours) == 1
+    model[0].weight = nn.Parameter(torch.ones(6, 4, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        ours(x)
 
 
 @on_ranks(2)
