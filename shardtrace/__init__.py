@@ -41,7 +41,14 @@ from shardtrace.ranks.consensus import RankMismatchError
 from shardtrace.ranks.failure import RankFailedError
 from shardtrace.ranks.mesh import init_process_group
 from shardtrace.training.batches import join, shard_sequence, sync_buffers
-from shardtrace.training.full import Generator, full_gradients, full_params, full_state_dict, load_full_state_dict
+from shardtrace.training.full import (
+    Generator,
+    full_gradients,
+    full_params,
+    full_state_dict,
+    iter_full_params,
+    load_full_state_dict,
+)
 from shardtrace.training.gradients import clip_grad_norm_, no_sync, split_parameters
 from shardtrace.training.methods import register_forward_method
 
@@ -97,6 +104,7 @@ __all__ = [
     "init_empty_weights",
     "init_process_group",
     "inspect",
+    "iter_full_params",
     "join",
     "kernels",
     "latest_checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from passes.plan import Shape
 from shardtrace.model.places import broadcast
@@ -45,21 +45,59 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
         cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
     """
-    module, states, entries = sharded_entries(model)
+    module, states, _ = sharded_entries(model)
     warn_of_differing_buffers(module, states[0].group)
     keep = not rank0_only or states[0].group.rank() == 0
+    state = module.state_dict(keep_vars=True)
     whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in iter_full_params(model):
+        if keep and id(state[key]) not in whole:
+            whole[id(state[key])] = value.cpu() if cpu else value.to(state[key].device)
+    return OrderedDict((key, whole.get(id(value), value)) for key, value in state.items()) if keep else OrderedDict()
+
+
+def iter_full_params(
+    model: nn.Module, *, dtype: torch.dtype | None = None, names: Literal["model", "hf"] = "model"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and persistent buffers of the unsharded model, one at a time, by name. In memory are the one that
+    the script has got last, and the next one. For copies to an inference engine such as vLLM, and exports. ::
+
+        engine.load_weights(shardtrace.iter_full_params(model, dtype=torch.bfloat16, names="hf"))
+
+    A collective: every rank of the model's group must go through all of them. Each is on the device that computes.
+    Write into none of them: buffers, and on a single rank parameters, are those of the model.
+
+    Args:
+        model: a sharded module, a module that contains sharded modules, or either one after ``thunder.jit``.
+        dtype: of floating-point parameters, which are cast before they are gathered; None: their own.
+        names: "model": those of ``model.state_dict()``, where tied weights have several, which come one after the
+            other. "hf": as ``save_pretrained`` of Hugging Face writes them, each parameter under its first name.
+
+    Raises:
+        ValueError: for other ``names``.
+    """
+    if names not in ("model", "hf"):
+        raise ValueError(f'names must be "model" or "hf", not {names!r}')
+    return _whole_tensors(model, dtype, all_names=names == "model")
+
+
+def _whole_tensors(
+    model: nn.Module, dtype: torch.dtype | None, *, all_names: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    module, _, entries = sharded_entries(model)
+    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            if id(value) not in whole:
-                entry = entries.get(id(value))
-                full = entry.whole(value) if entry else value.detach()
-                whole[id(value)] = (full.cpu() if cpu else full.to(value.device)) if keep else torch.empty(0)
-            value = whole[id(value)]
-        if keep:
-            result[key] = value
-    return result
+            found.setdefault(id(value), []).append((key, value))
+    for same in found.values():
+        value = same[0][1].detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        entry = entries.get(id(same[0][1]))
+        whole = entry.whole(value) if entry is not None else value
+        for key, _ in same if all_names else same[:1]:
+            yield key, whole
+        del whole  # before the next one is gathered
 
 
 def full_gradients(model: nn.Module, *, rank0_only: bool = False, cpu: bool = False) -> dict[str, torch.Tensor]:

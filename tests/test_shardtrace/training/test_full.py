@@ -1,3 +1,5 @@
+import weakref
+
 import shardtrace
 
 import pytest
@@ -53,6 +55,31 @@ def round_trips():
     assert shardtrace.full_state_dict(model)["scale"] == 3
     # plain state dicts of shards round-trip too
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero3", "owner"])
+def test_whole_parameters_come_one_at_a_time(strategy):
+    torch.manual_seed(0)
+    model = Zoo()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    model = shardtrace.fsdp(model, sharding_strategy=strategy)
+    parameters, given, seen = dict(model.named_parameters(remove_duplicate=False)), [], set()
+    for name, value in shardtrace.iter_full_params(model):
+        given += [weakref.ref(value)] if name in parameters and value.numel() > 8 else []
+        assert sum(r() is not None for r in given) <= 2
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        seen.add(name)
+    assert seen == expected.keys()
+
+    tied = {"head.weight"}
+    half = dict(shardtrace.iter_full_params(model, dtype=torch.bfloat16, names="hf"))
+    assert half.keys() == expected.keys() - tied
+    for name, value in half.items():
+        wanted = expected[name].bfloat16() if expected[name].is_floating_point() else expected[name]
+        torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+    with pytest.raises(ValueError, match='names must be "model" or "hf"'):
+        shardtrace.iter_full_params(model, names="vllm")
 
 
 @on_ranks(2)
