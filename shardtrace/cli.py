@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
+import shardtrace
 from passes.compat.jit import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.cost import hardware
@@ -43,10 +44,11 @@ from shardtrace.planner import plan
 import thunder
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 INSPECTED = (
-    *("sharding_strategy", "bucketing_strategy", "mp_policy", "prefetch", "gather_dtype", "reduce_wire"),
-    "error_feedback",
+    *("sharding_strategy", "bucketing_strategy", "mp_policy", "activation_checkpointing", "prefetch", "gather_dtype"),
+    *("reduce_wire", "error_feedback", "plan", "offload"),
 )
 CLUSTER = ("device", "link", "node_link", "node_ranks")  # the rates that predictions rest on
 DEVICE = "h100-sxm"
@@ -78,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.target} is a script, which passes its own options to fsdp: {', '.join(given)} would change "
             f"nothing. Pass arguments of the script after --, or name a function, as in {options.target}:function"
         )
+    for name in ("out", "chrome_trace", "page"):  # before minutes of work
+        path = getattr(options, name, None)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"--{name.replace('_', '-')}: {path} cannot be written: name a file in a folder that exists")
     if options.command == "check":
         options.world_size = 1  # of a script, up to its call
     elif options.world_size is None:
@@ -125,6 +131,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtrace", description=__doc__, formatter_class=_Format)
+    parser.add_argument("--version", action="version", version=f"shardtrace {shardtrace.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in (
         ("inspect", "writes the inspector's page, a single HTML file"),
@@ -178,7 +185,7 @@ def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> Non
     kinds = {f.name: str(f.type) for policy in POLICIES.values() for f in fields(policy)}
     for option in FLAGS[name]:
         flag, kind = f"--{option.replace('_', '-')}", kinds.get(option, "")
-        if kind == "bool":
+        if kind == "bool" or option == "offload":
             command.add_argument(flag, action="store_true", default=None, help=about)
         else:
             number = _number_or_name if option == "bucketing_strategy" else int if kind.startswith("int") else str
@@ -188,12 +195,14 @@ def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> Non
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``fsdp`` that have a value, with fields in place of their policies."""
     values = {name: getattr(options, name) for name in FLAGS[options.command]}
+    if values.pop("offload", None):
+        values["offload_policy"] = CPUOffloadPolicy()
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """The flags of what is given beside the target."""
-    names = [*_given(options), *(name for name in CLUSTER if getattr(options, name) is not None)]
+    names = (name for name in (*FLAGS[options.command], *CLUSTER) if getattr(options, name) is not None)
     return [f"--{name.replace('_', '-')}" for name in names]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from passes.plan import Wire
@@ -98,7 +99,9 @@ def canonical(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> dict
         if name in REFUSED:
             raise TypeError(f"fsdp() has no {name}: {REFUSED[name]}")
         if name not in SPELLINGS:
-            raise TypeError(f"fsdp() got an unexpected keyword argument {name!r}")
+            near = get_close_matches(name, [*arguments, *SPELLINGS, "plan"], 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"fsdp() got an unexpected keyword argument {name!r}{meant}")
         ours, convert = SPELLINGS[name]
         if value is None or (value := convert(value)) is None:
             continue

@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import shardtrace
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from shardtrace.cli import main
 from shardtrace.proving import Difference, Proof
@@ -152,6 +153,29 @@ def test_what_cannot_be_changed_is_refused(folder, capsys):
     assert "returns a jitted model, which --prefetch cannot change" in capsys.readouterr().err
 
 
+def test_a_plan_checkpointing_and_offload(folder, capsys):
+    assert main(["plan", "factory_for_cli.py:model", "--world-size", "4", "--out", "plan.json"]) == 0
+    capsys.readouterr()
+    assert main(["explain", "factory_for_cli.py:model", "--world-size", "4", "--plan", "plan.json"]) == 0
+    assert capsys.readouterr().out.startswith("Sequential: DDP over 4 ranks")
+    placed = ["--activation-checkpointing", "full", "--offload"]
+    assert main(["explain", "factory_for_cli.py:model", *placed]) == 0
+    with pytest.raises(SystemExit):
+        main(["inspect", "script.py", *placed])
+    assert "its own options to fsdp: --activation-checkpointing, --offload would change" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--out", "--chrome-trace"])
+def test_a_file_that_cannot_be_written_is_an_error_before_the_work(folder, flag, capsys):
+    for path in ("nowhere/page.html", "."):
+        with pytest.raises(SystemExit) as stop:
+            main(["inspect", "factory_for_cli.py:model", flag, path])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert f"{flag}: {path} cannot be written" in error
+        assert "compiling" not in error
+
+
 @pytest.mark.parametrize("target", ["interrupted", "interrupted_inside"])
 def test_interrupt(folder, capsys, target):
     """Ctrl-C while the target is made, and while Thunder interprets."""
@@ -238,6 +262,13 @@ def test_help(arguments, capsys):
     text = capsys.readouterr().out
     assert "file.py:function" in text
     assert "Exit codes: 0; 1 if" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"shardtrace {shardtrace.__version__}\n"
 
 
 def test_module_is_the_command(monkeypatch, capsys):

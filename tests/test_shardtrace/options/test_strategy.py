@@ -270,8 +270,10 @@ def test_bad_input(fake_ranks, options, message):
 
 def test_an_unknown_argument(fake_ranks):
     fake_ranks(2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shard'"):
-        shardtrace.fsdp(mlp(), shard="zero3")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zeros'$"):
+        shardtrace.fsdp(mlp(), zeros="zero3")
+    with pytest.raises(TypeError, match=r"'shard_strategy'; did you mean sharding_strategy\?"):
+        shardtrace.fsdp(mlp(), shard_strategy="zero3")
 
 
 def test_a_mesh_of_one_dimension_does_not_fit_a_hybrid(fake_ranks):
