@@ -35,7 +35,7 @@ from shardtrace.ranks.consensus import announced
 from shardtrace.ranks.mesh import Mesh, leave_in_peace
 from shardtrace.trainers import join_trainers
 from shardtrace.training.gradients import refuse_wrong_steps, share_norms, share_overflows
-from shardtrace.training.methods import METHODS, refuse_wrappers
+from shardtrace.training.methods import METHODS, METHODS_OF_PARTS, refuse_wrappers
 
 import thunder
 import torch.distributed as dist
@@ -170,7 +170,7 @@ def fsdp(
     state.claim_shards()
     if entries and target.device.type == "cpu":
         keep_freed_memory()
-    attach(module, state, chosen, METHODS)
+    attach(module, state, chosen, METHODS, METHODS_OF_PARTS)
     add_hooks(module)
     if stored:
         read_weights(stored, model_state(module))

@@ -96,7 +96,7 @@ OF_JITTED = ("_lc_cd", "_lc_cs", "_lc_transforms")
 Methods = Mapping[str, Callable[[Any], Any]]
 
 
-def attach(model: nn.Module, state: ShardedState, chosen: Chosen, methods: Methods) -> None:
+def attach(model: nn.Module, state: ShardedState, chosen: Chosen, methods: Methods, of_parts: Methods) -> None:
     """Makes ``model`` an instance of its sharded class, and its submodules parts of it: those with parameters, and
     those that are checkpointed or repeated, have a ``save_pretrained``, or cast their inputs."""
     model.__dict__[ATTRIBUTE] = state
@@ -119,7 +119,7 @@ def attach(model: nn.Module, state: ShardedState, chosen: Chosen, methods: Metho
             module.__dict__[PART_ATTRIBUTE] = state
             if module in names:
                 module.__dict__[REPEATED] = names[module]
-            module.__class__ = sharded_class(type(module), root=False)  # type: ignore[arg-type]
+            module.__class__ = sharded_class(type(module), root=False, methods=tuple(of_parts.items()))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -98,19 +98,34 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
     keep = {state: Keep(level) for state in states_in(module)}
     outer = state_around(module) if state_of(module) is None else None
     if outer is not None:
-        links = (link_of(p) for p in module.parameters())
-        mine = {id(link.entry) for link in links if link is not None and link.state is outer}
-        indices = frozenset(i for i, entry in enumerate(outer.entries) if id(entry) in mine)
         if outer.runtime.keep is None:
-            keep[outer] = Keep(level, indices)
+            keep[outer] = Keep(level, _indices(module, outer))
     elif not keep:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
     return keep
 
 
+def _indices(module: nn.Module, state: ShardedState) -> frozenset[int]:
+    """The numbers of the parameters of a sharded model that are those of a module in it."""
+    links = (link_of(p) for p in module.parameters())
+    mine = {id(link.entry) for link in links if link is not None and link.state is state}
+    return frozenset(i for i, entry in enumerate(state.entries) if id(entry) in mine)
+
+
 def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:
-    """Until it is called again, backwards of a sharded model reduce gradients, or are as inside :func:`no_sync`."""
-    own_state(module).runtime.keep = None if sync else Keep(level)
+    """Until it is called again, backwards of a sharded model, or of a part of one, reduce gradients, or are as inside
+    :func:`no_sync`. Raises NotImplementedError if another part is to keep gradients on another level."""
+    state = own_state(module)
+    mine, everything = _indices(module, state), frozenset(range(len(state.entries)))
+    before = state.runtime.keep
+    kept = frozenset[int]() if before is None else everything if before.parameters is None else before.parameters
+    if before is not None and before.level is not level and not sync and not kept <= mine:
+        raise NotImplementedError(
+            "set_requires_gradient_sync and set_requires_all_reduce are switched off for different parts of "
+            f"{state.model_name}: switch off one of them"
+        )
+    kept = kept - mine if sync else kept | mine
+    state.runtime.keep = Keep(level, None if kept == everything else kept) if kept else None
 
 
 def syncs(module: nn.Module) -> bool:

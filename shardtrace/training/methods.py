@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 from passes.compat.jit import unjitted
 from passes.plan import Level
@@ -20,7 +20,7 @@ import torch.distributed.checkpoint.state_dict as torchs_state_dict
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,7 +105,6 @@ ELSEWHERE = {
     "set_separate_reduce_scatter_group": "leave it out",
     "set_symm_mem_for_comm": "leave it out",
     "set_post_optim_event": "leave it out: the schedule orders the streams",
-    "set_is_last_backward": "leave it out: gradients are whole when backward returns",
     "set_manual_backward_finalization": "leave it out: gradients are whole when backward returns",
     "finalize_backward": "leave it out: gradients are whole when backward returns",
     "set_keep_unsharded_storage": "leave it out: gathered parameters are in new memory",
@@ -152,19 +151,20 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         setattr(module, name, MethodType(compiling(method.__func__), module))
 
 
-def unshard(self: nn.Module, async_op: bool = False) -> None:
+def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Makes the parameters whole until ``reshard()``: :func:`shardtrace.full_params` without a ``with``, as in FSDP2.
 
     Calls without gradients are then run by PyTorch. One with gradients reshards the model first, because a compiled
     step gathers by itself. What is written into parameters is lost.
 
     Args:
-        async_op: has no effect: the parameters are there when this returns.
+        async_op: returns a handle, whose ``wait`` has nothing to wait for: the parameters are there when this returns.
     """
     if not own_state(self).unsharded:
         context = full_params(self, writeback=False)
         context.__enter__()
         own_state(self).whole = context
+    return UnshardHandle() if async_op else None
 
 
 def reshard(self: nn.Module) -> None:
@@ -172,20 +172,35 @@ def reshard(self: nn.Module) -> None:
     own_state(self).reshard()
 
 
+def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
+    """FSDP2's, which may leave work to the last backward. Here gradients are whole whenever backward returns."""
+
+
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
-    def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool) -> None:
+    def set_requires_gradient_sync(
+        self: nn.Module, requires_gradient_sync: bool, *, recurse: Literal[True] = True
+    ) -> None:
         """FSDP2's switch. False: backwards are as in ``shardtrace.no_sync`` until it is set to True again."""
+        _check_recurse("set_requires_gradient_sync", recurse)
         set_sync(self, requires_gradient_sync)
 
     return set_requires_gradient_sync
 
 
 def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
-    def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool) -> None:
+    def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recurse: Literal[True] = True) -> None:
         """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is True."""
+        _check_recurse("set_requires_all_reduce", recurse)
         set_sync(self, requires_all_reduce, Level.REPLICAS)
 
     return set_requires_all_reduce
+
+
+def _check_recurse(name: str, recurse: bool) -> None:
+    if not recurse:
+        raise NotImplementedError(
+            f"{name}(recurse=False): a module is switched with all modules in it: leave recurse out"
+        )
 
 
 def _require_backward_grad_sync(_: Any) -> property:
@@ -200,13 +215,28 @@ def _refused(name: str, instead: str, original: Callable[..., Any] | None) -> Ca
     return original or refuse
 
 
+def _of_model(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A method that only the model has, for its submodules."""
+
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        model = own_state(self).model_name
+        raise NotImplementedError(f"{name} is for the whole model: call it on the {model} that fsdp() was given")
+
+    return original or refuse
+
+
 METHODS: Methods = {
     "no_sync": _no_sync,
     "generate": _generate,
     "unshard": lambda original: original or unshard,
     "reshard": lambda original: original or reshard,
+    "set_is_last_backward": lambda original: original or set_is_last_backward,
     "set_requires_gradient_sync": _set_requires_gradient_sync,
     "set_requires_all_reduce": _set_requires_all_reduce,
     "require_backward_grad_sync": _require_backward_grad_sync,
     **{name: functools.partial(_refused, name, instead) for name, instead in ELSEWHERE.items()},
+}
+METHODS_OF_PARTS: Methods = {
+    **{name: method for name, method in METHODS.items() if name not in ("generate", "require_backward_grad_sync")},
+    **{name: functools.partial(_of_model, name) for name in ("unshard", "reshard")},
 }

@@ -39,13 +39,50 @@ def test_whole_gradients(strategy):
     )
 
 
+def test_methods_of_fsdp2_on_submodules(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+    for name in ("unshard", "reshard"):
+        with pytest.raises(NotImplementedError, match=f"{name} is for the whole model: call it on the Sequential"):
+            getattr(model[0], name)()
+    for name in ("set_modules_to_forward_prefetch", "set_reshard_after_forward"):
+        with pytest.raises(NotImplementedError, match="does nothing in a compiled step"):
+            getattr(model[2], name)([model[3]])
+    for sync in (False, True):  # a script that goes through all modules
+        for module in reversed([*model.modules()]):
+            if hasattr(module, "set_requires_gradient_sync"):
+                module.set_requires_gradient_sync(sync)
+                module.set_is_last_backward(sync)
+        assert model.require_backward_grad_sync is sync
+    with pytest.raises(NotImplementedError, match="recurse=False"):
+        model.set_requires_gradient_sync(True, recurse=False)
+    model[0].set_requires_gradient_sync(False)
+    with pytest.raises(NotImplementedError, match="switched off for different parts of Sequential"):
+        model[2].set_requires_all_reduce(False)
+
+
+@on_ranks(2)
+def test_gradients_of_a_block_are_reduced_later():
+    eager = net()
+    model, rank = shardtrace.fsdp(copy.deepcopy(eager)), dist.get_rank()
+    for step in range(2):
+        model[0].set_requires_gradient_sync(step == 1)
+        model(X * (rank + 1 + step)).square().mean().backward()
+        assert (model[0].weight.grad is None) == (step == 0)
+        assert model[2].weight.grad is not None
+        for other in range(2):
+            (eager(X * (other + 1 + step)).square().mean() / 2).backward()
+    torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+
+
 @on_ranks(2)
 def test_unshard_and_reshard():
     eager = net()
     model = shardtrace.fsdp(copy.deepcopy(eager))
     model.unshard()
     assert type(model[0].weight) is nn.Parameter
-    model.unshard()  # nothing
+    assert model.unshard() is None  # nothing
+    model.unshard(async_op=True).wait()
     with torch.no_grad():
         torch.testing.assert_close(model(X), eager(X))
     model.reshard()
