@@ -237,7 +237,7 @@ def _add_plan(commands: Any) -> None:
 def _add_cluster(command: argparse.ArgumentParser, about: str, default: str) -> None:
     command.add_argument("--device", metavar="D", help=f"{about}as in a100-80, l40s, cpu ({default})")
     usual = "what is usual for the device"
-    command.add_argument("--link", metavar="L", help=f"{about}between machines, as in 100gbit ({usual})")
+    command.add_argument("--link", metavar="L", help=f"{about}between machines, as in 100gbit or 12.5GB/s ({usual})")
     command.add_argument("--node-link", metavar="L", help=f"{about}inside a machine, as in nvlink4 ({usual})")
     command.add_argument("--node-ranks", type=int, metavar="N", help=f"{about}ranks of a machine ({usual})")
 

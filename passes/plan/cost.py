@@ -12,6 +12,7 @@ arithmetic, and so reach less of the device's FLOP/s, as measured.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -284,7 +285,8 @@ HARDWARE: Mapping[str, Hardware] = {row.name: row for row in (*(_gpu(*row) for r
 ALIASES = {"a100": "a100-80", "h100": "h100-sxm", "cuda": "h100-sxm"}
 
 
-def _ethernet(gbits: float, latency: float) -> Link:
+def _network(gbits: float) -> Link:
+    latency = 30e-6 if gbits >= 100 else 50e-6 if gbits >= 25 else 100e-6
     return Link(bandwidth=COLLECTIVES * gbits / 8 * 1e9, latency=latency, hop=3e-6)
 
 
@@ -296,11 +298,7 @@ LINKS: Mapping[str, Link] = {
     "xgmi": Link(COLLECTIVES * 448e9, 20e-6, 0.5e-6),  # MI300X: 7 links of 64 GB/s in each direction
     "pcie4": Link(COLLECTIVES * 25e9, 25e-6, 1e-6),  # x16: 32 GB/s less its protocol
     "pcie5": Link(COLLECTIVES * 50e9, 25e-6, 1e-6),
-    "400gbit": _ethernet(400, 30e-6),
-    "200gbit": _ethernet(200, 30e-6),
-    "100gbit": _ethernet(100, 30e-6),
-    "25gbit": _ethernet(25, 50e-6),
-    "10gbit": _ethernet(10, 100e-6),
+    **{f"{gbits}gbit": _network(gbits) for gbits in (400, 200, 100, 25, 10)},
     "1gbit": GLOO,
 }
 # The link inside a machine and the number of ranks there, where the name of the device tells.
@@ -308,6 +306,7 @@ INSIDE = {
     "a100-40": ("nvlink3", 8), "a100-80": ("nvlink3", 8), "h100-sxm": ("nvlink4", 8), "h200": ("nvlink4", 8),
     "b200": ("nvlink5", 8), "mi300x": ("xgmi", 8), "h100-pcie": ("pcie5", 8), "l40s": ("pcie4", 8), "cpu": ("1gbit", 1),
 }  # fmt: skip
+RATE = re.compile(r"(?P<number>\d+(\.\d+)?)((?P<bytes>GB(/s|ps))|[Gg][Bb]it(/s|ps)?|[Gg]bps|Gb/s)")
 BETWEEN = {"cpu": "1gbit"}  # else 400 Gbit/s for each rank, as in NVIDIA's DGX
 
 T = TypeVar("T")
@@ -320,13 +319,17 @@ def hardware(name: str) -> Hardware:
 
 
 def link(name: str) -> Link:
-    """A link by name. Raises ValueError that lists the names."""
-    return _find(LINKS, str(name).lower().replace(" ", "").replace("/s", ""), "link", name)
+    """A link by name, or by a network's rate: 100gbit, 100Gbps, 12.5GB/s. Raises ValueError that lists the names."""
+    text = str(name).replace(" ", "")
+    if (rate := RATE.fullmatch(text)) is not None:
+        gbits = float(rate["number"]) * (8 if rate["bytes"] else 1)
+        return LINKS.get(f"{gbits:g}gbit", _network(gbits))
+    return _find(LINKS, text.lower(), "link", name, ", or a rate, as in 50gbit or 6.25GB/s")
 
 
-def _find(table: Mapping[str, T], key: str, what: str, given: str) -> T:
+def _find(table: Mapping[str, T], key: str, what: str, given: str, more: str = "") -> T:
     if key not in table:
-        raise ValueError(f"there is no {what} {given!r}: choose one of {', '.join(table)}")
+        raise ValueError(f"there is no {what} {given!r}: choose one of {', '.join(table)}{more}")
     return table[key]
 
 
@@ -384,4 +387,5 @@ def _name_of(found: Link) -> str:
     if found == NCCL:
         return "80gbit (the default)"
     names = {rates: f"{name} (the default)" if rates == GLOO else name for name, rates in LINKS.items()}
-    return names.get(found, "a measured link")
+    gbits = float(f"{found.bandwidth / COLLECTIVES * 8 / 1e9:.4g}")
+    return names.get(found, f"{gbits:g}gbit" if found == _network(gbits) else "a measured link")

@@ -1,7 +1,7 @@
 """Devices and links by name, and the cost of collectives over machines."""
 
 from passes.plan import CostModel, Device, Link
-from passes.plan.cost import HARDWARE, INSIDE, cluster, hardware, link
+from passes.plan.cost import HARDWARE, INSIDE, cluster, describe, hardware, link
 
 import pytest
 
@@ -13,6 +13,22 @@ def test_names():
     assert link("400 Gbit/s") == link("400gbit")
     assert HARDWARE.keys() == INSIDE.keys()
     assert all(row.source and row.memory > 1e9 for row in HARDWARE.values())
+
+
+@pytest.mark.parametrize(("name", "shown"), [
+    ("100Gbps", "100gbit"), ("12.5GB/s", "100gbit"), ("3Gb/s", "3gbit"), ("62.5GBps", "500gbit"), ("0.5 gbit", "0.5gbit"),
+])  # fmt: skip
+def test_a_link_by_its_rate(name, shown):
+    assert describe(cluster(hardware("cpu"), inside=None, between=name, node_ranks=1)).endswith(
+        f", {shown} between ranks"
+    )
+    assert link(name).bandwidth == pytest.approx(link(shown).bandwidth)
+
+
+@pytest.mark.parametrize("name", ["50gb/s", "1.2.3gbit", "GB/s"])
+def test_what_is_no_rate(name):
+    with pytest.raises(ValueError, match="or a rate, as in 50gbit"):
+        link(name)
 
 
 @pytest.mark.parametrize(("find", "name"), [(hardware, "h1000"), (link, "carrier pigeon")])
