@@ -44,7 +44,7 @@ from passes.analysis.calls import (
 )
 from passes.analysis.recognise import changes_values, is_deletion, is_return, is_unpack, names
 from passes.comm.symbols import symbol, synchronize
-from passes.compat.jit import calling_function_of, compile_data_and_stats
+from passes.compat.jit import OwnLine, OwnLines, calling_function_of, compile_data_and_stats
 from passes.compat.versions import keeps_graph
 
 from thunder.core import prims
@@ -56,7 +56,6 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.executors.torch_compile import TorchCompileExecutor
-from thunder.extend import OperatorExecutor
 from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
 
 Run = Callable[[TraceCtx], TraceCtx]
@@ -96,7 +95,10 @@ class Parts(NamedTuple):
     results: tuple[TensorProxy, ...]  # these gradients
 
 
-class Variant:
+executor = OwnLines("shardtrace_blocks")
+
+
+class Variant(OwnLine):
     """A block as some of its calls need it. It is the id of the symbol whose lines call it, until these are lowered."""
 
     def __init__(self, name: str, block: Block, needs: Needs, inner: Inner) -> None:
@@ -203,28 +205,6 @@ class _Stages:
         if sign or new.get_provenance() is None:
             new.set_provenance(TraceProvenance(f"shardtrace: {name}"))
         self.traces.append(new)
-
-
-class BlockExecutor(OperatorExecutor):
-    """Differentiates and lowers the calls of blocks. Has no state: the calls' symbols know their blocks."""
-
-    def can_execute(self, bsym: BoundSymbol) -> bool:
-        return isinstance(bsym.sym.id, Variant)
-
-    def get_grad_transform(self, sym: Symbol) -> Any:
-        return sym.id.differentiate
-
-    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
-        return bsym.sym.id.execute
-
-
-executor = BlockExecutor("shardtrace_blocks", version="0.1")
-
-
-def add_executor(data: Any) -> None:
-    """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
-    if executor not in data.executors_list:
-        data.executors_list = (*data.executors_list, executor)
 
 
 def traced_block(bsym: BoundSymbol) -> Block | None:

@@ -41,7 +41,7 @@ from passes.analysis.recognise import (
 )
 from passes.comm.sequence import Part, cut, from_input, gather_output, gather_sequence, to_output
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast
-from passes.kernels.torch_call import add_executor
+from passes.kernels.torch_call import executor as torch_calls
 from passes.plan import TracedParameters
 from passes.plan.plan import ContextPlan, Split
 from passes.sequence import RULES, Blocks, Rules, Splitter, Value
@@ -86,7 +86,7 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     if context is None or context.plan.ranks == 1:
         return computation
     data, _ = compile_data_and_stats()
-    add_executor(data)
+    torch_calls.join(data)
     # whether a value is detached is told by the recorded one, not by the mode in which tracing has ended
     enabled, data.is_grad_enabled = data.is_grad_enabled, True
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)

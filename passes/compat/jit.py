@@ -36,7 +36,7 @@ from thunder.executors import sdpaex
 from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.executors.sdpaex import SpdaBackend
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
-from thunder.extend import Executor
+from thunder.extend import Executor, OperatorExecutor
 from thunder.torch import _get_fake_arg, _torch_to_thunder_function_map
 from thunder.torch.experimental import dtensor_proxy
 from torch.distributed.tensor import DTensor
@@ -169,6 +169,40 @@ def make_name_legal(proxy: Proxy) -> None:
 def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
     """The shape of a proxy, inside or outside a trace. A dimension is itself a proxy if values are symbolic."""
     return tuple(proxy._shape)
+
+
+class OwnLine:
+    """The id of a symbol whose lines say themselves what their gradient is and what runs: calls of torch, of blocks."""
+
+    def differentiate(self, *args: Any) -> Any:
+        """The grad rule: adds lines for the results, and gives the arguments their gradients."""
+        raise NotImplementedError
+
+    def execute(self, *args: Any) -> Any:
+        """Adds the lines that run where nothing is differentiated."""
+        raise NotImplementedError
+
+
+class OwnLines(OperatorExecutor):
+    """Differentiates and lowers lines with an :class:`OwnLine`. Has no state."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, version="0.1")
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        return isinstance(bsym.sym.id, OwnLine) or super().can_execute(bsym)
+
+    def get_grad_transform(self, sym: Symbol) -> Any:
+        return sym.id.differentiate if isinstance(sym.id, OwnLine) else super().get_grad_transform(sym)
+
+    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
+        own = isinstance(bsym.sym.id, OwnLine)
+        return bsym.sym.id.execute if own else super().get_execution_transform(bsym)
+
+    def join(self, data: Any) -> None:
+        """Joins the executors of Thunder's ``data`` of a compilation, as the first."""
+        if self not in data.executors_list:
+            data.executors_list = (self, *data.executors_list)
 
 
 def grad_rule_of(bsym: BoundSymbol) -> Any:

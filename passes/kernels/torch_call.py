@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from passes.comm.symbols import Property
-from passes.compat.jit import symbol_that_calls
+from passes.compat.jit import OwnLine, OwnLines, symbol_that_calls
 from passes.compat.versions import Fakes, keeps_graph
 from passes.kernels.aten import CONSTANTS, Meta, Program, find_program, flop_counter, storage
 from passes.plan.runtime import Unused
@@ -34,9 +34,8 @@ from thunder.core import dtypes, prims
 from thunder.core.devices import to_device
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grad
-from thunder.extend import OperatorExecutor
 from torch._ops import OpOverload
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import resolve_name
@@ -115,7 +114,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(eq=False)
-class TorchCall:
+class TorchCall(OwnLine):
     """One call, a pure function of its tensors. It is the id of the symbol whose lines make it.
 
     ``name`` is that of the symbol, unique in the trace. ``function`` is called with the tensors in their ``places``
@@ -426,21 +425,7 @@ def call_of(sym: Symbol) -> TorchCall | None:
     return sym.id if isinstance(sym.id, TorchCall) else None
 
 
-class TorchCalls(OperatorExecutor):
-    """Differentiates and lowers calls of torch. Has no state: the symbols know their calls."""
-
-    def can_execute(self, bsym: BoundSymbol) -> bool:
-        return isinstance(bsym.sym.id, TorchCall) or super().can_execute(bsym)
-
-    def get_grad_transform(self, sym: Symbol) -> Any:
-        return sym.id.differentiate if isinstance(sym.id, TorchCall) else super().get_grad_transform(sym)
-
-    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
-        own = isinstance(bsym.sym.id, TorchCall)
-        return bsym.sym.id.execute if own else super().get_execution_transform(bsym)
-
-
-executor = TorchCalls("torch_calls", version="0.1")
+executor = OwnLines("torch_calls")
 
 
 def _zeros(*shape: Any, device: Any = None, dtype: Any = None) -> TensorProxy:
@@ -452,12 +437,6 @@ def _zeros(*shape: Any, device: Any = None, dtype: Any = None) -> TensorProxy:
 executor.register_implementation(
     ltorch.zeros, checker=lambda *shape, **options: shape in ((), ((),)), execution_transform=_zeros
 )
-
-
-def add_executor(data: Any) -> None:
-    """Adds the executor of calls to those of Thunder's ``data`` of a compilation."""
-    if executor not in data.executors_list:
-        data.executors_list = (executor, *data.executors_list)
 
 
 def laid_out(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -17,15 +17,14 @@ very same ones; which these are is read from the compiled traces.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import CallOf, block_of, call_tag
 from passes.analysis.recognise import is_unpack, names
-from passes.blocks import copy_of
-from passes.compat.jit import compile_data_and_stats, symbol_that_calls, with_operators_of
+from passes.blocks import copy_of, executor
+from passes.compat.jit import OwnLine, compile_data_and_stats, symbol_that_calls, with_operators_of
 from passes.kernels.registration import fuses
 from passes.plan import ShardedParameter, TracedParameters
 from passes.proof.laws import whole
@@ -39,7 +38,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace, get_tracectx, tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, is_constant_for_vjp, put_grad
-from thunder.extend import FusionExecutor, OperatorExecutor, get_always_executors
+from thunder.extend import FusionExecutor, get_always_executors
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 
@@ -51,7 +50,7 @@ class Needs(NamedTuple):
 
 
 @dataclass(eq=False)
-class Call:
+class Call(OwnLine):
     """A block as some calls need it. It is the id of the symbol of these lines."""
 
     block: Any
@@ -144,33 +143,6 @@ class Vjp(Plain):
     """The id of the gradient of a call."""
 
 
-class Blocks(OperatorExecutor):
-    """Differentiates and lowers the calls of blocks. Has no state: the calls' symbols know their blocks."""
-
-    def can_execute(self, bsym: BoundSymbol) -> bool:
-        return isinstance(bsym.sym.id, Call)
-
-    def get_grad_transform(self, sym: Symbol) -> Any:
-        return sym.id.differentiate
-
-    def get_execution_transform(self, bsym: BoundSymbol) -> Any:
-        return bsym.sym.id.execute
-
-
-executor = Blocks("reference_blocks", version="0.1")
-
-
-@contextmanager
-def _with_executor() -> Iterator[None]:
-    data, _ = compile_data_and_stats()
-    before = data.executors_list
-    data.executors_list = (*before, executor)
-    try:
-        yield
-    finally:
-        data.executors_list = before
-
-
 def lowered(trace: TraceCtx) -> TraceCtx:
     """A trace as the executors of the current compilation run it, with nothing fused."""
     executors = compile_data_and_stats()[0].executors_list
@@ -217,20 +189,19 @@ def reference(record: TraceCtx, parameters: TracedParameters, compiled: TraceCtx
     new = from_trace(record)
     # one line for all inputs, of which each parameter is one
     new.bound_symbols.append(prims.unpack_trivial.bind(record.args, name="inputs", output=record.args))
-    with _with_executor():
-        lines = taken_apart(_with_one_name_each(dce(record), parameters), compiled)
-        for line, needs in _with_needs(lines.bound_symbols, lines.args):
-            bsym = copy_of(line, tags=False)
-            block = block_of(line)
-            if block is not None:
-                bsym = bsym.from_bsym(sym=calls.setdefault((id(block), needs), Call(block, needs)).symbol)
-            if line.sym.id == PrimIDs.RETURN:
-                _copy_returned_inputs(new, bsym)
-            elif line.sym.id != PrimIDs.UNPACK_TRIVIAL:
-                new.bound_symbols.append(bsym)
-        trace = lowered(grad_transform_on_trace(new) if differentiated else dce(new))
-        for call in calls.values():
-            call.lowered  # noqa: B018  while the executors are known
+    lines = taken_apart(_with_one_name_each(dce(record), parameters), compiled)
+    for line, needs in _with_needs(lines.bound_symbols, lines.args):
+        bsym = copy_of(line, tags=False)
+        block = block_of(line)
+        if block is not None:
+            bsym = bsym.from_bsym(sym=calls.setdefault((id(block), needs), Call(block, needs)).symbol)
+        if line.sym.id == PrimIDs.RETURN:
+            _copy_returned_inputs(new, bsym)
+        elif line.sym.id != PrimIDs.UNPACK_TRIVIAL:
+            new.bound_symbols.append(bsym)
+    trace = lowered(grad_transform_on_trace(new) if differentiated else dce(new))
+    for call in calls.values():
+        call.lowered  # noqa: B018  while the executors are known
     return Reference(trace, differentiated, inputs, list(calls.values()))
 
 

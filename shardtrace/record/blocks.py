@@ -13,7 +13,7 @@ from typing import Any
 
 from passes.analysis.calls import Block, CallOf, unique_name
 from passes.analysis.recognise import names
-from passes.blocks import add_executor
+from passes.blocks import executor as block_calls
 from passes.compat.jit import compile_data_and_stats, names_of_users
 from passes.plan import ShardedParameter
 from shardtrace.record.calls import PLAIN, Call, Record, Span, storage
@@ -135,7 +135,7 @@ class Blocks:
             replay.values.forget(t for call in calls for t in call.results if storage(t) not in outside)
             return None
         data, _ = compile_data_and_stats()
-        add_executor(data)
+        block_calls.join(data)
         swap, name = names_of_users(), type(outline.span.module).__name__
         block = Block(
             unique_name(trace, name if name.isidentifier() else "Block"),

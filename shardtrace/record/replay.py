@@ -14,7 +14,7 @@ from passes.analysis.recognise import InModule
 from passes.compat.jit import add_note, name_as_user
 from passes.kernels.aten import Meta
 from passes.kernels.registration import is_as_eager
-from passes.kernels.torch_call import TorchCall, add_executor, laid_out
+from passes.kernels.torch_call import TorchCall, executor, laid_out
 from passes.save import mark_block
 from shardtrace.record.calls import Call, storage
 from shardtrace.record.kinds import Mark
@@ -272,7 +272,7 @@ class Replay:
             absent=self._absent, **options,
         )  # fmt: skip
         call.name = self._name(call)
-        add_executor(get_compile_data())
+        executor.join(get_compile_data())
         with _grad_mode(grad):  # a view is taken again where gradients are off, and read where they are on
             return call.symbol(*proxies)
 
