@@ -22,12 +22,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib import metadata
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import passes  # noqa: F401  first, because it makes Thunder importable
-import shardtrace
 from passes.compat.jit import interrupt_of, notes_of
 from passes.pipeline import AFTER_LOWERING, BEFORE_AUTODIFF
 from passes.plan.cost import hardware
@@ -48,7 +48,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 INSPECTED = (
     *("sharding_strategy", "bucketing_strategy", "mp_policy", "activation_checkpointing", "prefetch", "gather_dtype"),
-    *("reduce_wire", "error_feedback", "plan", "offload"),
+    *("reduce_wire", "error_feedback", "plan", "offload_policy"),
 )
 CLUSTER = ("device", "link", "node_link", "node_ranks")  # the rates that predictions rest on
 DEVICE = "h100-sxm"
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtrace", description=__doc__, formatter_class=_Format)
-    parser.add_argument("--version", action="version", version=f"shardtrace {shardtrace.__version__}")
+    parser.add_argument("--version", action="version", version=f"shardtrace {metadata.version('shardtrace')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in (
         ("inspect", "writes the inspector's page, a single HTML file"),
@@ -184,9 +184,9 @@ def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> Non
     """Adds the flags of options of ``fsdp``: a switch for a field that is True or False, else a flag with a value."""
     kinds = {f.name: str(f.type) for policy in POLICIES.values() for f in fields(policy)}
     for option in FLAGS[name]:
-        flag, kind = f"--{option.replace('_', '-')}", kinds.get(option, "")
-        if kind == "bool" or option == "offload":
-            command.add_argument(flag, action="store_true", default=None, help=about)
+        flag, kind = _flag(option), kinds.get(option, "")
+        if kind == "bool" or option == "offload_policy":
+            command.add_argument(flag, dest=option, action="store_true", default=None, help=about)
         else:
             number = _number_or_name if option == "bucketing_strategy" else int if kind.startswith("int") else str
             command.add_argument(flag, type=number, metavar="V", help=about)
@@ -195,7 +195,7 @@ def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> Non
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``fsdp`` that have a value, with fields in place of their policies."""
     values = {name: getattr(options, name) for name in FLAGS[options.command]}
-    if values.pop("offload", None):
+    if values.get("offload_policy"):
         values["offload_policy"] = CPUOffloadPolicy()
     return {name: value for name, value in values.items() if value is not None}
 
@@ -203,7 +203,11 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _flags(options: argparse.Namespace) -> list[str]:
     """The flags of what is given beside the target."""
     names = (name for name in (*FLAGS[options.command], *CLUSTER) if getattr(options, name) is not None)
-    return [f"--{name.replace('_', '-')}" for name in names]
+    return [_flag(name) for name in names]
+
+
+def _flag(option: str) -> str:
+    return "--offload" if option == "offload_policy" else f"--{option.replace('_', '-')}"
 
 
 def _rates(options: argparse.Namespace) -> dict[str, Any]:
