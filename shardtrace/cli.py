@@ -22,7 +22,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import metadata
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("out", "chrome_trace", "page"):  # before minutes of work
         path = getattr(options, name, None)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            parser.error(f"--{name.replace('_', '-')}: {path} cannot be written: name a file in a folder that exists")
+            parser.error(f"{_flag(name)}: {path} cannot be written: name a file in a folder that exists")
     if options.command == "check":
         options.world_size = 1  # of a script, up to its call
     elif options.world_size is None:
@@ -131,7 +130,7 @@ def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardtrace", description=__doc__, formatter_class=_Format)
-    parser.add_argument("--version", action="version", version=f"shardtrace {metadata.version('shardtrace')}")
+    parser.add_argument("--version", action="version", version=f"shardtrace {doctor.VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in (
         ("inspect", "writes the inspector's page, a single HTML file"),

@@ -17,6 +17,7 @@ from typing import Any
 
 Release = tuple[int, int]
 
+VERSION = "0.1.0"  # of shardtrace
 PYTHON: tuple[Release, Release] = ((3, 10), (3, 13))  # the first and the last that are supported
 TORCH: tuple[Release, Release] = ((2, 10), (2, 15))
 THUNDER = "0.2.6"

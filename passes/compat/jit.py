@@ -88,13 +88,13 @@ def deeper_recursion() -> Iterator[None]:
 
 
 class OldObjects:
-    """Takes the objects that exist from Python's garbage collector while a step is compiled. A compilation makes so
-    many new ones that the collector would look at all of torch and of the script, for a quarter of a first step.
+    """Hides older objects from Python's garbage collector while a step is compiled. A compilation makes so many new
+    objects that the collector would scan all of torch and of the script, which takes a quarter of a first step.
 
-    Which objects are frozen is the process's state, and so is who froze them.
+    The process has one collector. Therefore this state belongs to the process, too.
     """
 
-    PYTHONS_OWN = 1000  # objects that Python itself may have frozen; if there are more, the script has frozen some
+    PYTHONS_OWN = 1000  # Python itself may freeze a few objects; if more are frozen, the script has frozen them
     _frozen = False
 
     @classmethod
@@ -105,7 +105,7 @@ class OldObjects:
 
     @classmethod
     def unfreeze(cls) -> None:
-        """For the end of a compilation, and before a search in all objects, which would not see those."""
+        """Ends it. A search for the referrers of an object needs this, because it does not see frozen objects."""
         if cls._frozen:
             gc.unfreeze()
             cls._frozen = False
@@ -172,7 +172,7 @@ def shape_of(proxy: TensorProxy) -> tuple[Any, ...]:
 
 
 class OwnLine:
-    """The id of a symbol whose lines say themselves what their gradient is and what runs: calls of torch, of blocks."""
+    """The id of a symbol whose lines define their own gradient and lowering: calls of torch and of blocks."""
 
     def differentiate(self, *args: Any) -> Any:
         """The grad rule: adds lines for the results, and gives the arguments their gradients."""
@@ -200,7 +200,7 @@ class OwnLines(OperatorExecutor):
         return bsym.sym.id.execute if own else super().get_execution_transform(bsym)
 
     def join(self, data: Any) -> None:
-        """Joins the executors of Thunder's ``data`` of a compilation, as the first."""
+        """Puts this executor first in the compilation that ``data`` describes, unless it is there already."""
         if self not in data.executors_list:
             data.executors_list = (self, *data.executors_list)
 
@@ -294,13 +294,17 @@ def refresh_modules(current: Callable[[torch.nn.Parameter], torch.nn.Parameter],
         for name, parameter in jitted._overrides_parameters.items():
             jitted._overrides_parameters[name] = current(parameter)
         for known, held, key, path in _tensors_of(jitted):
-            if (id(known), path) in live and known.get(path) is not held[key]:
+            if (id(known), path) not in live:
+                continue
+            if held[key] is None:
                 known.pop(path, None)
-                known.update({} if held[key] is None else {path: held[key]})
+            else:
+                known[path] = held[key]
 
 
 def _tensors_of(jitted: ThunderModule) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
-    """Where Thunder keeps each tensor of a module, where the module has it, by which key, and its qualified name."""
+    """Each tensor of a jitted module: the dict in which Thunder keeps it, the dict of the module that holds it, its key
+    there, and its qualified name, which is its key for Thunder."""
     for name, module in jitted._model.named_modules(remove_duplicate=False):
         for known, held in (
             (jitted._overrides_buffers, module._buffers),

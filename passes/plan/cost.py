@@ -306,8 +306,9 @@ INSIDE = {
     "a100-40": ("nvlink3", 8), "a100-80": ("nvlink3", 8), "h100-sxm": ("nvlink4", 8), "h200": ("nvlink4", 8),
     "b200": ("nvlink5", 8), "mi300x": ("xgmi", 8), "h100-pcie": ("pcie5", 8), "l40s": ("pcie4", 8), "cpu": ("1gbit", 1),
 }  # fmt: skip
-RATE = re.compile(r"(?P<number>\d+(\.\d+)?)((?P<bytes>GB(/s|ps))|[Gg][Bb]it(/s|ps)?|[Gg]bps|Gb/s)")
 BETWEEN = {"cpu": "1gbit"}  # else 400 Gbit/s for each rank, as in NVIDIA's DGX
+# The rate of a network: bytes with a capital B, else bits.
+RATE = re.compile(r"(?P<number>\d+(\.\d+)?)((?P<bytes>GB(/s|ps))|[Gg][Bb]it(/s|ps)?|[Gg]bps|Gb/s)")
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from thunder.core.trace import TraceCtx
 
 
 class Border(NamedTuple):
-    """The prologue and the epilogue (or None) of a step, as they were traced and as they run.
+    """The prologue and the epilogue of a step, as traced and as run. A step may have no epilogue.
 
     ``setters`` are the functions that set what forward sets on modules, by the names of the lines that call them.
     """

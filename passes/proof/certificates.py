@@ -59,7 +59,7 @@ PATIENCE = 20.0  # seconds until a rank is taken for lost
 
 
 class _Table:
-    """What the ranks of a group have sent. The n-th operation of one rank meets the n-th of the others."""
+    """What the ranks of a group have sent. The nth operation of a rank is matched with the nth one of the others."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -226,12 +226,16 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
             if case in seen:
                 continue
             seen.add(case)
-            try:
-                text = _found(case) if isinstance(case, Case) else _found_of_sequence(case)
-            except Exception as error:  # whatever it raises
-                text = f"it raises {type(error).__name__}: {error}"
-            if text:
+            if text := _outcome(_found if isinstance(case, Case) else _found_of_sequence, case):
                 yield f"{line.sym.name} does not do what its law says: {text}"
+
+
+def _outcome(find: Callable[[Any], str], case: Any) -> str:
+    """What a function finds about a case, or what it raises."""
+    try:
+        return find(case)
+    except Exception as error:
+        return f"it raises {type(error).__name__}: {error}"
 
 
 def _is_by_a_users_wire(line: BoundSymbol) -> bool:
@@ -297,7 +301,7 @@ def _bucket(case: Case, rank: int, runtime: PlainRuntime) -> Bucket:
 
 
 def _part(value: torch.Tensor, i: int, case: Case, rank: int, padding: float = 0.0) -> torch.Tensor:
-    """A rank's part of a value, as the law has it."""
+    """A rank's part of a value according to the law."""
     if case.placement is Placement.REPLICATE:
         return value
     if case.placement is Placement.OWNER:
@@ -318,79 +322,93 @@ def _tolerance(case: Case) -> float:
 # ---- sequences ----
 
 
-class Exchange(NamedTuple):
-    """Everything that decides the result of a sequence's collective, except for the sequence's length."""
+LENGTH = 7  # of 4 or 6 chunks: the last ones are short or empty
 
-    issue: Any  # the functions of the two lines
-    finish: Any
-    id: Any  # of the symbol of the first one
+
+class Setting(NamedTuple):
+    """What a collective of sequences depends on, except for the length of the sequence. Its values are
+    (2, 2 heads for each rank, LENGTH, 3)."""
+
     ranks: int
     direct: bool
     flattened: bool  # whether the dim of positions is flattened with others
 
+    @classmethod
+    def of(cls, part: Part) -> Setting:
+        return cls(min(part.plan.ranks, 3), part.plan.direct, part.split.outer * part.split.inner > 1)
 
-LENGTH = 7  # of 4 or 6 chunks: the last ones are short or empty
+    def values(self, draw: torch.Generator) -> list[torch.Tensor]:
+        """A whole value of small integers for each rank."""
+        shape = (2, 2 * self.ranks, LENGTH, 3)
+        return [torch.randint(-8, 9, shape, generator=draw).float() for _ in range(self.ranks)]
+
+    def part(self, rank: int, runtime: PlainRuntime) -> Part:
+        """A rank's part of such a value."""
+        plan = ContextPlan(self.ranks, rank, direct=self.direct, runtime=runtime)
+        return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3) if self.flattened else Split.along(2, LENGTH))
+
+    def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
+        """What a rank holds of a value: its "part", its "heads", or all of it."""
+        if form == "part":
+            return _cut(whole, _positions(rank, self.ranks), padding)
+        return whole[:, 2 * rank : 2 * rank + 2] if form == "heads" else whole
+
+    def laid_out(self, value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(-1) if self.flattened else value.contiguous()
+
+
+class Exchange(NamedTuple):
+    """Everything that decides the result of a sequence's collective."""
+
+    issue: Any  # the functions of the two lines
+    finish: Any
+    id: Any  # of the symbol of the first one
+    setting: Setting
+
+
+EXCHANGES = {  # what collectives take and give
+    sequence.issue_gather.id: ("part", "whole"),
+    sequence.issue_scatter.id: ("whole", "part"),
+    sequence.issue_sum.id: ("whole", "whole"),
+    sequence.issue_to_heads.id: ("part", "heads"),
+    sequence.issue_to_positions.id: ("heads", "part"),
+}
+ADDS = frozenset({sequence.issue_scatter.id, sequence.issue_sum.id})
+TAKES_SHAPE = frozenset({sequence.issue_scatter.id, sequence.issue_to_positions.id})  # when it is waited for
 
 
 def _exchange(line: Any, wait: Any) -> Exchange:
-    part = part_at(line)
-    flattened = part.split.outer * part.split.inner > 1
-    return Exchange(
-        function_of(line), function_of(wait), line.sym.id, min(part.plan.ranks, 3), part.plan.direct, flattened
-    )
+    return Exchange(function_of(line), function_of(wait), line.sym.id, Setting.of(part_at(line)))
 
 
 @lru_cache(maxsize=256)
 def _found_of_sequence(case: Exchange) -> str:
     """As ``_found``. All positions of a rank are compared that are in the sequence."""
-    ranks, draw = case.ranks, torch.Generator().manual_seed(0)
-    heads = 2 * ranks
-    whole = [torch.randint(-8, 9, (2, heads, LENGTH, 3), generator=draw).float() for _ in range(ranks)]
-    total = torch.stack(whole).sum(0)
-    mine = [_positions(rank, ranks) for rank in range(ranks)]
-    shares = [slice(2 * rank, 2 * rank + 2) for rank in range(ranks)]
+    setting, (takes, gives) = case.setting, EXCHANGES[case.id]
+    whole = setting.values(torch.Generator().manual_seed(0))
+    result = torch.stack(whole).sum(0) if case.id in ADDS else whole[0]
 
     def run(rank: int, runtime: PlainRuntime) -> Any:
-        part = _part_of_a_sequence(case, rank, runtime)
-        forms: dict[Any, tuple[Any, ...]] = {
-            sequence.issue_gather.id: (_cut(whole[0], mine[rank], 7.0),),
-            sequence.issue_scatter.id: (whole[rank], tuple(whole[rank].shape)),
-            sequence.issue_sum.id: (whole[rank],),
-            sequence.issue_to_heads.id: (_cut(whole[0], mine[rank], 7.0),),
-            sequence.issue_to_positions.id: (whole[0][:, shares[rank]], (2, 2, LENGTH, 3)),
-        }
-        given, *shape = forms[case.id]
-        if case.flattened:
-            given, shape = given.reshape(-1), [(whole[rank].numel(),) for _ in shape]
-        return case.finish(case.issue(given.contiguous(), part), part, *shape)
+        part = setting.part(rank, runtime)
+        given = setting.laid_out(setting.held(takes, whole[rank if case.id in ADDS else 0], rank, 7.0))
+        shape = [tuple(given.shape)] if case.id in TAKES_SHAPE else []
+        return case.finish(case.issue(given, part), part, *shape)
 
-    for rank, found in enumerate(_on_ranks(ranks, run)):
-        inside = mine[rank] < LENGTH
-        expected = {
-            sequence.issue_gather.id: whole[0],
-            sequence.issue_scatter.id: _cut(total, mine[rank], 0.0),
-            sequence.issue_sum.id: total,
-            sequence.issue_to_heads.id: whole[0][:, shares[rank]],
-            sequence.issue_to_positions.id: _cut(whole[0], mine[rank], 0.0),
-        }[case.id]
+    for rank, found in enumerate(_on_ranks(setting.ranks, run)):
+        expected = setting.held(gives, result, rank, 0.0)
         if found.numel() != expected.numel():
             return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
         found = found.view(expected.shape)
-        if expected.shape[2] == len(inside):
+        if gives == "part":
+            inside = _positions(rank, setting.ranks) < LENGTH
             found, expected = found[:, :, inside], expected[:, :, inside]
         if not torch.equal(found, expected):
             return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
     return ""
 
 
-def _part_of_a_sequence(case: Exchange | Gradient, rank: int, runtime: PlainRuntime) -> Part:
-    """The part of a value (2, heads, LENGTH, 3), with two heads for each rank, which may be flattened."""
-    plan = ContextPlan(case.ranks, rank, direct=case.direct, runtime=runtime)
-    return Part(plan, Split(0, 4 * case.ranks, LENGTH, 3) if case.flattened else Split.along(2, LENGTH))
-
-
 def _positions(rank: int, ranks: int) -> torch.Tensor:
-    """The positions that a rank holds, as the law has it. Those from the sequence's length on are padding."""
+    """The positions that a rank holds according to the law. Positions from LENGTH on are padding."""
     size = -(-LENGTH // (2 * ranks))
     return torch.cat([torch.arange(size) + number * size for number in (rank, 2 * ranks - 1 - rank)])
 
@@ -404,13 +422,11 @@ def _cut(whole: torch.Tensor, positions: torch.Tensor, padding: float) -> torch.
 
 
 class Gradient(NamedTuple):
-    """Everything that decides the gradient of a sequence's collective, except for the sequence's length."""
+    """Everything that decides the gradient of a sequence's collective."""
 
     rule: Any  # writes the lines of the collective and of its gradient
     id: Any
-    ranks: int
-    direct: bool
-    flattened: bool
+    setting: Setting
 
 
 FORMS = {  # what collectives take and give; "equal": a whole that is the same on all ranks
@@ -430,57 +446,44 @@ def wrong_gradients(split: TraceCtx) -> Iterator[str]:
     """The collectives of a computation on parts of sequences whose gradients are not their adjoints."""
     blocks = [block for line in split.bound_symbols if (block := block_of(line)) is not None]
     lines = [line for trace in (split, *(b.trace for b in dict.fromkeys(blocks))) for line in trace.bound_symbols]
-    cases = {_gradient_case(line): line for line in lines if line.sym.id in FORMS}
+    cases = {
+        Gradient(grad_rule_of(line), line.sym.id, Setting.of(line.args[1])): line
+        for line in lines
+        if line.sym.id in FORMS
+    }
     for case, line in cases.items():
-        try:
-            text = _found_of_gradient(case)
-        except Exception as error:  # whatever it raises
-            text = f"it raises {type(error).__name__}: {error}"
-        if text:
+        if text := _outcome(_found_of_gradient, case):
             yield f"the gradient of {line.sym.name} is not its adjoint: {text}"
-
-
-def _gradient_case(line: BoundSymbol) -> Gradient:
-    part = line.args[1]
-    flattened = part.split.outer * part.split.inner > 1
-    return Gradient(grad_rule_of(line), line.sym.id, min(part.plan.ranks, 3), part.plan.direct, flattened)
 
 
 @lru_cache(maxsize=256)
 def _found_of_gradient(case: Gradient) -> str:
-    """How a gradient differs from the adjoint; empty if it does not. All values are small integers."""
-    draw = torch.Generator().manual_seed(0)
-    shape = (2, 2 * case.ranks, LENGTH, 3)
-    takes, gives = FORMS[case.id]
-    x, y = ([torch.randint(-8, 9, shape, generator=draw).float() for _ in range(case.ranks)] for _ in FORMS[case.id])
-
-    def held(form: str, values: list[torch.Tensor], rank: int, padding: float) -> torch.Tensor:
-        found = values[0 if form in ("border", "equal") else rank]
-        if form == "part":
-            found = _cut(found, _positions(rank, case.ranks), padding)
-        if form == "heads":
-            found = found[:, 2 * rank : 2 * rank + 2]
-        return found.reshape(-1) if case.flattened else found.contiguous()
+    """How a gradient differs from the adjoint; empty if it does not."""
+    setting, draw, forms = case.setting, torch.Generator().manual_seed(0), FORMS[case.id]
+    takes, gives = forms
+    x, y = (
+        [values[0]] * setting.ranks if form in ("border", "equal") else values
+        for form, values in ((form, setting.values(draw)) for form in forms)
+    )
 
     def run(rank: int, runtime: PlainRuntime) -> tuple[float, float]:
-        given, cotangent = held(takes, x, rank, 7.0), held(gives, y, rank, 0.0)
+        given = setting.laid_out(setting.held(takes, x[rank], rank, 7.0))
+        cotangent = setting.laid_out(setting.held(gives, y[rank], rank, 0.0))
         trace = TraceCtx()
         with tracectx(trace):
             a = TensorProxy(shape=given.shape, device=devices.cpu, dtype=dtypes.float32, requires_grad=True)
-            result = case.rule(a, _part_of_a_sequence(case, rank, runtime))
+            result = case.rule(a, setting.part(rank, runtime))
         values = {a.name: given}
-        gradient = _with_gradient(trace.bound_symbols, values, cotangent)
+        gradient = _run_with_gradient(trace.bound_symbols, values, cotangent)
         return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item()
 
-    found = _on_ranks(case.ranks, run)
-    left, right = (
-        pairs[0] if form == "border" else sum(pairs)
-        for form, pairs in zip((gives, takes), zip(*found, strict=True), strict=True)
-    )
+    outs, ins = zip(*_on_ranks(setting.ranks, run), strict=True)
+    left = outs[0] if gives == "border" else sum(outs)
+    right = ins[0] if takes == "border" else sum(ins)
     return "" if abs(left - right) < 0.5 else f"<A x, y> = {left:g}, <x, A' y> = {right:g}"
 
 
-def _with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Tensor], cotangent: torch.Tensor) -> Any:
+def _run_with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Tensor], cotangent: torch.Tensor) -> Any:
     """Runs lines of a collective and its gradient. Returns that of their input."""
     gradient = None
     for line in lines:
@@ -493,7 +496,7 @@ def _with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Tensor]
         elif function is not None:
             values[line.output.name] = function(*args)
         else:
-            inside = _with_gradient(line.subsymbols, values, cotangent)
+            inside = _run_with_gradient(line.subsymbols, values, cotangent)
             gradient = gradient if inside is None else inside
     return gradient
 

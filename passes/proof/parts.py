@@ -329,14 +329,9 @@ class _Proof:
         """Whether the dtype of a result has each number of rows that ranks may count."""
         dtype = dtypes.to_torch_dtype(call.results[0].dtype)
         rows = call.operands[0].numel * self.plan.ranks
-        largest = (
-            2 / torch.finfo(dtype).eps
-            if dtype.is_floating_point
-            else torch.iinfo(dtype).max
-            if dtype is not torch.bool
-            else 1
-        )
-        return rows <= largest
+        if dtype is torch.bool:
+            return rows <= 1
+        return rows <= (2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max)
 
     def _rows_of_loss(self, call: TorchLine, operands: Sequence[Form]) -> list[Form] | None:
         """A loss of this rank's rows: ``split`` has what its sum is divided by."""

@@ -1,14 +1,14 @@
 """Whether the function that Python runs is the trace that was proven.
 
-Thunder prints a trace and compiles the text. Here the compiled code itself runs once more, with the trace's own proxies
-for its arguments, and with names that stand for what they would be:
+Thunder prints a trace and compiles the text. Here the compiled code runs once more: its arguments are the trace's own
+proxies, and each name stands for an object without being it.
 
     t9 = linear(input, t5, None)
 
-``linear`` notes that it is called, and with what, and returns the results of the trace's line. So Python itself says in
+``linear`` records the call and its arguments, and returns the results of the trace's line. Python itself thus shows in
 which order lines run, which object each name stands for, which value each argument is, what is deleted and what is
-returned. Each must be what the trace's next line says. Two lines that mean other objects by one name, a printer that
-writes something else, or a function of an earlier trace are found.
+returned. All of it must agree with the trace's next line. This finds two lines that mean different objects by one name,
+a printer that writes something else, and a function of an earlier trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-CONSTANTS = (torch.device,)  # among the arguments of a line, as it prints
+CONSTANTS = (torch.device,)  # constructors that a trace prints inside the arguments of a line
 STATEMENTS = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.DEL, PrimIDs.COMMENT}  # they call nothing
 
 
@@ -39,7 +39,7 @@ class _OtherText(Exception):
 
 
 def other_text(trace: TraceCtx, function: Callable[..., Any] | None) -> Iterator[str]:
-    """How the function that runs differs from a trace; nothing if it does not. Those of its blocks are read, too.
+    """How the function that runs differs from a trace, including the functions of its blocks; nothing if it does not.
     ``function``: None if it will be compiled later."""
     try:
         _read(trace, trace.python_callable() if function is None else function)
@@ -61,7 +61,7 @@ def _read(trace: TraceCtx, function: Callable[..., Any]) -> None:
 
 
 class _Named:
-    """What a name of the text stands for, or an attribute of that. A call of it is one of the reading."""
+    """Stands for an object that the code names, or for an attribute of one. Reports each call to the reading."""
 
     def __init__(self, value: Any, reading: _Reading) -> None:
         self.named_value, self.reading = value, reading
@@ -85,7 +85,7 @@ class _Collection(list[Any]):
 
 
 class _Reading:
-    """The lines of a trace while its text runs."""
+    """The lines of a trace while its code runs."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self._lines = [b for b in trace.bound_symbols if b.sym.id not in STATEMENTS]

@@ -376,9 +376,11 @@ def pass_class_on(function: Callable[..., Any], given: Iterable[torch.Tensor], r
     """Lets the results of a call be of the class of what it was given, as torch does for subclasses."""
     classes = {vars(t)[OWN].cls for t in given if type(t) is Given}
     own = classes - {torch.Tensor, nn.Parameter}
-    like_given = bool(own) or (bool(classes) and function is torch.Tensor.detach)  # nn.Parameter wants the very type
+    passes_on = own or (classes and function is torch.Tensor.detach)  # nn.Parameter wants the very type
     for t in tensors_of(result):
-        if type(t) is FakeTensor and like_given and not isinstance(t, nn.Parameter):
+        if type(t) is not FakeTensor:
+            continue
+        if passes_on and not isinstance(t, nn.Parameter):
             Given.describe(t, Attributes(max(own, key=lambda cls: len(cls.__mro__), default=torch.Tensor)))
-        elif type(t) is FakeTensor:
+        else:
             Seen.mark(t)

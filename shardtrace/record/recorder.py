@@ -252,11 +252,11 @@ class Recorder(TorchFunctionMode):
         t, value = self._met(t), self._met(value)
         if (t.shape, t.dtype, t.device) != (value.shape, value.dtype, value.device):
             raise NotImplementedError("forward gives a tensor data of another shape, dtype or device: use a new tensor")
-        made: dict[int, bool] = {}  # by storage: whether forward has made it
+        given, made = set[int](), set[int]()  # memory that forward was given, and that it has made
         for call in self.record.calls:
-            made |= {storage(x): False for x in call.tensors() if storage(x) not in made}
-            made |= {storage(x): True for x in call.results if storage(x) not in made}
-        if storage(t) != storage(value) and not any(made.get(storage(x), False) for x in (t, value)):
+            given |= {storage(x) for x in call.tensors()} - made
+            made |= {storage(x) for x in call.results} - given
+        if storage(t) != storage(value) and made.isdisjoint(map(storage, (t, value))):
             raise Refused(
                 "forward sets .data of a tensor to the memory of another one that it was given, which both would share "
                 "from then on: use copy_, or set it to a clone"

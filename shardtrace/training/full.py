@@ -45,12 +45,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu: bool = F
         rank0_only: only the first rank of the group keeps the values; the others return an empty dict.
         cpu: move each value to host memory as it is gathered, so that the device never holds more than one.
     """
-    module, states, _ = sharded_entries(model)
+    module, states, entries = sharded_entries(model)
     warn_of_differing_buffers(module, states[0].group)
     keep = not rank0_only or states[0].group.rank() == 0
     state = module.state_dict(keep_vars=True)
     whole: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-    for key, value in iter_full_params(model):
+    for key, value in _whole_tensors(state, entries):
         if keep and id(state[key]) not in whole:
             whole[id(state[key])] = value.cpu() if cpu else value.to(state[key].device)
     return OrderedDict((key, whole.get(id(value), value)) for key, value in state.items()) if keep else OrderedDict()
@@ -78,24 +78,24 @@ def iter_full_params(
     """
     if names not in ("model", "hf"):
         raise ValueError(f'names must be "model" or "hf", not {names!r}')
-    return _whole_tensors(model, dtype, all_names=names == "model")
+    module, _, entries = sharded_entries(model)
+    return _whole_tensors(module.state_dict(keep_vars=True), entries, dtype, all_names=names == "model")
 
 
 def _whole_tensors(
-    model: nn.Module, dtype: torch.dtype | None, *, all_names: bool
+    state: Mapping[str, Any], entries: Mapping[int, Entry], dtype: torch.dtype | None = None, *, all_names: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    module, _, entries = sharded_entries(model)
-    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    """Gathers the tensors of a state dict, each once."""
+    keys: dict[int, list[str]] = {}  # of each tensor, which has several if it is tied
+    for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), []).append((key, value))
-    for same in found.values():
-        value = same[0][1].detach()
+            keys.setdefault(id(value), []).append(key)
+    for number, same in keys.items():
+        value = state[same[0]].detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
-        entry = entries.get(id(same[0][1]))
-        whole = entry.whole(value) if entry is not None else value
-        for key, _ in same if all_names else same[:1]:
+        whole = entries[number].whole(value) if number in entries else value
+        for key in same if all_names else same[:1]:
             yield key, whole
         del whole  # before the next one is gathered
 

@@ -106,10 +106,9 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
 
 
 def _indices(module: nn.Module, state: ShardedState) -> frozenset[int]:
-    """The numbers of the parameters of a sharded model that are those of a module in it."""
-    links = (link_of(p) for p in module.parameters())
-    mine = {id(link.entry) for link in links if link is not None and link.state is state}
-    return frozenset(i for i, entry in enumerate(state.entries) if id(entry) in mine)
+    """The numbers of the parameters of a sharded model that a module in it holds."""
+    inside = {*module.modules()}
+    return frozenset(i for i, entry in enumerate(state.entries) if any(owner in inside for _, owner, _ in entry.owners))
 
 
 def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:

@@ -61,6 +61,15 @@ def test_methods_of_fsdp2_on_submodules(fake_ranks):
         model[2].set_requires_all_reduce(False)
 
 
+def test_a_switch_holds_for_a_parameter_that_was_replaced(fake_ranks):
+    fake_ranks(2)
+    model = shardtrace.fsdp(net())
+    model[0].weight = nn.Parameter(torch.ones(5, 4))
+    model.set_requires_gradient_sync(False)
+    model(X).sum().backward()
+    assert [p.grad for p in model.parameters()] == [None] * 6  # on this rank they are kept
+
+
 @on_ranks(2)
 def test_gradients_of_a_block_are_reduced_later():
     eager = net()
