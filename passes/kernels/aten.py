@@ -206,10 +206,20 @@ def find_program(
     known = [log.number(r) for r in results]
     gives = [None if g is None else log.number(g) for g in found]
     lost = None in known or any(n is None and g is not None for n, g in zip(gives, found, strict=True))
-    if log.why or lost:
+    if log.why or lost or not _reached({*numbers}, log.operations) >= {n for n in gives if n is not None}:
         return None
     results_by_number = [n for n in known if n is not None]
     return _without_dead(log.metas, len(inputs), forward, results_by_number, numbers, log.operations, gives, returns)
+
+
+def _reached(given: Collection[int], operations: Sequence[Operation]) -> set[int]:
+    """The values that are computed from those given. A gradient that is not, such as the zeros of ``sgn``, would be taken
+    for one that nothing reaches, and for None."""
+    found = set(given)
+    for operation in operations:
+        if not found.isdisjoint(operation.reads):
+            found |= operation.makes
+    return found
 
 
 def _without_dead(

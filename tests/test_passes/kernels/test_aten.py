@@ -174,6 +174,7 @@ WITHOUT = {
     "a part that is written": lambda x: (lambda y: (y[0].zero_(), y)[1])(x * 2),
     "a list": lambda x: x[:, [0, 2, 2]],
     "a generator": lambda x: x * torch.rand(3, generator=torch.Generator()),
+    "zeros, whatever is given": torch.angle,
 }
 
 
@@ -274,3 +275,34 @@ def test_no_gradient_stays_none(single_rank):
     model(torch.ones(3))[0].sum().backward()
     assert model.used.grad is not None
     assert model.unused.grad is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.sgn,
+        lambda a: a**0,
+        lambda a: torch.copysign(torch.ones(3), a),
+        lambda a: torch.nextafter(torch.ones(3), a),
+    ],
+    ids=["sgn", "pow", "copysign", "nextafter"],
+)
+def test_zeros_that_torch_gives_stay_zeros(function, single_rank):
+    """An optimizer decays a parameter with zeros for its gradient, and none without one."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return function(self.a) * x, self.b * x
+
+    model = shardtrace.fsdp(Scaled())
+    model(torch.ones(3))[0].sum().backward()
+    assert model.a.grad is not None
+    assert not model.a.grad.any()
+    assert model.b.grad is None
+    model(torch.ones(3))[1].sum().backward()
+    assert not model.a.grad.any()
+    assert model.b.grad.all()
