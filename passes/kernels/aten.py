@@ -213,8 +213,8 @@ def find_program(
 
 
 def _reached(given: Collection[int], operations: Sequence[Operation]) -> set[int]:
-    """The values that are computed from those given. A gradient that is not, such as the zeros of ``sgn``, would be taken
-    for one that nothing reaches, and for None."""
+    """The values that are computed from those given. A gradient that is not, such as the zeros of ``sgn``, would be
+    taken for one that nothing reaches, and for None."""
     found = set(given)
     for operation in operations:
         if not found.isdisjoint(operation.reads):
