@@ -39,14 +39,14 @@ from passes.guards import Guard, compare_ranks, insert_guards, merge_checks
 from passes.plan import Runtime, Step, TracedParameters
 from passes.plan.runtime import Unused
 from passes.proof.borders import Border
-from passes.proof.prove import Proof, Record, prove_step
+from passes.proof.prove import Proof, Record, has_backward, prove_step
 from passes.save import Kept, Swapped, checkpoint_activations, keep_random, keep_secondary, regather, save_shards
 from passes.schedule import schedule, wait_copies
 from passes.shard_parameters import insert_synchronize, shard_parameters
 from passes.split_sequence import Context, overlap_sequence, split_sequence
 
 import torch
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag
+from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
 
 # ---- what passes know besides the trace ----
@@ -292,7 +292,7 @@ class LastStage(PassAfterLowering):
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         new = super().transform_trace_post_optimization(computation_trace, **kwargs)
-        if is_backward(new) or TraceTag.AUGMENTED_FORWARD not in new.tags:
+        if is_backward(new) or not has_backward(new, self.compilation.facts.record if self.compilation else None):
             OldObjects.unfreeze()
         return new
 

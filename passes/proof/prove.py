@@ -21,8 +21,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from passes.analysis.calls import block_function, block_functions
+from passes.analysis.calls import block_function, block_functions, differentiated
 from passes.analysis.recognise import is_backward, is_deletion, is_return, is_unpack, names, properties, updated_by
+from passes.compat.jit import compile_data_and_stats
 from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
@@ -56,6 +57,7 @@ from passes.proof.reference import (
 from passes.proof.text import other_text
 from passes.split_sequence import Context
 
+from thunder.core.dtypes import is_inexact_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
@@ -262,6 +264,19 @@ def claim(record: Record, parameters: TracedParameters, forward: TraceCtx, backw
 def needs_backward(record: TraceCtx) -> bool:
     """Whether Thunder differentiates a computation. Nothing has a gradient where they are off."""
     return any(isinstance(p, TensorProxy) and p.requires_grad for p in record.args)
+
+
+def has_backward(forward: TraceCtx, record: Record | None) -> bool:
+    """Whether Thunder has made a backward of a computation. It marks the forward even if no gradient reaches a result,
+    as under ``torch.no_grad``."""
+    if TraceTag.AUGMENTED_FORWARD not in forward.tags:
+        return False
+    if record is None:
+        return True
+    inputs = {p.name for p in record.last.args if isinstance(p, TensorProxy) and p.requires_grad}
+    reached = differentiated(record.last) if compile_data_and_stats()[0].is_grad_enabled else inputs
+    returned = _flat(record.last.bound_symbols[-1].args[0]["output"])
+    return any(isinstance(o, TensorProxy) and o.name in reached and is_inexact_dtype(o.dtype) for o in returned)
 
 
 def _flat(structure: Any) -> tuple[Any, ...]:
@@ -553,7 +568,7 @@ def prove_step(
     forward, backward = trace, None
     if is_backward(trace):
         forward, backward = forwards[-1], trace
-    elif TraceTag.AUGMENTED_FORWARD in trace.tags:
+    elif has_backward(trace, record):
         forwards[:] = [trace]
         return trace
     traces = [t for t in (forward, backward) if t is not None]

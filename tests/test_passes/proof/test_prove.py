@@ -1,5 +1,7 @@
 """The proof that a step is the unsharded program: of right steps, and of steps that a pass makes wrong."""
 
+import gc
+
 import shardtrace  # isort: split
 
 from passes.pipeline import PassAfterLowering
@@ -97,6 +99,34 @@ def test_a_wrong_step_raises_if_it_is_to_be_proven(fake_ranks):
     cmodel = thunder.jit(shardtrace.fsdp(Net()), transforms=[PassAfterLowering(exchange_gradients)])
     with pytest.raises(AssertionError, match="the compiled step of Net could not be proven"):
         cmodel(torch.randn(4, 4))
+
+
+class Detached(Net):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def keep_input(trace):
+    """A wrong pass: forward returns what it was given."""
+    *lines, last = trace.bound_symbols
+    x = next((p for p in trace.args if p.name == "x"), None)
+    if x is None or "flat_args" not in last.args[0]:  # of a block
+        return trace
+    new = from_trace(trace)
+    new.bound_symbols = [*lines, last.from_bsym(args=({**last.args[0], "output": (x,)}, *last.args[1:]))]
+    return new
+
+
+@pytest.mark.parametrize(("net", "grad"), [(Net, False), (Detached, True)], ids=["no_grad", "detached"])
+def test_a_step_without_gradients_is_proven(fake_ranks, net, grad):
+    """Thunder marks its forward as one that a backward follows."""
+    fake_ranks(2)
+    with torch.set_grad_enabled(grad):
+        thunder.jit(shardtrace.fsdp(net()))(torch.randn(4, 4))
+        assert gc.get_freeze_count() < 1000
+        cmodel = thunder.jit(shardtrace.fsdp(net()), transforms=[PassAfterLowering(keep_input)])
+        with pytest.raises(AssertionError, match=r"the compiled step of .* could not be proven"):
+            cmodel(torch.randn(4, 4))
 
 
 def test_calls_that_cannot_be_proven(fake_ranks):
