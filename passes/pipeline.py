@@ -31,6 +31,7 @@ from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
 from passes.blocks import Inner, outline, share_fusions
+from passes.chunk_loss import Chunks, chunk_loss
 from passes.comm.symbols import synchronize
 from passes.compat.jit import OldObjects, compile_data_and_stats
 from passes.epilogue import Rebuild, Setter, delay_writes, keep_stream, rebuild_result, set_state, watch_backward
@@ -72,6 +73,7 @@ class Facts:
     changes: list[Any] = field(default_factory=list)  # likewise, what forwards set
     swapped: dict[str, Swapped] = field(default_factory=dict)  # forward's save_shards fills it for backward's
     context: Context | None = None  # the sequence that ranks hold in parts
+    chunks: Chunks = None  # of a loss
     proving: list[str] = field(default_factory=list)  # the names of the models whose steps are to be proven
     record: Record | None = None  # the computation before the first and after the last pass before autodiff
     border: Border | None = None  # the prologue and the epilogue, likewise
@@ -217,8 +219,7 @@ class PassBeforeAutodiff(Pass):
             if new is not trace:
                 self.publish(new, self.over)
         if self.over == "computation" and self.compilation is not None and self.compilation.facts.record is not None:
-            known, last = self.compilation.facts.record, traces[self.over]
-            self.compilation.facts.record = known._replace(last=last, first=last if self.begins else known.first)
+            self.compilation.facts.record = self.compilation.facts.record.after(traces[self.over], begins=self.begins)
         return traces["prologue"], traces["computation"], traces["epilogue"]
 
 
@@ -236,7 +237,7 @@ class FirstStage(Pass):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         with self.running(computation_trace):
             self.compilation.end_tracing()
-            self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace)
+            self.compilation.facts.record = Record(computation_trace, computation_trace, computation_trace, None)
             outer = prologue_trace, epilogue_trace
             self.compilation.facts.border = Border(outer, outer, self.compilation.facts.setters)
             self.compilation.facts.variables = copy_context()
@@ -395,6 +396,8 @@ def yours(trace: TraceCtx) -> TraceCtx:
 BEFORE_AUTODIFF = (
     Entry("split_sequence", split_sequence, "first: it needs the computation as it was recorded",
           "ranks would compute on whole sequences", begins=True),
+    Entry("chunk_loss", chunk_loss, "after split_sequence, which knows the model's own loss; before lines are inserted",
+          begins=True),
     Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",
           "the step is called with shards", remarks=True),  # the first that every model has
     Entry("shard_prologue", shard_parameters, "with the computation, whose inputs the prologue fetches and checks",

@@ -141,9 +141,10 @@ class Writer:
         grads: Sequence[bool],
         *,
         like: TorchCall | None = None,
+        name: str = "",
     ) -> list[TensorProxy]:
         """Adds a line that calls torch's function, in the modes of the call ``like``. ``grads``: which of its tensors
-        need a gradient."""
+        need a gradient. ``name``: of the function in the trace, by default that of a part."""
         flat, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_proxy)
         places = [i for i, x in enumerate(flat) if isinstance(x, TensorProxy)]
         operands = [flat[i] for i in places]
@@ -155,9 +156,9 @@ class Writer:
         if like is not None:
             modes = {"written": like.written, "autocast": like.autocast}
             options = {"random": like.random, **modes}
-        name = getattr(function, "__name__", "call").strip("_")
+        name = name or f"torch_{getattr(function, '__name__', 'call').strip('_')}_part"
         call = TorchCall(
-            name=unique_name(self.trace, f"torch_{name}_part"), function=function, flat=flat, spec=spec, places=places,
+            name=unique_name(self.trace, name), function=function, flat=flat, spec=spec, places=places,
             inputs=inputs, results=(), absent=absent, **options,
         )  # fmt: skip
         with Fakes(allow_non_fake_inputs=True), torch.set_grad_enabled(any(grads)):

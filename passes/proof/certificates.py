@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from queue import Queue
@@ -34,10 +35,12 @@ from passes.analysis.recognise import (
     part_at,
     waits_for_future,
 )
+from passes.chunk_loss import ChunkedLoss
 from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
 from passes.comm.symbols import GATHERS
 from passes.compat.jit import function_of, grad_rule_of
+from passes.kernels.torch_call import call_of
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire
 from passes.plan.runtime import PlainRuntime
@@ -502,3 +505,33 @@ def _run_with_gradient(lines: Sequence[BoundSymbol], values: dict[str, torch.Ten
 
 
 PLAIN: dict[Any, Callable[..., Any]] = {PrimIDs.SHALLOW_COPY: lambda x: x, PrimIDs.MUL: torch.mul}
+
+
+# ---- losses in chunks ----
+
+
+def wrong_losses(first: TraceCtx) -> Iterator[str]:
+    """The lines that compute a loss in chunks and are not the loss of all rows, with its gradients."""
+    functions = (call.function for line in first.bound_symbols if (call := call_of(line.sym)) is not None)
+    for loss in dict.fromkeys(f for f in functions if isinstance(f, ChunkedLoss)):
+        if text := _outcome(_found_of_loss, loss):
+            yield f"a loss in {loss.chunks} chunks is not the loss of all rows: {text}"
+
+
+def _found_of_loss(loss: ChunkedLoss) -> str:
+    draw = torch.Generator().manual_seed(0)
+    rows, weight, bias = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((LENGTH, 3), (5, 3), (5,))
+    )
+    labels = torch.tensor([0, 4, loss.ignored, 2, 1, 1, 3])[:LENGTH]
+    results = []
+    for function in (replace(loss, chunks=3), loss.at_once):
+        given = [t.clone().requires_grad_() for t in (rows, weight, bias)]
+        with torch.enable_grad():
+            total = function(given[0], given[1], labels, given[2])
+            results.append([total, *torch.autograd.grad(total, given, torch.tensor(2.0, dtype=total.dtype))])
+    for what, found, expected in zip(("loss", "rows", "weight", "bias"), *results, strict=True):
+        eps = 4 * torch.finfo(found.dtype).eps
+        if not torch.allclose(found.double(), expected.double(), rtol=max(eps, 1e-5), atol=max(eps, 1e-6)):
+            return f"{what}: {found.flatten()[:3].tolist()} for {expected.flatten()[:3].tolist()}"
+    return ""

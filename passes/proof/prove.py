@@ -28,7 +28,7 @@ from passes.guards import sent
 from passes.plan import Gradients, Level, ShardedParameter, TracedParameters
 from passes.plan.runtime import Step
 from passes.proof.borders import Border, other_borders
-from passes.proof.certificates import uncertified, wrong_gradients
+from passes.proof.certificates import uncertified, wrong_gradients, wrong_losses
 from passes.proof.laws import LAWS, expected_gradient, mean, part, unless_absent
 from passes.proof.parts import unproven
 from passes.proof.program import (
@@ -169,12 +169,19 @@ def _written(line: BoundSymbol) -> set[str]:
 
 
 class Record(NamedTuple):
-    """A computation as it was recorded, and after the passes before autodiff. ``traced``: as Thunder lists it, which is
-    the first one unless ranks compute on parts of sequences."""
+    """A computation as it was ``traced``, as ranks ``split`` it, as ``first`` all later passes must keep it, and as the
+    ``last`` pass gives it to autodiff."""
 
     first: TraceCtx
     last: TraceCtx
     traced: TraceCtx
+    split: TraceCtx | None
+
+    def after(self, last: TraceCtx, *, begins: bool) -> Record:
+        """The record after one more pass. ``begins``: whether all later passes must keep what it gives."""
+        if not begins:
+            return self._replace(last=last)
+        return self._replace(first=last, last=last, split=last if self.split is None else self.split)
 
 
 @dataclass(frozen=True)
@@ -524,8 +531,8 @@ def prove(
         border: the prologue and the epilogue; None if they are not known.
         functions: traces that run, each with its function; None: as it will be compiled.
     """
-    split = context is not None and record.first is not record.traced
-    if context is not None and split and (differences := tuple(unproven(record.traced, record.first, context))):
+    split = record.split if context is not None and record.split is not record.traced else None
+    if context is not None and split is not None and (differences := tuple(unproven(record.traced, split, context))):
         return Proof("unproven", differences=differences)
     try:
         made = claim(record, parameters, forward, backward)
@@ -533,7 +540,7 @@ def prove(
         return Proof("unproven", differences=(f"the unsharded program: {error}",))
     proof = check(made, forward, backward)
     others = [*(other_borders(border) if border is not None else ()), *uncertified(forward, backward)]
-    others += wrong_gradients(record.first) if split else ()
+    others += [*(wrong_gradients(split) if split is not None else ()), *wrong_losses(record.first)]
     others += [text for trace, function in functions for text in other_text(trace, function)]
     return replace(proof, verdict="unproven", differences=(*proof.differences, *others)) if others else proof
 

@@ -48,7 +48,7 @@ from shardtrace.ranks.consensus import compare
 from shardtrace.ranks.mesh import is_alone, transport
 from shardtrace.ranks.progress import compiling
 from shardtrace.record import front
-from shardtrace.record.calls import Record
+from shardtrace.record.calls import Record, only_losses
 from shardtrace.record.eager import Eager
 from shardtrace.record.numbers import Varying
 from shardtrace.record.recording import Comparison, Recording, is_comparable
@@ -305,6 +305,7 @@ def _trace_models(call: Callable[..., Any], module: Any, args: Any, kwargs: Any,
     facts = compilation.trace(get_jit_ctx())
     context = facts.context = context_of(states, facts)
     check_alone(states[0], call)
+    facts.chunks = states[0].options.compile.chunk_loss
     by_stand_in: dict[int, ShardedParameter] = {}
     for state in states:
         if state.model_name not in facts.models:
@@ -370,6 +371,7 @@ def _setting(
         computing=not makes_graphs(get_compile_data().transforms),
         whole=options.precision is None and not parts,  # whose casts and parts are its own
         variants=states[0].variants,
+        returned=only_losses if options.compile.returns == "loss" else None,
         **others,
     )
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from passes.chunk_loss import Chunks
 from passes.comm.quantized import FP8, INT4, INT8, ROUNDED, SMALLEST, gather_wire, reduction_wire
 from passes.pipeline import check_disabled
 from passes.plan import CostModel, Placement, Wire, shard_shape
@@ -393,6 +394,11 @@ class CompilePolicy:
         cost_model: the durations of collectives and compute, which decide where collectives are issued and waited for.
             Must be equal on all ranks. Default: the measurements of ``shardtrace calibrate`` on the machine of the
             group's first rank, else those of a slow link and a fast device.
+        chunk_loss: in how many chunks of rows the loss of a language model is computed, so that its logits are never
+            there as a whole. "auto": 8 or more, if they take more than 64 MiB. None: at once. Logits that forward also
+            returns are there in any case, see ``returns``.
+        returns: "all" that forward returns; or "loss", and not the logits: where the result has a single number with a
+            gradient, other tensors are left out of it. A read of one is an error.
         disable_passes: names of passes to leave out, for debugging. ``shardtrace passes`` lists those that can be.
 
     Raises:
@@ -406,9 +412,15 @@ class CompilePolicy:
     prefetch: int | None = None
     max_inflight_bytes: int | None = None
     cost_model: CostModel | None = None
+    chunk_loss: Chunks = "auto"
+    returns: Literal["all", "loss"] = "all"
     disable_passes: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        if self.chunk_loss not in (None, "auto"):
+            parse_count("chunk_loss", self.chunk_loss, 'a number of chunks, "auto" or None', least=1)
+        if self.returns not in ("all", "loss"):
+            raise ValueError(f'returns must be "all" or "loss", not {self.returns!r}')
         _check("jit", self.jit, bool | Mapping, "True, False, or arguments of thunder.jit")
         _check("kernels", self.kernels, bool, "True or False")
         if self.prefetch is not None:

@@ -318,6 +318,7 @@ class Setting:
         computing: whether lines may take plain numbers as inputs.
         whole: whether PyTorch may run the model itself, as one line.
         variants: what was read of inputs, see :class:`Reads`.
+        returned: takes from what forward returns what a step is to return.
     """
 
     known: dict[int, Any]
@@ -335,14 +336,17 @@ class Setting:
     computing: bool = True
     whole: bool = True
     variants: dict[Hashable, set[Hashable]] | None = None
+    returned: Callable[[Any], Any] | None = None
 
 
 def trace(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, setting: Setting) -> Traced:
     """Records ``function(module, ...)`` and writes it into the running trace. Arguments and result are wrapped."""
     front = Front(unwrap(module), setting)
+    taken = setting.returned
+    called = function if taken is None else lambda *given, **named: taken(function(*given, **named))
     while True:
         try:
-            done = front.record(function, module, args, kwargs)
+            done = front.record(called, module, args, kwargs)
             if front.has_rebuilt(done):
                 continue
             traced = front.write(done)

@@ -1,0 +1,409 @@
+"""Pass: a loss is computed in chunks of rows, and the logits are never there as a whole.
+
+    t7 = linear(t6, t_head)                              loss, saved = torch_chunked_loss_0_forward(t9, t_head, t8)
+    t8 = to(t7, torch.float32)                    ->     ...
+    loss = cross_entropy(view(t8, (4096, 50304)), t9)    g6, g_head = torch_chunked_loss_0_backward(saved, g)
+
+The logits of a language model are its largest values: rows x vocabulary, in two precisions, with their gradient. The new
+line computes the loss and its gradients chunk by chunk in forward, and hands the gradients on in backward. A product
+more is not needed, and backward needs no weight: ZeRO-3 gathers the head's once.
+
+What lies between the product and the loss may be casts, functions of each number (a soft cap, a scale) and views that
+keep the last dim. The views are taken of the rows instead. If anything else reads a logit, such as the model's result,
+the lines stay as they are.
+
+Note [Scale]. The gradients are those of the sum of the rows' losses: of one row between -1 and 1. In backward they are
+divided by the number of rows and multiplied by the incoming gradient, which a GradScaler may have made large. So float16
+does not underflow, and a batch without a label has the loss NaN and gradients of zero, as in torch.
+
+Source: the gradient in forward is that of Hsu et al., 2024, "Liger Kernel".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from passes.analysis.dims import TorchLine, torch_line
+from passes.analysis.recognise import names
+from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
+from passes.compat.versions import keeps_graph
+from passes.kernels.torch_call import call_of
+from passes.kernels.torch_call import executor as torch_calls
+from passes.plan.dims.reductions import RESHAPES
+from passes.plan.dims.views import is_full
+from passes.sequence import Writer, loss_arguments, of_each_dim
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes
+from thunder.core.langctxs import Languages, langctx
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch.nn import functional as F
+
+Chunks = int | Literal["auto"] | None
+CHUNKS = 8  # of "auto": at the peak are an eighth of the logits, and the weight's gradient is added to eight times
+LEAST_BYTES = 64 << 20  # of logits in float32 that "auto" makes chunks of
+LARGEST_CHUNK = 1 << 30  # bytes of logits in float32
+LEAST_ROWS = 128  # of a chunk, so that products stay efficient
+
+# ---- the function ----
+
+
+class _Given:
+    """The place of the logits among the arguments of a step."""
+
+    def __repr__(self) -> str:
+        return "logits"
+
+
+GIVEN = _Given()
+
+
+class Step(NamedTuple):
+    """A function between the product and the loss."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        args = (logits if x is GIVEN else x for x in self.args)
+        result: torch.Tensor = self.function(*args, **dict(self.kwargs))
+        return result
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Cross entropy of ``steps(rows @ weight.T + bias)``, a function of rows (n, width), weight (classes, width) and
+    labels (n,), with bias (classes,) and class weights (classes,) or None. It returns a number."""
+
+    chunks: int
+    steps: tuple[Step, ...] = ()
+    ignored: int = -100
+    smoothing: float = 0.0
+    mean: bool = True
+
+    __name__ = "chunked_loss"
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        classes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found: torch.Tensor = _Chunked.apply(self, rows, weight, labels, bias, classes)
+        return found
+
+    def count(self, weight: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None) -> torch.Tensor:
+        """What the sum of the rows' losses is divided by."""
+        dtype = _wide(weight)
+        if not self.mean:
+            return labels.new_ones((), dtype=dtype)
+        counts = labels != self.ignored
+        if classes is None:
+            return counts.sum(dtype=dtype)
+        return classes[labels.where(counts, 0)].where(counts, 0).sum(dtype=dtype)
+
+    def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None) -> torch.Tensor:
+        """The loss of each row, from the product."""
+        for step in self.steps:
+            logits = step(logits)
+        return F.cross_entropy(
+            logits, labels, classes, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
+        )
+
+    def at_once(
+        self, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same, of all rows."""
+        losses = self.of_rows(F.linear(rows, weight, bias), labels, None)
+        return (losses.sum() / self.count(weight, labels, None)).to(losses.dtype)
+
+    def slices(self, rows: int) -> Iterator[slice]:
+        size = -(-rows // self.chunks)
+        return (slice(first, first + size) for first in range(0, rows, size))
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss of all chunks. Forward computes the gradients that are wanted, too: see Note [Scale]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: ChunkedLoss,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        classes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _, of_rows, of_weight, _, of_bias, _ = ctx.needs_input_grad
+        count = loss.count(weight, labels, classes)
+        gradients = [
+            torch.empty_like(rows) if of_rows else None,
+            torch.zeros_like(weight, dtype=_wide(weight)) if of_weight else None,
+            torch.zeros_like(bias, dtype=_wide(bias)) if of_bias and bias is not None else None,
+        ]
+        total = torch.zeros((), dtype=count.dtype, device=rows.device)
+        for part in loss.slices(len(rows)):
+            given = rows[part]
+            logits = F.linear(given, weight, bias)
+            losses, gradient = _differentiated(loss, logits, labels[part], classes, wanted=any(ctx.needs_input_grad))
+            del logits
+            total += losses.sum(dtype=count.dtype)
+            _add(gradients, part, gradient, given, weight)
+            del gradient
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, weight, bias)]
+        ctx.save_for_backward(count, *gradients)
+        return (total / count).to(losses.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        count, *found = ctx.saved_tensors
+        factor = torch.where(count == 0, 0, gradient / count)
+        scale = torch.Tensor.mul if keeps_graph() else torch.Tensor.mul_
+        of_rows, of_weight, of_bias = (
+            None if t is None else scale(t, factor).to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return None, of_rows, of_weight, None, of_bias, None
+
+
+def _differentiated(
+    loss: ChunkedLoss, logits: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None, *, wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The losses of some rows, and the gradient of their logits, of which each row's loss has one, if it is wanted."""
+    if not wanted:
+        return loss.of_rows(logits, labels, classes), None
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # not as the line around this one
+    with torch.enable_grad(), keep:
+        logits.requires_grad_()
+        found = loss.of_rows(logits, labels, classes)
+        (gradient,) = torch.autograd.grad(found.sum(), logits)
+    return found.detach(), gradient
+
+
+def _add(
+    gradients: Sequence[torch.Tensor | None],
+    part: slice,
+    gradient: torch.Tensor | None,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Adds what the gradient of the logits of some rows gives those of rows, weight and bias."""
+    if gradient is None:
+        return
+    of_rows, of_weight, of_bias = gradients
+    if of_rows is not None:
+        torch.mm(gradient, weight, out=of_rows[part])
+    if of_weight is not None and of_weight.dtype == gradient.dtype:
+        of_weight.addmm_(gradient.T, rows)
+    elif of_weight is not None:
+        of_weight += gradient.T @ rows
+    if of_bias is not None:
+        of_bias += gradient.sum(0)
+
+
+def _wide(t: torch.Tensor) -> torch.dtype:
+    """Sums of chunks are rounded once, as those of a whole product."""
+    return torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
+
+
+# ---- the pass ----
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a line of a loss is computed from, and what lies between: ``views`` of the rows, then ``steps``."""
+
+    rows: TensorProxy
+    weight: TensorProxy
+    bias: TensorProxy | None
+    views: tuple[Callable[[TensorProxy], TensorProxy], ...]
+    steps: tuple[Step, ...]
+    lines: tuple[BoundSymbol, ...]  # which nothing else reads
+
+
+def chunk_loss(computation: TraceCtx, *, chunks: Chunks) -> TraceCtx:
+    """Computes losses in chunks of rows, so that logits are never there as a whole.
+
+    Takes: a computation before autodiff, on whole parameters.
+    Gives: one line for a product with the weight of the head, what lies between, and the loss.
+    No-op when: something else reads the logits, they are small, or ``CompilePolicy(chunk_loss=None)``.
+    """
+    if chunks is None or chunks == 1:
+        return computation
+    lines = computation.bound_symbols
+    calls = [(i, call) for i, line in enumerate(lines) if (call := _loss(line)) is not None]
+    if not calls:
+        return computation
+    made = {o.name: line for line in lines for o in line.flat_proxy_outs}
+    readers: dict[str, int] = {}
+    for line in lines:
+        for name in names((line.args, line.kwargs)):
+            readers[name] = readers.get(name, 0) + 1
+    found = {i: (call, loss) for i, call in calls if (loss := _find(call, made, readers)) is not None}
+    wanted = {i: (call, loss, n) for i, (call, loss) in found.items() if (n := _count(chunks, call)) > 1}
+    return _written(computation, wanted) if wanted else computation
+
+
+def _loss(line: BoundSymbol) -> TorchLine | None:
+    """A line as a call of cross entropy of rows (n, classes) and labels (n,); None for another one."""
+    call = torch_line(line)
+    if call is None or call.name != "nn.functional.cross_entropy":
+        return None
+    logits, labels, classes, average, _, reduce, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
+    plain = average is None and reduce is None and reduction in ("mean", "sum") and isinstance(smoothing, float | int)
+    rows = isinstance(labels, TensorProxy) and logits.ndim == 2 and labels.ndim == 1 and logits.numel
+    if not plain or not rows or not dtypes.is_exact_dtype(labels.dtype):
+        return None
+    return None if isinstance(classes, TensorProxy) and classes.requires_grad else call
+
+
+def _count(chunks: Chunks, call: TorchLine) -> int:
+    rows, classes = call.args[0].shape
+    if isinstance(chunks, int):
+        return min(chunks, rows)
+    bytes = 4 * rows * classes
+    return 1 if bytes < LEAST_BYTES else min(max(CHUNKS, -(-bytes // LARGEST_CHUNK)), max(rows // LEAST_ROWS, 1))
+
+
+def _find(call: TorchLine, made: Mapping[str, BoundSymbol], readers: Mapping[str, int]) -> Loss | None:
+    """What a loss is computed from; None if there is no product, or if something else reads the logits."""
+    logits, added, views, steps, lines = call.args[0], None, [], [], []
+    while (line := made.get(logits.name)) is not None and readers[logits.name] == 1:
+        between = torch_line(line)
+        if between is None or not _is_plain(line):
+            return None
+        lines.append(line)
+        if (product := _product(between, made)) is not None:
+            rows, weight, bias = product
+            if bias is not None and added is not None:
+                return None
+            return Loss(rows, weight, added if bias is None else bias, tuple(views[::-1]), tuple(steps[::-1]), tuple(lines))
+        if added is None and (sum := _sum(between)) is not None:
+            logits, added = sum
+        elif len(between.operands) != 1:
+            return None
+        elif (view := _view(between)) is not None:
+            (logits,) = between.operands
+            views.append(view)
+        elif added is None and (step := _step(between)) is not None:
+            (logits,) = between.operands
+            steps.append(step)
+        else:
+            return None
+    return None
+
+
+def _is_plain(line: BoundSymbol) -> bool:
+    """Whether a line runs as it stands: without autocast, which would cast in each chunk again, and without writes."""
+    call = call_of(line.sym)
+    return call is None or not (call.autocast or call.written or call.random)
+
+
+def _product(call: TorchLine, made: Mapping[str, BoundSymbol]) -> tuple[Any, Any, Any] | None:
+    """The rows, the weight (classes, width) and the bias of a product."""
+    if call.name == "nn.functional.linear":
+        rows, weight, *rest = (*call.args, *call.kwargs.values())
+        return (rows, weight, rest[0] if rest else None) if weight.ndim == 2 else None
+    if call.name == "matmul" and len(call.operands) == 2:
+        rows, turned = call.operands
+        line = made.get(turned.name)
+        turning = torch_line(line) if line is not None else None
+        if turning is not None and turning.name in ("t", "mT", "T", "transpose", "permute") and turned.ndim == 2:
+            (weight,) = turning.operands
+            return (rows, weight, None) if tuple(weight.shape) == tuple(turned.shape)[::-1] else None
+    return None
+
+
+def _sum(call: TorchLine) -> tuple[TensorProxy, TensorProxy] | None:
+    """The logits and the bias (classes,), perhaps with dims of one, of a sum."""
+    if call.name != "add" or len(call.operands) != 2 or call.kwargs.get("alpha", 1) != 1:
+        return None
+    logits, bias = sorted(call.operands, key=lambda t: -t.numel)
+    fits = bias.numel == bias.shape[-1] == logits.shape[-1] if bias.ndim else False
+    return (logits, bias) if fits and logits.dtype == bias.dtype and call.results[0].shape == logits.shape else None
+
+
+CASTS = ("to", "float", "double", "half", "bfloat16", "type")
+COPIES = ("contiguous", "clone")
+OF_EACH_NUMBER = {
+    "mul": torch.mul, "div": torch.div, "true_divide": torch.div, "add": torch.add, "sub": torch.sub,
+    "neg": torch.neg, "tanh": torch.tanh, "clamp": torch.clamp,
+}  # fmt: skip
+
+
+def _step(call: TorchLine) -> Step | None:
+    """A function of each logit, or a cast of it."""
+    (given,), (result,) = call.operands, call.results
+    if call.name in CASTS:
+        return Step(torch.Tensor.to, (GIVEN, dtypes.to_torch_dtype(result.dtype)))
+    function = OF_EACH_NUMBER.get(call.name)
+    args = tuple(GIVEN if x is given else x for x in call.args)
+    if function is None or any(isinstance(x, Proxy) for x in (*args, *call.kwargs.values())):
+        return None
+    return Step(function, args, tuple(call.kwargs.items()))
+
+
+def _view(call: TorchLine) -> Callable[[TensorProxy], TensorProxy] | None:
+    """A view that keeps the last dim, as one of the rows in which it has another size."""
+    (given,), (result,) = call.operands, call.results
+    if call.name in COPIES:
+        return lambda rows: rows
+    if result.shape[-1:] != given.shape[-1:]:
+        return None
+    if call.name in RESHAPES:
+        shape = tuple(result.shape[:-1])
+        return lambda rows: ltorch.reshape(rows, (*shape, rows.shape[-1]))
+    index = of_each_dim(call.args[1], given.ndim) if call.name == "getitem" else None
+    if index is None or not isinstance(index[-1], slice) or not is_full(index[-1], given.shape[-1]):
+        return None
+    return lambda rows: ltorch.getitem(rows, (*index[:-1], slice(None)))
+
+
+def _written(computation: TraceCtx, losses: Mapping[int, tuple[TorchLine, Loss, int]]) -> TraceCtx:
+    data, _ = compile_data_and_stats()
+    torch_calls.join(data)
+    to = Writer(computation)
+    dropped = {id(line) for _, loss, _ in losses.values() for line in loss.lines}
+    enabled, data.is_grad_enabled = data.is_grad_enabled, True  # what is detached is told by the recorded values
+    try:
+        with exempt_from_autocast(data), langctx(Languages.TORCH):
+            for i, line in enumerate(computation.bound_symbols):
+                if i in losses:
+                    _write(to, line, *losses[i])
+                elif id(line) not in dropped:
+                    to.trace.bound_symbols.append(line)
+    finally:
+        data.is_grad_enabled = enabled
+    return to.trace
+
+
+def _write(to: Writer, line: BoundSymbol, call: TorchLine, loss: Loss, chunks: int) -> None:
+    _, labels, classes, _, ignored, _, reduction, smoothing = loss_arguments(*call.args, **call.kwargs)
+
+    def rows() -> TensorProxy:
+        found = loss.rows
+        for view in loss.views:
+            found = view(found)
+        return found
+
+    (given,), bias = to.emit(line, rows), loss.bias
+    if bias is not None and bias.ndim > 1:
+        (bias,) = to.emit(line, lambda: ltorch.reshape(loss.bias, (loss.weight.shape[0],)))
+    operands = (given, loss.weight, labels, bias, classes)
+    recorded = (loss.rows, loss.weight, labels, loss.bias, classes)
+    grads = [to.has_gradient(t) for t in recorded if isinstance(t, TensorProxy)]
+    function = ChunkedLoss(chunks, loss.steps, ignored, float(smoothing), reduction == "mean")
+    (found,) = to.torch(line, function, operands, {}, grads, name="torch_chunked_loss")
+    last = to.trace.bound_symbols.pop()
+    (result,) = call.results
+    to.trace.bound_symbols.append(last.from_bsym_swap_proxies({variableify(found): renamed(found, result.name)}))
