@@ -4,29 +4,28 @@
     t8 = to(t7, torch.float32)                    ->     ...
     loss = cross_entropy(view(t8, (4096, 50304)), t9)    g6, g_head = torch_chunked_loss_0_backward(saved, g)
 
-The logits of a language model are its largest values: rows x vocabulary, in two precisions, with their gradient. The new
-line computes the loss and its gradients chunk by chunk in forward, and hands the gradients on in backward. A product
-more is not needed, and backward needs no weight: ZeRO-3 gathers the head's once.
+The logits of a language model are its largest values: rows x vocabulary, in two precisions, with their gradient. The
+new line computes the loss and its gradients chunk by chunk in forward, and hands the gradients on in backward. No
+product is computed twice, and backward needs no weight: ZeRO-3 gathers the head's once.
 
 What lies between the product and the loss may be casts, functions of each number (a soft cap, a scale) and views that
 keep the last dim. The views are taken of the rows instead. If anything else reads a logit, such as the model's result,
 the lines stay as they are.
 
-Note [Scale]. The gradients are those of the sum of the rows' losses: of one row between -1 and 1. In backward they are
-divided by the number of rows and multiplied by the incoming gradient, which a GradScaler may have made large. So float16
-does not underflow, and a batch without a label has the loss NaN and gradients of zero, as in torch.
+Note [Scale]. The gradients are those of the sum of the rows' losses: those of logits are between -1 and 1. In backward
+they are divided by the number of rows and multiplied by the incoming gradient, which a GradScaler may have made large.
+So float16 does not underflow. A batch without a label has the loss NaN and gradients of zero, as in torch.
 
 Source: the gradient in forward is that of Hsu et al., 2024, "Liger Kernel".
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from passes.analysis.calls import stops_gradients
 from passes.analysis.dims import TorchLine, torch_line
 from passes.analysis.recognise import names
 from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
@@ -68,7 +67,7 @@ GIVEN = _Given()
 class Step(NamedTuple):
     """A function between the product and the loss."""
 
-    function: Callable[..., Any]
+    function: Any  # of torch
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
@@ -226,9 +225,9 @@ class Loss:
     rows: TensorProxy
     weight: TensorProxy
     bias: TensorProxy | None
-    views: tuple[Callable[[TensorProxy], TensorProxy], ...]
-    steps: tuple[Step, ...]
     lines: tuple[BoundSymbol, ...]  # which nothing else reads
+    views: tuple[Callable[[TensorProxy], TensorProxy], ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 def chunk_loss(computation: TraceCtx, *, chunks: Chunks) -> TraceCtx:
@@ -249,7 +248,7 @@ def chunk_loss(computation: TraceCtx, *, chunks: Chunks) -> TraceCtx:
     for line in lines:
         for name in names((line.args, line.kwargs)):
             readers[name] = readers.get(name, 0) + 1
-    found = {i: (call, loss) for i, call in calls if (loss := _find(call, made, readers)) is not None}
+    found = {i: (call, loss) for i, call in calls if (loss := _find(call.args[0], made, readers)) is not None}
     wanted = {i: (call, loss, n) for i, (call, loss) in found.items() if (n := _count(chunks, call)) > 1}
     return _written(computation, wanted) if wanted else computation
 
@@ -275,31 +274,24 @@ def _count(chunks: Chunks, call: TorchLine) -> int:
     return 1 if bytes < LEAST_BYTES else min(max(CHUNKS, -(-bytes // LARGEST_CHUNK)), max(rows // LEAST_ROWS, 1))
 
 
-def _find(call: TorchLine, made: Mapping[str, BoundSymbol], readers: Mapping[str, int]) -> Loss | None:
-    """What a loss is computed from; None if there is no product, or if something else reads the logits."""
-    logits, added, views, steps, lines = call.args[0], None, [], [], []
-    while (line := made.get(logits.name)) is not None and readers[logits.name] == 1:
-        between = torch_line(line)
-        if between is None or not _is_plain(line):
-            return None
-        lines.append(line)
-        if (product := _product(between, made)) is not None:
-            rows, weight, bias = product
-            if bias is not None and added is not None:
-                return None
-            return Loss(rows, weight, added if bias is None else bias, tuple(views[::-1]), tuple(steps[::-1]), tuple(lines))
-        if added is None and (sum := _sum(between)) is not None:
-            logits, added = sum
-        elif len(between.operands) != 1:
-            return None
-        elif (view := _view(between)) is not None:
-            (logits,) = between.operands
-            views.append(view)
-        elif added is None and (step := _step(between)) is not None:
-            (logits,) = between.operands
-            steps.append(step)
-        else:
-            return None
+def _find(logits: TensorProxy, made: Mapping[str, BoundSymbol], readers: Mapping[str, int]) -> Loss | None:
+    """What logits are computed from; None if there is no product, or if something else reads them."""
+    line = made.get(logits.name)
+    if line is None or readers[logits.name] > 1 or not _is_plain(line) or (call := torch_line(line)) is None:
+        return None
+    if (product := _product(call, made)) is not None:
+        return Loss(*product, lines=(line,))
+    if (terms := _sum(call)) is not None:
+        before = _find(terms[0], made, readers)
+        fits = before is not None and before.bias is None and not before.steps
+        return replace(before, bias=terms[1], lines=(*before.lines, line)) if before is not None and fits else None
+    before = _find(call.operands[0], made, readers) if len(call.operands) == 1 else None
+    if before is None:
+        return None
+    if (view := _view(call)) is not None:
+        return replace(before, views=(*before.views, view), lines=(*before.lines, line))
+    if (step := _step(call)) is not None:
+        return replace(before, steps=(*before.steps, step), lines=(*before.lines, line))
     return None
 
 
@@ -401,7 +393,8 @@ def _write(to: Writer, line: BoundSymbol, call: TorchLine, loss: Loss, chunks: i
         (bias,) = to.emit(line, lambda: ltorch.reshape(loss.bias, (loss.weight.shape[0],)))
     operands = (given, loss.weight, labels, bias, classes)
     recorded = (loss.rows, loss.weight, labels, loss.bias, classes)
-    grads = [to.has_gradient(t) for t in recorded if isinstance(t, TensorProxy)]
+    flows = not any(map(stops_gradients, (line, *loss.lines)))
+    grads = [flows and to.has_gradient(t) for t in recorded if isinstance(t, TensorProxy)]
     function = ChunkedLoss(chunks, loss.steps, ignored, float(smoothing), reduction == "mean")
     (found,) = to.torch(line, function, operands, {}, grads, name="torch_chunked_loss")
     last = to.trace.bound_symbols.pop()

@@ -152,22 +152,22 @@ class NotReturned:
     def __repr__(self) -> str:
         return f"<{self.left_out}: not returned>"
 
-    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotReturnedError(
             f'{self.left_out} of the result is not computed as a whole with CompilePolicy(returns="loss"): leave that '
             "out if the script reads it"
         )
 
     def __getattr__(self, name: str) -> Any:
-        return self._raise()
+        return self.refuse()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = pytree.tree_leaves((args, kwargs or {}))
-        return next(x for x in given if isinstance(x, cls))._raise()
+        return next(x for x in given if isinstance(x, cls)).refuse()
 
-    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = __matmul__ = _raise
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = _raise
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = __matmul__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = refuse
 
 
 def only_losses(result: Any) -> Any:
@@ -177,7 +177,9 @@ def only_losses(result: Any) -> Any:
         return result
 
     def kept(t: torch.Tensor, path: Path) -> Any:
-        return t if t.ndim == 0 else NotReturned(next((str(k) for _, k in path[::-1] if isinstance(k, str)), "a tensor"))
+        return (
+            t if t.ndim == 0 else NotReturned(next((str(k) for _, k in path[::-1] if isinstance(k, str)), "a tensor"))
+        )
 
     return map_tensors(result, kept)
 
