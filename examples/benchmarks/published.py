@@ -91,6 +91,7 @@ def predict(run: Run) -> TrainingPlan:
     fixed = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "sharding_strategy": "zero3",
+        "compile_policy": shardtrace.CompilePolicy(chunk_loss=None),  # the runs had whole logits
         "activation_checkpointing": checkpointing(run.checkpointing, config.layers),
     }
     x = torch.zeros(run.batch, run.tokens, dtype=torch.long)

@@ -32,9 +32,10 @@ from passes.compat.jit import shape_of
 from passes.kernels import executor as kernels
 from passes.kernels.aten import counts_flops, flops_of, operator_of
 from passes.kernels.attention import CausalAttention, attention_backward_flops, attention_flops
+from passes.kernels.chunked_loss import ChunkedLoss
 from passes.kernels.functional import convolution_flops, product
 from passes.kernels.registration import Flops, Shapes, kernel_id
-from passes.kernels.torch_call import Line, call_of
+from passes.kernels.torch_call import Line, TorchCall, call_of
 from passes.plan.cost import Work
 
 import networkx as nx
@@ -144,6 +145,8 @@ def work(bsym: BoundSymbol) -> Work:
             shapes = [m.shape for m in call.inputs]
             count = attention_backward_flops([(), *shapes], []) if backward else attention_flops(shapes, [])
             return _attention(count, _tensors(bsym.flat_proxy_outs))
+        if isinstance(call.function, ChunkedLoss):
+            return Work() if backward else _of_chunked_loss(call)
         return _products(call.reads.flops * (2 if backward else 1), _tensors(bsym.flat_proxy_outs))
     operator = operator_of(bsym.sym)
     if operator is not None:
@@ -166,6 +169,13 @@ def work(bsym: BoundSymbol) -> Work:
     for part in lines_within(bsym):
         total += work(part)
     return total
+
+
+def _of_chunked_loss(call: TorchCall) -> Work:
+    """All products in the dtype of the weight, and an exponential for each logit."""
+    rows, weight, *_ = call.inputs
+    half = weight.dtype.itemsize <= 2
+    return Work(**{"half" if half else "full": call.reads.flops}, special=rows.shape[0] * weight.shape[0])
 
 
 def _of_operator(operator: OpOverload, bsym: BoundSymbol) -> Work:
@@ -221,6 +231,9 @@ def bytes_moved(bsym: BoundSymbol) -> int:
     if Property.CAST in found:
         return sum(sum(_sizes(pair).values()) for pair in _changed(bsym))
     read, written = _sizes(_tensors(bsym.flat_proxy_args)), _sizes(_tensors(bsym.flat_proxy_outs))
+    call = call_of(bsym.sym)
+    if call is not None and isinstance(call.function, ChunkedLoss):
+        return _moved_by_chunks(bsym, call, call.function.chunks)
     if Property.STATEFUL in found:
         return sum(read.values()) + 2 * _summed(bsym)
     if Property.PARTS in found:
@@ -229,6 +242,16 @@ def bytes_moved(bsym: BoundSymbol) -> int:
         most = sum(written.values())
         return most + sum(min(size, most) for size in read.values())
     return sum((read | written).values())
+
+
+def _moved_by_chunks(bsym: BoundSymbol, call: TorchCall, chunks: int) -> int:
+    """Logits are written and read by the product, the cast, the logarithm of the softmax, and by their gradients. Each
+    chunk adds to the gradient of the weight. Backward multiplies the gradients by a number."""
+    (rows, width), (classes, _), size = call.inputs[0].shape, call.inputs[1].shape, call.inputs[1].dtype.itemsize
+    if isinstance(bsym.sym.id, Line) and bsym.sym.id.kind == "_backward":
+        return 2 * sum(_sizes(_tensors(bsym.flat_proxy_outs)).values())
+    of_logits = rows * classes * (36 if size > 2 else 42)
+    return of_logits + chunks * classes * width * (8 if size > 2 else 12) + 2 * rows * width * size
 
 
 def bytes_made(bsym: BoundSymbol) -> int:

@@ -35,11 +35,11 @@ from passes.analysis.recognise import (
     part_at,
     waits_for_future,
 )
-from passes.chunk_loss import ChunkedLoss
 from passes.comm import quantized, sequence
 from passes.comm.sequence import Part
 from passes.comm.symbols import GATHERS
 from passes.compat.jit import function_of, grad_rule_of
+from passes.kernels.chunked_loss import ChunkedLoss
 from passes.kernels.torch_call import call_of
 from passes.plan import Bucket, BucketPlan, Member, Placement, ShardedParameter
 from passes.plan.plan import ContextPlan, Split, Wire

@@ -4,7 +4,7 @@ import copy
 
 import shardtrace
 from passes import chunk_loss
-from passes.chunk_loss import ChunkedLoss
+from passes.kernels.chunked_loss import ChunkedLoss
 from passes.proof import certificates
 from shardtrace import CompilePolicy
 

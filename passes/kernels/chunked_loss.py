@@ -1,0 +1,180 @@
+"""Cross entropy of a product, in chunks of rows, which computes its gradients in forward.
+
+Note [Scale]. The gradients are those of the sum of the rows' losses: those of logits are between -1 and 1. In backward
+they are divided by the number of rows and multiplied by the incoming gradient, which a GradScaler may have made large.
+So float16 does not underflow. A batch without a label has the loss NaN and gradients of zero, as in torch.
+
+Source: the gradient in forward is that of Hsu et al., 2024, "Liger Kernel".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from passes.compat.versions import keeps_graph
+
+import torch
+from torch.nn import functional as F
+
+
+class _Given:
+    """The place of the logits among the arguments of a step."""
+
+    def __repr__(self) -> str:
+        return "logits"
+
+
+GIVEN = _Given()
+
+
+class Step(NamedTuple):
+    """A function between the product and the loss."""
+
+    function: Any  # of torch
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        args = (logits if x is GIVEN else x for x in self.args)
+        result: torch.Tensor = self.function(*args, **dict(self.kwargs))
+        return result
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Cross entropy of ``steps(rows @ weight.T + bias)``, a function of rows (n, width), weight (classes, width) and
+    labels (n,), with bias (classes,) and class weights (classes,) or None. It returns a number."""
+
+    chunks: int
+    steps: tuple[Step, ...] = ()
+    ignored: int = -100
+    smoothing: float = 0.0
+    mean: bool = True
+
+    __name__ = "chunked_loss"
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        classes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found: torch.Tensor = _Chunked.apply(self, rows, weight, labels, bias, classes)
+        return found
+
+    def count(self, weight: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None) -> torch.Tensor:
+        """What the sum of the rows' losses is divided by."""
+        dtype = _wide(weight)
+        if not self.mean:
+            return labels.new_ones((), dtype=dtype)
+        counts = labels != self.ignored
+        if classes is None:
+            return counts.sum(dtype=dtype)
+        return classes[labels.where(counts, 0)].where(counts, 0).sum(dtype=dtype)
+
+    def of_rows(self, logits: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None) -> torch.Tensor:
+        """The loss of each row, from the product."""
+        for step in self.steps:
+            logits = step(logits)
+        return F.cross_entropy(
+            logits, labels, classes, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
+        )
+
+    def at_once(
+        self, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same, of all rows."""
+        losses = self.of_rows(F.linear(rows, weight, bias), labels, None)
+        return (losses.sum() / self.count(weight, labels, None)).to(losses.dtype)
+
+    def slices(self, rows: int) -> Iterator[slice]:
+        size = -(-rows // self.chunks)
+        return (slice(first, first + size) for first in range(0, rows, size))
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss of all chunks. Forward computes the gradients that are wanted, too: see Note [Scale]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: ChunkedLoss,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        classes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _, of_rows, of_weight, _, of_bias, _ = ctx.needs_input_grad
+        count = loss.count(weight, labels, classes)
+        gradients = [
+            torch.empty_like(rows) if of_rows else None,
+            torch.zeros_like(weight, dtype=_wide(weight)) if of_weight else None,
+            torch.zeros_like(bias, dtype=_wide(bias)) if of_bias and bias is not None else None,
+        ]
+        total = torch.zeros((), dtype=count.dtype, device=rows.device)
+        for part in loss.slices(len(rows)):
+            given = rows[part]
+            logits = F.linear(given, weight, bias)
+            losses, gradient = _differentiated(loss, logits, labels[part], classes, wanted=any(ctx.needs_input_grad))
+            del logits
+            total += losses.sum(dtype=count.dtype)
+            _add(gradients, part, gradient, given, weight)
+            del gradient
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, weight, bias)]
+        ctx.save_for_backward(count, *gradients)
+        return (total / count).to(losses.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        count, *found = ctx.saved_tensors
+        factor = torch.where(count == 0, 0, gradient / count)
+        scale = torch.Tensor.mul if keeps_graph() else torch.Tensor.mul_
+        of_rows, of_weight, of_bias = (
+            None if t is None else scale(t, factor).to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return None, of_rows, of_weight, None, of_bias, None
+
+
+def _differentiated(
+    loss: ChunkedLoss, logits: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None, *, wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The losses of some rows, and the gradient of their logits, of which each row's loss has one, if it is wanted."""
+    if not wanted:
+        return loss.of_rows(logits, labels, classes), None
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # not as the line around this one
+    with torch.enable_grad(), keep:
+        logits.requires_grad_()
+        found = loss.of_rows(logits, labels, classes)
+        (gradient,) = torch.autograd.grad(found.sum(), logits)
+    return found.detach(), gradient
+
+
+def _add(
+    gradients: Sequence[torch.Tensor | None],
+    part: slice,
+    gradient: torch.Tensor | None,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Adds what the gradient of the logits of some rows gives those of rows, weight and bias."""
+    if gradient is None:
+        return
+    of_rows, of_weight, of_bias = gradients
+    if of_rows is not None:
+        torch.mm(gradient, weight, out=of_rows[part])
+    if of_weight is not None and of_weight.dtype == gradient.dtype:
+        of_weight.addmm_(gradient.T, rows)
+    elif of_weight is not None:
+        of_weight += gradient.T @ rows
+    if of_bias is not None:
+        of_bias += gradient.sum(0)
+
+
+def _wide(t: torch.Tensor) -> torch.dtype:
+    """Sums of chunks are rounded once, as those of a whole product."""
+    return torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
