@@ -199,12 +199,19 @@ def _lists(bsym: BoundSymbol) -> Values:
 
 
 def _with_graph(bsym: BoundSymbol, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of a line. One that goes back through a graph of torch gets a graph of its own."""
+    """The arguments of a line. One that goes back through a graph of torch gets a graph of its own, which has saved the
+    tensors that are given: gradients may be computed in their memory."""
     line = bsym.sym.id
     if not (isinstance(line, Line) and line.kind == "_backward"):
         return args
     given = (torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in line.call.inputs)
-    return line.call.forward(*given)[-1], *args[1:]
+    saved, *others = line.call.forward(*given)[-1], *args[1:]
+    of_memory = dict(zip({storage_key(t.untyped_storage()): t for t in saved if t is not None}, args[0], strict=False))
+    for i, t in enumerate(saved):
+        known = None if t is None else of_memory.get(storage_key(t.untyped_storage()))
+        if known is not None and known.shape == t.shape:
+            saved[i] = known
+    return saved, *others
 
 
 def blank(proxy: TensorProxy | FutureTensorProxy) -> torch.Tensor:

@@ -64,6 +64,7 @@ TORCH = (
     Private("torch", "ops.aten._softmax_backward_data", "softmax in one kernel"),
     Private("torch", "ops.aten._log_softmax", "softmax in one kernel"),
     Private("torch", "ops.aten._log_softmax_backward_data", "softmax in one kernel"),
+    Private("torch._C", "_current_graph_task_id", "whether a backward runs"),
     Private("torch._C", "_autograd._get_current_graph_task_keep_graph", "backward(retain_graph=True)"),
     Private("torch._C", "_functorch.peek_interpreter_stack", "calls below torch.vmap and torch.func"),
     Private("torch._C", "_functorch.TransformType", "derivatives in forward mode are refused"),

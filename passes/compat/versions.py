@@ -195,8 +195,8 @@ def aborted_together(group: Any, backend: Any) -> Iterator[None]:
 
 def keeps_graph() -> bool:
     """True while autograd runs a backward that was called with ``retain_graph=True``."""
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keeps
+    runs: bool = torch._C._current_graph_task_id() != -1
+    return runs and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_profiling() -> bool:

@@ -1,6 +1,7 @@
 """Losses in chunks of rows: which ones, the same numbers as at once, and logits that are never there."""
 
 import copy
+import weakref
 
 import shardtrace
 from passes import chunk_loss
@@ -199,34 +200,43 @@ def test_parts_of_a_sequence(fake_ranks):
     assert shardtrace.prove(cmodel).verdict == "proven"
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operator makes."""
+class Meter(TorchDispatchMode):
+    """Measures the largest tensor that an operator makes, in elements, and the peak of new memory, in bytes."""
 
-    def __init__(self):
+    def __init__(self, known):
         super().__init__()
-        self.elements = 0
+        self.known, self.new = {t.untyped_storage()._cdata for t in known}, {}
+        self.largest = self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+        for t in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            storage = t.untyped_storage()
+            self.largest = max(self.largest, t.numel())
+            if storage._cdata not in {*self.known, *self.new}:
+                self.new[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.new.pop, storage._cdata)
+                self.peak = max(self.peak, sum(self.new.values()))
         return result
 
 
 def test_memory(single_rank, monkeypatch):
-    """No tensor has the elements of the logits. The prediction knows."""
+    """No tensor has the elements of the logits. The prediction is the measured peak."""
     monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1000)
     monkeypatch.setattr(chunk_loss, "LEAST_ROWS", 8)
-    x = torch.randint(0, CLASSES, (16, 128))
+    x, y = (torch.randint(0, CLASSES, (16, 128)) for _ in range(2))
     peaks = []
     for chunks in (None, "auto"):
         model = Model(HEADS["plain"])
         cmodel = compiled(model, chunks)
         for _ in range(2):  # the second step records again, on fake tensors
-            cmodel(x, x)
-        with Largest() as largest:
-            cmodel(x, x).backward()
-        assert (largest.elements == x.numel() * CLASSES) == (chunks is None)
+            cmodel(x, y)
+        with Meter([*model.parameters(), *model.buffers(), x, y]) as meter:
+            cmodel(x, y).backward()
+        assert (meter.largest == x.numel() * CLASSES) == (chunks is None)
+        given = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x, y))
         peaks.append(shardtrace.memory(cmodel).peak)
+        assert peaks[-1] - given == pytest.approx(meter.peak, rel=0.02)
     assert peaks[1] < peaks[0] - 4 * x.numel() * CLASSES
 
 
