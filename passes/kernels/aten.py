@@ -297,7 +297,8 @@ class _Log(TorchDispatchMode):
         if any(t.layout != torch.strided or t.is_conj() or t.is_neg() for t in results):
             return f"{func} gives a tensor of another kind"
         kwargs = {key: x for key, x in kwargs.items() if key not in DEFAULTS or x != DEFAULTS[key]}
-        args, kwargs = pytree.tree_map(self._value, (args, kwargs))
+        given = args, kwargs
+        args, kwargs = pytree.tree_map(self._value, given)
         if not all(isinstance(x, (Value, *CONSTANTS)) for x in pytree.tree_leaves((args, kwargs))):
             return f"{func} takes a tensor that no operator made, or an object of Python"
         if any(x is None and str(a.type) == "Tensor" for x, a in zip(args, func._schema.arguments, strict=False)):
@@ -306,8 +307,13 @@ class _Log(TorchDispatchMode):
             functional = without_writing(func, args, kwargs)
             if functional is None:
                 return f"{func} writes"
-            func, args, kwargs = functional
             self._forget(results[0])
+            if len({t.dtype for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}) > 1:
+                function, like, named = without_writing(func, *given)
+                wide = function(*like, **named)  # a write keeps the dtype, the function may promote it
+                self.operations.append(Operation(*functional, Value(self.know(wide))))
+                functional = torch.ops.aten._to_copy.default, (self._value(wide),), {"dtype": results[0].dtype}
+            func, args, kwargs = functional
         elif results and all(self.number(t) is not None for t in results):
             return ""  # detach, or a view of the whole
         made = pytree.tree_map(lambda x: Value(self.know(x)) if isinstance(x, torch.Tensor) else x, out)

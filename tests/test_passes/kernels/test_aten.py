@@ -134,6 +134,21 @@ def test_inputs_with_other_strides(name):
     torch.testing.assert_close((out, *found), (expected.detach(), *gradients))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (x * 1).add_(y),
+        lambda x, y: (x * 1).mul_(2).div_(y),
+        lambda x, y: (x * 1).addcmul_(x, y.to(x.dtype)).sub_(y.double()),
+        lambda x, y: F.cosine_similarity(x[0, 0], y[0].to(x.dtype), dim=0),
+    ],
+    ids=["add_", "div_", "sub_", "cosine similarity"],
+)
+def test_writes_keep_their_dtype(function):
+    """The function of the same name promotes it."""
+    check(function, tensor(2, 3, dtype=torch.bfloat16), tensor(3))
+
+
 def test_the_means_of_losses():
     """torch's own parser of arguments takes the default of ``reduction`` for 0, which is "none"."""
     x, y = torch.rand(3, 4), torch.rand(3, 4)
