@@ -47,23 +47,6 @@ def trace_faster() -> None:
     import torch
 
     gc.set_threshold(20_000, 10, 10)
-    disassemble, signature = dis.get_instructions, inspect.signature
-    instructions: dict[int, Any] = {}
-    signatures: weakref.WeakKeyDictionary[Any, inspect.Signature] = weakref.WeakKeyDictionary()
-
-    def get_instructions(code: Any, **options: Any) -> Any:
-        if options or not isinstance(code, types.CodeType):
-            return disassemble(code, **options)
-        if id(code) not in instructions:
-            instructions[id(code)] = code, tuple(disassemble(code))  # the code keeps its id from being used again
-        return iter(instructions[id(code)][1])
-
-    def get_signature(function: Any, **options: Any) -> inspect.Signature:
-        if options or not isinstance(function, types.FunctionType):
-            return signature(function, **options)
-        if function not in signatures:
-            signatures[function] = signature(function)
-        return signatures[function]
 
     def stack(context: int = 0) -> list[inspect.FrameInfo]:
         frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
@@ -78,13 +61,32 @@ def trace_faster() -> None:
             values[self.attrname] = self.func(instance)
         return values[self.attrname]
 
-    dis.get_instructions, inspect.stack, inspect.signature = get_instructions, stack, get_signature
+    # no closures: a recording would take the variables of those for state of the model
+    dis.get_instructions = functools.partial(_get_instructions, dis.get_instructions, {})
+    inspect.signature = functools.partial(_get_signature, inspect.signature, weakref.WeakKeyDictionary())
+    inspect.stack = stack
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
     if sys.version_info < (3, 12):
         functools.cached_property.__get__ = without_lock  # type: ignore[method-assign]
     _flatten_faster()
+
+
+def _get_instructions(disassemble: Any, known: dict[int, Any], code: Any, **options: Any) -> Any:
+    if options or not isinstance(code, types.CodeType):
+        return disassemble(code, **options)
+    if id(code) not in known:
+        known[id(code)] = code, tuple(disassemble(code))  # the code keeps its id from being used again
+    return iter(known[id(code)][1])
+
+
+def _get_signature(signature: Any, known: Any, function: Any, **options: Any) -> inspect.Signature:
+    if options or not isinstance(function, types.FunctionType):
+        return signature(function, **options)
+    if function not in known:
+        known[function] = signature(function)
+    return known[function]
 
 
 def _flatten_faster() -> None:

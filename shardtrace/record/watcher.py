@@ -120,6 +120,7 @@ class CodeWatcher:
     closures: dict[tuple[int, ...], CodeType] = field(default_factory=dict)  # by code and free variables, if state
     variables: set[str] = field(default_factory=set)  # of the environment, that were read
     shadowed: list[dict[str, Any]] = field(default_factory=list)  # the globals in which ``type`` is ours
+    _found: tuple[set[tuple[int, ...]], list[FunctionType]] = field(default_factory=lambda: (set(), []))
     _previous: Any = None
     _install: Callable[[Any], None] = sys.setprofile
     _active: bool = False
@@ -220,11 +221,19 @@ class CodeWatcher:
         left out: their variables follow from the code that made them."""
         local = {inner for code in self.globals_of for inner in code.co_consts if isinstance(inner, CodeType)}
         wanted = {key: code for key, code in self.closures.items() if code not in local}
-        near = {_key(function): function for function in _functions_in(self.globals_of.values())} if wanted else {}
+        known, found = self._found
+        if known == wanted.keys():
+            return found
+        near: dict[tuple[int, ...], list[FunctionType]] = {}
+        for function in _functions_in(self.globals_of.values()) if wanted else ():
+            near.setdefault(_key(function), []).append(function)
         if all(key in near for key in wanted):
-            return [near[key] for key in wanted]
-        codes = set(wanted.values())  # the search of all objects takes 0.05 s or more
-        return [f for f in gc.get_referrers(*codes) if isinstance(f, FunctionType) and f.__code__ in codes]
+            found = [function for key in wanted for function in near[key]]
+        else:  # the search of all objects takes 0.05 s or more
+            codes = set(wanted.values())
+            found = [f for f in gc.get_referrers(*codes) if isinstance(f, FunctionType) and f.__code__ in codes]
+        self._found = set(wanted), found
+        return found
 
 
 def _is_library(frame: FrameType) -> bool:

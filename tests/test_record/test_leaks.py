@@ -1,6 +1,8 @@
 """A fake tensor that stays with an object of the user is an error with its name."""
 
 import contextvars
+import gc
+import types
 import weakref
 
 import shardtrace
@@ -13,16 +15,32 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 FAKES = FakeTensorMode()
-KEPT = {}
-LAST = None
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
-class Box:
-    """An object with a dict, or with its values inline."""
+class Holders:
+    """The objects of this file that keep a tensor. They are made after ``small_heap`` has hidden what was there before,
+    so that each search takes milliseconds: it sees all of them."""
 
+    def __init__(self):
+        class Box:
+            """An object with a dict, or with its values inline."""
 
-class Slots:
-    __slots__ = ("kept",)
+        class Slots:
+            __slots__ = ("kept",)
+
+        self.Box, self.box, self.slots = Box, Box(), Slots()
+        self.script = types.ModuleType("script")
+        self.script.LAST, self.script.KEPT = None, {}
+        self.keep_in_closure = closure()
+
+    def clear(self):
+        for owner in (self.Box, self.box, self.slots):
+            if hasattr(owner, "kept"):
+                del owner.kept
+        self.script.KEPT.clear()
+        self.script.LAST = None
+        self.keep_in_closure(None)
 
 
 def fake():
@@ -32,11 +50,6 @@ def fake():
 
 def references(*tensors):
     return [weakref.ref(t) for t in tensors]
-
-
-def keep_in_global(t):
-    global LAST
-    LAST = t
 
 
 def closure():
@@ -49,40 +62,41 @@ def closure():
     return keep
 
 
-KEEP = closure()
-BOX, MODULE, SLOTS = Box(), nn.Linear(1, 1), Slots()
 NAMED = {
-    "attribute": (lambda t: setattr(BOX, "kept", t), "attribute 'kept' of a Box"),
+    "attribute": (lambda made, t: setattr(made.box, "kept", t), "attribute 'kept' of a Box"),
     "dict in a list": (
-        lambda t: setattr(BOX, "kept", [{"y": t}]),
+        lambda made, t: setattr(made.box, "kept", [{"y": t}]),
         "item 'y' of a dict in item 0 of a list in attribute 'kept' of a Box",
     ),
-    "set": (lambda t: setattr(BOX, "kept", {t}), "a set in attribute 'kept' of a Box"),
-    "class": (lambda t: setattr(Box, "kept", t), "attribute 'kept' of the class Box"),
-    "slots": (lambda t: setattr(SLOTS, "kept", t), "a Slots"),
-    "global": (keep_in_global, f"the global variable 'LAST' of {__name__}"),
-    "dict of a global": (lambda t: KEPT.update(y=t), f"item 'y' of a dict in the global variable 'KEPT' of {__name__}"),
-    "closure": (KEEP, "the variable 'kept' of closure.<locals>.keep"),
+    "set": (lambda made, t: setattr(made.box, "kept", {t}), "a set in attribute 'kept' of a Box"),
+    "class": (lambda made, t: setattr(made.Box, "kept", t), "attribute 'kept' of the class Box"),
+    "slots": (lambda made, t: setattr(made.slots, "kept", t), "a Slots"),
+    "global": (lambda made, t: setattr(made.script, "LAST", t), "the global variable 'LAST' of script"),
+    "dict of a global": (
+        lambda made, t: made.script.KEPT.update(y=t),
+        "item 'y' of a dict in the global variable 'KEPT' of script",
+    ),
+    "closure": (lambda made, t: made.keep_in_closure(t), "the variable 'kept' of closure.<locals>.keep"),
 }
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    for owner in (Box, BOX, MODULE, SLOTS):
-        if hasattr(owner, "kept"):
-            del owner.kept
-    KEPT.clear()
-    keep_in_global(None)
-    KEEP(None)
+@pytest.fixture(scope="module")
+def all_holders(small_heap):
+    return Holders()
+
+
+@pytest.fixture
+def holders(all_holders):
+    yield all_holders
+    all_holders.clear()
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_the_holder_is_named(kind):
+def test_the_holder_is_named(kind, holders):
     keep, name = NAMED[kind]
     tensor = fake()
     made = references(tensor)
-    keep(tensor)
+    keep(holders, tensor)
     del tensor
     with pytest.raises(RuntimeError) as error:
         check_leaks(made)
@@ -106,10 +120,13 @@ def test_what_is_gone_is_no_leak():
     check_leaks(references(fake()))
 
 
-def test_a_cycle_is_collected_first():
-    box, tensor = Box(), fake()
+@pytest.mark.parametrize("age", ["young", "old"])
+def test_a_cycle_is_collected_first(holders, age):
+    box, tensor = holders.Box(), fake()
     box.me, box.tensor = box, tensor
     made = references(tensor)
+    if age == "old":
+        gc.collect()  # what survives is in the oldest generation
     del box, tensor
     check_leaks(made)
     assert made[0]() is None
@@ -147,7 +164,7 @@ def test_nobody_is_searched_if_no_fake_stays(single_rank, monkeypatch):
     def search(*given):
         raise AssertionError("a record keeps its fakes")
 
-    monkeypatch.setattr(effects, "_caches", search)
+    monkeypatch.setattr(effects, "gc", types.SimpleNamespace(collect=search))
     model = shardtrace.fsdp(ReadsAndHooks())
     for _ in range(4):  # the second and the fourth step record again
         model(torch.ones(2, 3), torch.tensor([1, 2])).sum().backward()

@@ -70,6 +70,7 @@ def scaled_by(factor):
 
 
 SCALED, RESCALE = scaled_by(2.0)
+(TWIN, _), (SECOND, _) = TWINS = [scaled_by(value) for value in [5.0] * 2]
 
 
 class Block(nn.Module):
@@ -218,6 +219,17 @@ def test_closure_that_no_namespace_has(net):
     snapshot = taken(net)
     rescale(3.0)
     assert "scaled (4.0 -> 3.0)" in snapshot.difference()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_closures_with_the_same_code_and_value_are_told_apart(net, which):
+    net.blocks[0].forward = lambda x: SECOND(TWIN(x))
+    snapshot = taken(net)
+    TWINS[which][1](3.0)
+    try:
+        assert "scaled (5.0 -> 3.0)" in snapshot.difference()
+    finally:
+        TWINS[which][1](5.0)
 
 
 def test_global_hooks_of_torch(net):
