@@ -100,6 +100,7 @@ class OldObjects:
     @classmethod
     def freeze(cls) -> None:
         if gc.isenabled() and gc.get_freeze_count() < cls.PYTHONS_OWN:
+            gc.collect(1)  # else young garbage would become old, and Python looks for that more rarely
             gc.freeze()
             cls._frozen = True
 
