@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
 import torch
 import torch.distributed as dist

@@ -17,9 +17,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 import torch.distributed as dist
 from torch.nn import Module
@@ -71,19 +70,18 @@ def main() -> None:
             # each rank reads only its rows of the weights
             init_policy=shardtrace.InitPolicy(device=device, weights=args.from_pretrained),
         )
-        cmodel = thunder.jit(model)
-        optimizer = torch.optim.AdamW(cmodel.parameters(), lr=args.lr)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         torch.manual_seed(args.seed + dist.get_rank())  # each rank drops out its own units
 
         data = batches(text.train, args.batch_size, args.seq_len, args.seed, device)
         losses, rate = train(
-            lambda step: next_token_loss(cmodel, data(step)[0]),
+            lambda step: next_token_loss(model, data(step)[0]),
             [optimizer],
             args.steps,
             tokens=args.batch_size * args.seq_len,
         )
-        traffic = common.traffic(cmodel)  # the last call was a training step
-        val_loss = evaluate(cmodel, text, args, device)
+        traffic = common.traffic(model)  # the last call was a training step
+        val_loss = evaluate(model, text, args, device)
         if args.generate:
             prompt = text.val[None, : args.seq_len // 2].long().to(device)
             generated = shardtrace.Generator(model)(prompt, max_new_tokens=args.generate)[0, prompt.shape[1] :]
@@ -121,11 +119,11 @@ def next_token_loss(model: Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(cmodel: Module, text: Text, args: Namespace, device: torch.device) -> float:
+def evaluate(model: Module, text: Text, args: Namespace, device: torch.device) -> float:
     """The mean loss over held-out batches. Each rank evaluates its share."""
-    cmodel.eval()
+    model.eval()
     data = batches(text.val, args.batch_size, args.seq_len, args.seed, device)
-    losses = [next_token_loss(cmodel, data(step)[0]) for step in range(EVAL_BATCHES)]
+    losses = [next_token_loss(model, data(step)[0]) for step in range(EVAL_BATCHES)]
     return sum(common.mean_over_ranks(losses)) / EVAL_BATCHES
 
 

@@ -13,9 +13,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 import torch.nn.functional as F
 
@@ -51,17 +50,16 @@ def main() -> None:
             mp_policy=args.mp_policy,
             init_policy=shardtrace.InitPolicy(device=device),
         )
-        cmodel = thunder.jit(model)
-        optimizer = torch.optim.AdamW((p for p in cmodel.parameters() if p.requires_grad), lr=args.lr)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=args.lr)
 
         data = batches(text.train, args.batch_size, args.seq_len, args.seed, device)
 
         def loss_of(step: int) -> torch.Tensor:
             inputs, targets = data(step)
-            return F.cross_entropy(cmodel(inputs).flatten(0, 1), targets.flatten())
+            return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
         losses, rate = train(loss_of, [optimizer], args.steps, tokens=args.batch_size * args.seq_len)
-        reduced = {n for c in shardtrace.collectives(cmodel) if "reduce" in c.kind for n in c.parameters}
+        reduced = {n for c in shardtrace.collectives(model) if "reduce" in c.kind for n in c.parameters}
         if common.is_main():
             rows = [
                 (config.name, "number", "bytes"),
@@ -70,7 +68,7 @@ def main() -> None:
                 (f"  all, on each of {common.world_size()} rank(s)", "", common.parameter_bytes(model)),
                 ("  optimizer state, on each rank", "", common.optimizer_bytes(optimizer)),
             ]
-            print(f"\n{common.table(rows)}\n\n{common.traffic_table(common.traffic(cmodel))}")
+            print(f"\n{common.table(rows)}\n\n{common.traffic_table(common.traffic(model))}")
             counts = [len(reduced & names.keys()) for names in (adapters, frozen)]
             print(f"  with gradients of {counts[0]} adapters, {counts[1]} frozen parameters")
             speed = "" if rate is None else f", {rate:,.0f} tokens/s"

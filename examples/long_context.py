@@ -10,7 +10,7 @@ With --context 4, all four ranks share each sequence. The losses are those of wh
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
 import torch
 import torch.distributed as dist

@@ -30,9 +30,9 @@ from shardtrace.model.tracing import refuse_dtensors
 from shardtrace.options.options import parse_options
 from shardtrace.options.planned import TrainingPlan
 from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
-from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap
+from shardtrace.options.strategy import Checkpointed, ShardingStrategy, Wrap, parse_rules
 from shardtrace.ranks.consensus import announced
-from shardtrace.ranks.mesh import Mesh, leave_in_peace
+from shardtrace.ranks.mesh import Mesh, leave_in_peace, size_of
 from shardtrace.trainers import join_trainers
 from shardtrace.training.gradients import refuse_wrong_steps, share_norms, share_overflows
 from shardtrace.training.methods import METHODS, METHODS_OF_PARTS, refuse_wrappers
@@ -114,9 +114,10 @@ def fsdp(
         init_policy, comm_policy, compile_policy, checks: the options that few scripts need, as fields of
             :class:`InitPolicy`, :class:`CommPolicy`, :class:`CompilePolicy` and :class:`Checks`.
         spelling: names that other libraries use: ``shard_strat`` (sharding_strategy), ``reshard_after_forward`` (True
-            for "zero3", False for "zero2"), ``mp`` (mp_policy), ``auto_wrap_policy``, ``TransformerBlock``
-            (bucketing_strategy), ``auto_wrap`` (False: one bucket), ``bucket_cap_mb`` (a size). ``compile`` is
-            ``CompilePolicy.jit``: arguments of ``thunder.jit``, or False to leave compiling to one around the model.
+            for "zero3", False for "zero2", a number of ranks for "zero3_secondary"), ``mp`` (mp_policy),
+            ``auto_wrap_policy``, ``TransformerBlock`` (bucketing_strategy), ``auto_wrap`` (False: one bucket),
+            ``bucket_cap_mb`` (a size). ``compile`` is ``CompilePolicy.jit``: arguments of ``thunder.jit``, or False to
+            leave compiling to one around the model.
 
     Raises:
         ValueError, RuntimeError: the error names the parameter or module at fault. Nothing has been sharded.
@@ -143,6 +144,8 @@ def fsdp(
         return fsdp(model, **with_plan(module, plan, arguments, spelling))
     with announced(module, mesh):
         options = parse_options(arguments, spelling)
+        if options.nodes_of == size_of(mesh):  # one node: as in FSDP2
+            options = replace(options, rules=parse_rules("zero3"), nodes_of=None)
         ignored = tuple(ignored_params)
         chosen = choose(module, options, ignored)
         target = find_target(chosen, options, mesh)

@@ -184,7 +184,7 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
     whole = model if isinstance(model, nn.Module) else model()
     arguments = parse_arguments(example_inputs)
     fsdp_options |= whole_sequences(fsdp_options)
-    remarks: list[str] = []
+    remarks = list(_rounding_options(fsdp_options))
     expected = _step(copy.deepcopy(whole), arguments)
     exact = _in_float64(_step, whole, arguments, remarks) or Step({})
     with _group():
@@ -199,6 +199,22 @@ def check(model: nn.Module | Callable[[], nn.Module], example_inputs: Any, **fsd
             except Exception as error:  # what is checked has compiled
                 remarks.append(f"no lines were compared: {type(error).__name__}: {error}")
     return replace(done, remarks=tuple(remarks))
+
+
+def _rounding_options(options: Mapping[str, Any]) -> Iterator[str]:
+    """A remark for each option that makes a sharded step differ from eager PyTorch in full precision."""
+    comm = options.get("comm_policy")
+    rounding = {
+        "mp_policy": options.get("mp_policy", options.get("mp")),
+        "gather_dtype": getattr(comm, "gather_dtype", None),
+        "reduce_wire": getattr(comm, "reduce_wire", None),
+    }
+    for name, value in rounding.items():
+        if value is not None:
+            yield (
+                f"{name}={value!r} rounds, and eager PyTorch does not, so that they differ. Check without it to find "
+                "other differences"
+            )
 
 
 def _lines(whole: nn.Module, arguments: Arguments, ours: Tensors, remarks: list[str]) -> Iterator[Row]:

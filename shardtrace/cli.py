@@ -8,10 +8,11 @@ sharded model that has a backward. This call is compiled and not run:
     shardtrace inspect train.py --world-size 64 --out trace.html -- --batch-size 256
 
 The script's own collectives do nothing. "plan" takes the model and the inputs of this call, and keeps the script's
-precision and offload. Exit codes: 0; 1 if the target cannot be loaded or compiled, or if no plan fits; 2 for a usage
-error; 130 after Ctrl-C. "check" compares a step of the target with eager PyTorch, for real: under torchrun on its
-ranks, else on one. A script ends at its first call. Its exit code is 1 if something differs by more than rounding;
-that of "prove" is 1 if the step is not proven.
+precision and offload. "check" compares a step of the target with eager PyTorch, for real: on one rank, on as many CPU
+ranks as --world-size says, or on the ranks of a torchrun around it. A script ends at its first call.
+
+Exit codes: 0; 1 if the target cannot be loaded or compiled, if no plan fits, if "check" finds something that differs by
+more than rounding, or if "prove" does not prove the step; 2 for a usage error; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
+from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -37,6 +44,7 @@ from shardtrace.inspector import Call, Inspection, NothingCompiledError, first_c
 from shardtrace.inspector.script import TargetError, make, model_and_inputs, script_of
 from shardtrace.model.choose import whole_copy
 from shardtrace.model.state import state_of, states_in
+from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
 from shardtrace.options.policies import POLICIES, grouped, needs
 from shardtrace.planner import plan
 
@@ -59,6 +67,19 @@ FLAGS = {  # options of fsdp and fields of its policies, by the commands that ha
     "check": ("sharding_strategy", "bucketing_strategy", "mp_policy"),
     "plan": ("sharding_strategy", "mp_policy"),
 }
+ABOUT = {  # what each flag of an option takes
+    "sharding_strategy": ("S", "zero3 (default), zero2, ddp, owner, zero3_secondary, hybrid_zero3 or hybrid_zero2"),
+    "bucketing_strategy": ("B", "auto (default), none, layer, block, model, or a size in MB"),
+    "mp_policy": ("P", "bf16 or fp16: the precision of compute and communication"),
+    "activation_checkpointing": ("A", "full or cheap: what blocks recompute in backward"),
+    "prefetch": ("N", "buckets that are gathered ahead of use"),
+    "gather_dtype": ("D", "int8 or fp8: rounds parameters on the wire"),
+    "reduce_wire": ("W", "int8 or int4: rounds gradients on the wire"),
+    "error_feedback": ("", "with --reduce-wire: add what rounding left out to the next step's gradients"),
+    "plan": ("FILE", "a plan that `shardtrace plan --out FILE` wrote; it also sets --world-size"),
+    "offload_policy": ("", "keep shards, gradients and optimizer state in host memory"),
+}
+PYTHON = (*ABOUT, *CLUSTER, "memory", "context", "accumulation", "mesh_shape", "world_size")  # names in errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _parser()
-    options = parser.parse_args(arguments[:cut])
+    options, unknown = parser.parse_known_args(arguments[:cut])
+    if unknown:
+        _refuse_unknown(parser, options.command, unknown)
     if options.command == "passes":
         print(_passes())
         return 0
@@ -84,10 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             parser.error(f"{_flag(name)}: {path} cannot be written: name a file in a folder that exists")
     if options.command == "check":
+        if options.world_size > 1 and "RANK" not in os.environ:
+            return _on_ranks(options.world_size, arguments)
+        if options.world_size > 1 and options.world_size != (ranks := int(os.environ["WORLD_SIZE"])):
+            parser.error(f"--world-size {options.world_size} under a torchrun of {ranks} ranks: leave it out")
         options.world_size = 1  # of a script, up to its call
-    elif options.world_size is None:
-        options.world_size = math.prod(options.mesh_shape) if options.mesh_shape else 8
     if options.command != "check":
+        try:
+            options.world_size = options.world_size or _usual_ranks(options)
+        except PlanError as error:
+            parser.error(f"--plan: {error}")
         print(f"compiling {options.target} for {options.world_size} ranks ...", file=sys.stderr)
     try:
         return _run(options, arguments[cut + 1 :])
@@ -100,10 +129,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if interrupt_of(error) is not None:
             print(f"shardtrace: {options.command} was interrupted", file=sys.stderr)
             return INTERRUPTED
-        print(
-            f"shardtrace: {type(error).__name__}: {error} (--traceback shows where){notes_of(error)}", file=sys.stderr
-        )
+        ours = isinstance(error, PlanError | NoPlanFitsError)
+        said = _in_flags(str(error)) if isinstance(error, ValueError | TypeError) else str(error)
+        kind = "" if ours else f"{type(error).__name__}: "
+        print(f"shardtrace: {kind}{said} (--traceback shows where){notes_of(error)}", file=sys.stderr)
         return 1
+
+
+def _usual_ranks(options: argparse.Namespace) -> int:
+    """The number of ranks if no flag says it: the plan's, that of the mesh, or 8."""
+    if getattr(options, "plan", None) is not None:
+        return TrainingPlan.from_json(options.plan).world_size
+    return math.prod(options.mesh_shape) if options.mesh_shape else 8
+
+
+def _on_ranks(ranks: int, arguments: Sequence[str]) -> int:
+    """Runs the command on so many CPU processes of this machine. Prints what the first rank prints, and the errors of
+    the first rank that has one. Returns its exit code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+    shared = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | group
+    command, processes = [sys.executable, "-m", "shardtrace", *arguments], []
+    with ExitStack() as files:
+        errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
+        for rank in range(ranks):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = None if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors[rank]))
+        try:
+            codes = [process.wait() for process in processes]
+        except KeyboardInterrupt:  # the ranks have it, too
+            for process in processes:
+                process.wait()
+            return INTERRUPTED
+        failed = next((rank for rank, code in enumerate(codes) if code), 0)
+        for rank in {0, failed}:
+            errors[rank].seek(0)
+            sys.stderr.write(errors[rank].read().decode(errors="replace"))
+    return codes[failed]
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> None:
+    """Ends with a usage error that names the flag that was meant."""
+    flags = [flag for action in _commands(parser)[command]._actions for flag in action.option_strings]
+    wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+    near = get_close_matches(wrong.partition("=")[0], flags, 1)
+    meant = f"did you mean {near[0]}?" if near else f"`shardtrace {command} --help` lists the flags"
+    parser.error(f"{command} has no {wrong.partition('=')[0]}: {meant}")
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands)
+
+
+def _in_flags(message: str) -> str:
+    """A message about options of Python, in flags: ``sharding_strategy='zero3'`` as ``--sharding-strategy zero3``."""
+    message = re.sub(r'fixed=\{"(\w+)": "(\w+)"\}', r'\1="\2"', message.replace(", or pass plan.options yourself", ""))
+    message = re.sub(r"\bcost_model\b", "the rates (--device, --link, --node-link, --node-ranks)", message)
+    message = re.sub(r"\boffload_policy=\{[^}]*\}", "--offload", message)
+
+    def flag(match: re.Match[str]) -> str:
+        value = match[2].strip("\"'") if match[2] else ""
+        return f"{_flag(match[1])} {value}".rstrip()
+
+    message = re.sub(rf"\b({'|'.join(PYTHON)})=(\"[^\"]*\"|'[^']*'|[\w.]+)", flag, message)
+    return re.sub(rf"(?<![-\w])({'|'.join(n for n in PYTHON if '_' in n)})()\b(?!=)", flag, message)
 
 
 def _run(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
@@ -137,18 +230,20 @@ def _parser() -> argparse.ArgumentParser:
         ("explain", "prints the summary"),
         ("prove", "proves that the compiled step is the unsharded program"),
     ):
-        command = _command(commands, name, about, "for a factory: as in shardtrace.fsdp", more=f"\n\n{__doc__}")
-        command.add_argument("--world-size", type=int, metavar="N", help="number of fake ranks (8)")
+        command = _command(commands, name, about, "for a factory: ", more=f"\n\n{__doc__}")
+        command.add_argument("--world-size", type=_count, metavar="N", help="number of fake ranks (8)")
         command.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to show (0)")
         shape = "for a factory with a hybrid strategy: replicas x shards, as in 8x8"
         command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
-        _add_cluster(command, "for a factory: ", "that of the model, with rates of shardtrace")
+        _add_cluster(command, "for a factory: ", "the model's device, with the default rates of its kind")
         if name == "inspect":
             command.add_argument("--out", type=Path, default=Path("trace.html"), help="file of the page (trace.html)")
             command.add_argument("--chrome-trace", type=Path, metavar="FILE", help="also write a trace for Perfetto")
     _add_plan(commands)
     about = "compares a training step, sharded and compiled, with the same step in eager PyTorch"
-    _command(commands, "check", about, "as in shardtrace.fsdp")
+    command = _command(commands, "check", about, "")
+    ranks = "number of CPU processes to start (1); leave it out under torchrun"
+    command.add_argument("--world-size", type=_count, default=1, metavar="N", help=ranks)
     about = "measures this machine, and under torchrun the link between its ranks, for predictions and schedules"
     command = commands.add_parser("calibrate", help=about, description=calibrate.__doc__, formatter_class=_Format)
     command.add_argument("--device", metavar="D", help=calibrate.DEVICE)
@@ -183,12 +278,12 @@ def _add_options(command: argparse.ArgumentParser, name: str, about: str) -> Non
     """Adds the flags of options of ``fsdp``: a switch for a field that is True or False, else a flag with a value."""
     kinds = {f.name: str(f.type) for policy in POLICIES.values() for f in fields(policy)}
     for option in FLAGS[name]:
-        flag, kind = _flag(option), kinds.get(option, "")
+        flag, kind, (metavar, what) = _flag(option), kinds.get(option, ""), ABOUT[option]
         if kind == "bool" or option == "offload_policy":
-            command.add_argument(flag, dest=option, action="store_true", default=None, help=about)
+            command.add_argument(flag, dest=option, action="store_true", default=None, help=f"{about}{what}")
         else:
             number = _number_or_name if option == "bucketing_strategy" else int if kind.startswith("int") else str
-            command.add_argument(flag, type=number, metavar="V", help=about)
+            command.add_argument(flag, type=number, metavar=metavar, help=f"{about}{what}")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -221,8 +316,8 @@ def _rates(options: argparse.Namespace) -> dict[str, Any]:
 
 def _add_plan(commands: Any) -> None:
     about = "chooses the options of shardtrace.fsdp for a cluster and prints what they are predicted to cost"
-    command = _command(commands, "plan", about, "to be kept, as in shardtrace.fsdp")
-    command.add_argument("--world-size", type=int, metavar="N", help="number of ranks (8)")
+    command = _command(commands, "plan", about, "what the plan may not change: ")
+    command.add_argument("--world-size", type=_count, metavar="N", help="number of ranks (8)")
     shape = "replicas x shards, as in 8x8, for hybrid strategies (one replica for each machine)"
     command.add_argument("--mesh", dest="mesh_shape", type=_mesh_shape, metavar="RxS", help=shape)
     command.add_argument("--memory", metavar="M", help="of a rank, as in 80GB or 72GiB (that of the device)")
@@ -254,6 +349,12 @@ def _number_or_name(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
+    return int(text)
 
 
 def _count_or_name(text: str) -> int | str:

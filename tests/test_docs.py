@@ -142,6 +142,10 @@ torch.manual_seed(0)
 """
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDE], ids=lambda page: page.stem)
 def test_first_script_runs(page, tmp_path):
     """The first block of Python in a page is a script for torchrun. It runs on two ranks, in an empty folder."""

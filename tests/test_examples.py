@@ -347,6 +347,12 @@ def test_each_bug_of_the_museum_is_found(run_here):
         assert float(seconds[1]) < 1  # of CPU time
 
 
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"gpt2/single_device.py", "gpt2/plugin.py"}))
+def test_examples_do_as_the_readme_does(script):
+    """They call the sharded model. One page and two notebooks have ``thunder.jit`` around it, and say when."""
+    assert "thunder.jit" not in (EXAMPLES / script).read_text()
+
+
 # ---- the command line ----
 
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
 from common import add_count, new_folder
 

@@ -5,9 +5,8 @@ On two ranks of this machine:
     torchrun --nproc_per_node=2 examples/gpt2/ema.py --model tiny --steps 200 --save checkpoints
 """
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -24,15 +23,14 @@ def main() -> None:
         model = trainer.build_model()
         shardtrace.fsdp(model, init_policy=shardtrace.InitPolicy(device=trainer.device))
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.decay))  # as many shards again
-        cmodel = thunder.jit(model)
-        optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
         optimizer.register_step_post_hook(lambda *_: ema.update_parameters(model))
-        report = trainer.run(cmodel, optimizer)
+        report = trainer.run(model, optimizer)
         if args.save:
-            shardtrace.save_checkpoint(args.save, cmodel, optimizer, ema=ema, step=args.steps)
+            shardtrace.save_checkpoint(args.save, model, optimizer, ema=ema, step=args.steps)
         if args.eval_batches:
             take_over(model, ema.module)
-            rows = [("", "validation loss"), ("model", report["val_loss"]), ("average", trainer.evaluate(cmodel))]
+            rows = [("", "validation loss"), ("model", report["val_loss"]), ("average", trainer.evaluate(model))]
             if is_main():
                 print(f"\n{table(rows)}")
 

@@ -5,9 +5,7 @@ On two ranks of this machine:
     torchrun --nproc_per_node=2 examples/gpt2/fsdp.py --model tiny --steps 200
 """
 
-import shardtrace  # before thunder: makes it importable on the newest torch
-
-import thunder
+import shardtrace
 
 from trainer import OPTIMIZERS, arguments, start
 
@@ -17,9 +15,8 @@ def main() -> None:
     with start(args) as trainer:
         model = trainer.build_model()
         shardtrace.fsdp(model, sharding_strategy="zero3", init_policy=shardtrace.InitPolicy(device=trainer.device))
-        cmodel = thunder.jit(model)
-        optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        trainer.run(cmodel, optimizer)
+        optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        trainer.run(model, optimizer)
 
 
 if __name__ == "__main__":

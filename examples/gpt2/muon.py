@@ -10,9 +10,8 @@ Muon: An optimizer for hidden layers in neural networks, Keller Jordan 2024. On 
 
 from argparse import Namespace
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -31,8 +30,7 @@ def main() -> None:
             model = trainer.build_model()
             strategy = {is_hidden_matrix: matrices, "*": "zero3"}
             shardtrace.fsdp(model, sharding_strategy=strategy, init_policy=shardtrace.InitPolicy(device=trainer.device))
-            cmodel = thunder.jit(model)
-            report = trainer.run(cmodel, *optimizers(cmodel, args, muon=matrices == "owner"))
+            report = trainer.run(model, *optimizers(model, args, muon=matrices == "owner"))
             rows.append((name, report["losses"][-1], report["val_loss"]))
         if is_main():
             print(f"\n{table(rows)}")

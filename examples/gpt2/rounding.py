@@ -12,9 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 
 from trainer import OPTIMIZERS, arguments, is_main, new_file, start, table
@@ -48,9 +47,8 @@ def main() -> None:
                 init_policy=shardtrace.InitPolicy(device=trainer.device),
                 **WIRES[name],
             )
-            cmodel = thunder.jit(model)
-            optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-            losses[name] = trainer.run(cmodel, optimizer)["losses"]
+            optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+            losses[name] = trainer.run(model, optimizer)["losses"]
         if is_main():
             print(compared(losses))
             if args.picture is not None:

@@ -11,9 +11,8 @@ With checkpoints. If a rank dies, only the steps since the last checkpoint are r
 
 from argparse import Namespace
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from trainer import OPTIMIZERS, Checkpoints, add_checkpoints, arguments, start
@@ -31,10 +30,10 @@ def main() -> None:
             mp_policy=args.mp_policy,
             init_policy=shardtrace.InitPolicy(device=trainer.device),
             offload_policy=CPUOffloadPolicy() if args.cpu_offload else None,
+            compile={"executors": args.executors} if args.executors else True,
         )
-        cmodel = thunder.jit(model, executors=args.executors)
-        optimizer = OPTIMIZERS[args.optimizer](cmodel.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        trainer.run(cmodel, optimizer, checkpoints=checkpoints)
+        optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        trainer.run(model, optimizer, checkpoints=checkpoints)
 
 
 def parse_args() -> Namespace:

@@ -1,6 +1,6 @@
 """The trainer that the scripts in this folder share: data, loop, evaluation and report.
 
-It knows nothing about sharding. A script passes it a jitted model and an optimizer.
+It knows nothing about sharding. A script passes it a model, sharded or compiled, and an optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py and text.py are
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Trainer:
         config = CONFIGS[self.args.model]
         return GPT(replace(config, n_layer=self.args.layers or config.n_layer))
 
-    def run(self, cmodel: Module, *optimizers: Optimizer, checkpoints: Checkpoints | None = None) -> Report:
+    def run(self, model: Module, *optimizers: Optimizer, checkpoints: Checkpoints | None = None) -> Report:
         """Trains, evaluates and prints the result. ``--json`` writes it to a file.
 
         After a restart whose checkpoint has all steps, nothing is trained and the result is that of the checkpoint.
@@ -94,15 +94,15 @@ class Trainer:
         data = self.batches(self.text.train)
         schedules = [LambdaLR(optimizer, lambda step: lr_scale(step, args.steps)) for optimizer in optimizers]
         with shardtrace.AsyncCheckpointer() as checkpointer:
-            state = {"model": cmodel, "optimizer": optimizers, "schedulers": schedules}
+            state = {"model": model, "optimizer": optimizers, "schedulers": schedules}
             resumed = checkpoints.resume(state) if checkpoints is not None else {}
             if resumed.get("start", 0) >= args.steps:
                 if is_main():
                     print(f"all {args.steps} steps were done before")
-                cmodel(*data(0)).backward()  # compiles the step that the table describes; nothing is updated
-                cmodel.zero_grad()
+                model(*data(0)).backward()  # compiles the step that the table describes; nothing is updated
+                model.zero_grad()
             losses, rate = train(
-                lambda step: cmodel(*data(step)),
+                lambda step: model(*data(step)),
                 optimizers,
                 args.steps,
                 tokens=args.batch_size * args.seq_len,
@@ -110,13 +110,13 @@ class Trainer:
                 **(checkpoints.saving(checkpointer, state) | resumed if checkpoints is not None else {}),
             )
         held = sum(map(common.optimizer_bytes, optimizers))
-        step = shardtrace.memory(cmodel, persistent=held).peak  # the last call was a training step
-        collectives = common.traffic(cmodel)
-        cmodel.eval()
-        val_loss = self.evaluate(cmodel) if args.eval_batches else None
-        sample = self.generate(cmodel) if args.sample_bytes else None
+        step = shardtrace.memory(model, persistent=held).peak  # the last call was a training step
+        collectives = common.traffic(model)
+        model.eval()
+        val_loss = self.evaluate(model) if args.eval_batches else None
+        sample = self.generate(model) if args.sample_bytes else None
 
-        memory = (common.parameter_bytes(cmodel), held, step, common.peak_memory(self.device))
+        memory = (common.parameter_bytes(model), held, step, common.peak_memory(self.device))
         parameters, states, steps, peaks = (list(sizes) for sizes in zip(*common.from_ranks(memory), strict=True))
         report = Report(
             losses=losses,
@@ -137,17 +137,17 @@ class Trainer:
         return report
 
     @torch.no_grad()
-    def evaluate(self, cmodel: Module) -> float:
+    def evaluate(self, model: Module) -> float:
         """The mean loss over held-out batches. Computed from logits, so that `generate` shares the compiled trace."""
         data = self.batches(self.text.val)
         losses = []
         for step in range(self.args.eval_batches):
             inputs, targets = data(step)
-            losses.append(F.cross_entropy(cmodel(inputs).flatten(0, 1), targets.flatten()))
+            losses.append(F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
         return sum(mean_over_ranks(losses)) / len(losses)
 
     @torch.no_grad()
-    def generate(self, cmodel: Module) -> str:
+    def generate(self, model: Module) -> str:
         """Samples `--sample-bytes` bytes after the prompt, the same on all ranks.
 
         The context is padded on the right to the shape of a batch, so that one trace serves all lengths. A causal
@@ -160,7 +160,7 @@ class Trainer:
         for _ in range(args.sample_bytes):
             context = torch.tensor(sample[-args.seq_len :])
             inputs = F.pad(context, (0, args.seq_len - len(context))).expand(rows, -1).contiguous()
-            logits = cmodel(inputs.to(self.device))[0, len(context) - 1].float().cpu()
+            logits = model(inputs.to(self.device))[0, len(context) - 1].float().cpu()
             probabilities = F.softmax(logits / TEMPERATURE, dim=0)
             sample.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return sample.decode(errors="replace")

@@ -13,9 +13,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # examples/, where common.py is
 
-import shardtrace  # before thunder: makes it importable on the newest torch
+import shardtrace
 
-import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -49,8 +48,7 @@ def main() -> None:
             mp_policy=args.mp_policy,
             init_policy=shardtrace.InitPolicy(device=device),
         )
-        cmodel = thunder.jit(model)
-        optimizer = torch.optim.Adadelta(cmodel.parameters(), lr=args.lr)
+        optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
         schedule = StepLR(optimizer, step_size=1, gamma=args.gamma)
         torch.manual_seed(args.seed + dist.get_rank())  # each rank drops out its own units
 
@@ -58,8 +56,8 @@ def main() -> None:
         rows: list[tuple[object, ...]] = [("epoch", "train loss", "test loss", "test accuracy", "seconds")]
         train_loader, test_loader = load(train_digits, args), load_all(test_digits, args)
         for epoch in range(args.epochs):
-            train_loss = train(cmodel, optimizer, train_loader, epoch, device)
-            test_loss, accuracy = test(cmodel, test_loader, device)
+            train_loss = train(model, optimizer, train_loader, epoch, device)
+            test_loss, accuracy = test(model, test_loader, device)
             schedule.step()
             rows.append((epoch + 1, train_loss, test_loss, f"{accuracy:.2%}", f"{time.perf_counter() - begin:.1f}"))
         if common.is_main():
@@ -68,14 +66,14 @@ def main() -> None:
             save(model, args.save_model)
 
 
-def train(cmodel: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, device: torch.device) -> float:
+def train(model: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, device: torch.device) -> float:
     """Trains for one epoch. Returns the mean loss over all ranks."""
-    cmodel.train()
+    model.train()
     assert isinstance(loader.sampler, DistributedSampler)
     loader.sampler.set_epoch(epoch)  # a new order, the same on all ranks
     total = torch.zeros((), device=device)
     for images, labels in common.progress(loader, desc=f"epoch {epoch + 1}", unit="step"):
-        loss = F.nll_loss(cmodel(images.to(device)), labels.to(device))
+        loss = F.nll_loss(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -84,12 +82,12 @@ def train(cmodel: Module, optimizer: Optimizer, loader: DataLoader, epoch: int, 
 
 
 @torch.no_grad()
-def test(cmodel: Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
+def test(model: Module, loader: DataLoader, device: torch.device) -> tuple[float, float]:
     """Loss and accuracy on the whole test set. Each rank tests its share, and the counts are summed."""
-    cmodel.eval()
+    model.eval()
     loss, right, seen = (torch.zeros((), device=device) for _ in range(3))
     for images, labels in loader:
-        output, labels = cmodel(images.to(device)), labels.to(device)
+        output, labels = model(images.to(device)), labels.to(device)
         loss += F.nll_loss(output, labels, ignore_index=NOBODY, reduction="sum")
         right += (output.argmax(dim=1) == labels).sum()
         seen += (labels != NOBODY).sum()

@@ -7,7 +7,8 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from shardtrace.model.choose import sample
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -263,6 +264,7 @@ def _as_from_pretrained(found: dict[str, Stored], module: nn.Module) -> dict[str
 # ---- export ----
 
 
+DTYPES = {dtype: name for name, dtype in _TYPES.items()}  # as safetensors files name them
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
@@ -274,8 +276,9 @@ def export_safetensors(
 
     The names, files and index are those that ``transformers`` writes and ``from_pretrained`` loads. A plain module
     loads a single file with ``safetensors.torch.load_model``. A tied weight is written once, under its first name; the
-    file's metadata lists the others. A collective: parameters are gathered one at a time. The first rank of the model's
-    group writes, and holds one file's tensors in host memory.
+    file's metadata lists the others. A collective: parameters are gathered one at a time, and freed once they are
+    written. Beside the shards, each rank holds one whole parameter; the first rank of the model's group, which writes,
+    holds it in host memory, too.
 
     Args:
         path: a directory, created if it does not exist.
@@ -294,23 +297,47 @@ def export_safetensors(
     error = ""
     with ProgressBar("export", show=state.rank == 0).of(sum(map(_bytes, state.slots.values()))) as advance:
         for file, names in files.items():
-            values = {}
-            for name in names:
-                slot = state.slots[name]
-                whole = slot.whole()
-                if state.rank == 0 and not error:
-                    values[name] = whole.cpu().contiguous()
-                advance(_bytes(slot))
-            if values:
-                aliases = {name: first for name, first in state.tied.items() if first in values}
-                save = functools.partial(save_file, values, metadata={"format": "pt", **aliases})
-                error = _write(root / file, save)
+            whole = _gathered(state, names, advance)
+            if state.rank == 0 and not error:
+                error = _write(root / file, functools.partial(_stream, _header(state, names), whole))
+            deque(whole, maxlen=0)  # every rank gathers all of them, whoever writes
     texts = {} if state.rank else _texts(files, state, config)
     for file, text in texts.items():
         error = error or _write(root / file, functools.partial(Path.write_text, data=text))
     with agreement(state, f"the model exported to {root}"):
         if error:
             raise CheckpointError(error)
+
+
+def _gathered(model: ModelState, names: Sequence[str], advance: Callable[[int], object]) -> Iterator[torch.Tensor]:
+    """Whole tensors, one at a time. A collective."""
+    for name in names:
+        yield model.slots[name].whole()
+        advance(_bytes(model.slots[name]))
+
+
+def _header(model: ModelState, names: Sequence[str]) -> bytes:
+    """The beginning of a safetensors file: the length of a JSON text, and the text, which says where each tensor is."""
+    aliases = {name: first for name, first in model.tied.items() if first in names}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    end = 0
+    for name in names:
+        slot, begin = model.slots[name], end
+        end += _bytes(slot)
+        shape, dtype = list(slot.full_shape), DTYPES[slot.local.dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _stream(header: bytes, values: Iterator[torch.Tensor], path: Path) -> None:
+    """Writes a safetensors file tensor by tensor, so that only one of them is in memory."""
+    with path.open("wb") as file:
+        file.write(header)
+        for value in values:
+            file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del value  # before the next one is gathered
 
 
 def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
@@ -323,6 +350,8 @@ def _files(model: ModelState, max_file_bytes: float) -> dict[str, list[str]]:
             size = 0
         parts[-1].append(name)
         size += _bytes(slot)
+    for part in parts:  # large elements first, so that each tensor begins at a multiple of its elements
+        part.sort(key=lambda name: -model.slots[name].local.element_size())
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
@@ -335,6 +364,11 @@ def _bytes(slot: Slot) -> int:
 def _check(root: Path, files: Mapping[str, list[str]], model: ModelState, config: Any) -> None:
     if not (config is None or isinstance(config, Mapping) or hasattr(config, "to_json_string")):
         raise CheckpointError(f"config is a {type(config).__name__}: pass model.config of Hugging Face, or a mapping")
+    for name, slot in model.slots.items():
+        if slot.local.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{name} is of {slot.local.dtype}, which safetensors files cannot hold: convert it first"
+            )
     if model.extra:
         raise CheckpointError(f"{min(model.extra)} is an extra state, which safetensors files cannot hold")
     for name in (*files, SAFETENSORS_INDEX, "model.safetensors", *([CONFIG] if config is not None else [])):
@@ -347,7 +381,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, write)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         return f"cannot write {path}: {error}"
     return ""
 

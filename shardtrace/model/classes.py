@@ -16,7 +16,7 @@ from typing import Any
 from passes.compat.jit import interrupt_of
 from passes.compat.versions import functional_transform
 from shardtrace.model.choose import INPUTS, Chosen, cast, inputs_of_blocks, make_plain, with_casts
-from shardtrace.model.state import ShardedState, own_state, state_around, state_of, states_in
+from shardtrace.model.state import ShardedState, own_state, reshard_in, state_around, state_of, states_in
 from shardtrace.model.tracing import recorded, recorded_in_place
 from shardtrace.ranks.consensus import AnnouncedError, RankMismatchError
 from shardtrace.record.watcher import ATTRIBUTE, CHECKPOINTED, EAGER, PART_ATTRIBUTE, REPEATED
@@ -39,7 +39,7 @@ def compiling(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self) or state_around(self)  # None for a plain copy
-        if state is None or not state.is_to_run():
+        if state is None or not state.is_to_run(self):
             return method(self, *args, **kwargs)
         bound = functools.wraps(method)(lambda *args, **kwargs: call(self, *args, **kwargs))
         return _run(self, (self, compiled), bound, f"{type(self).__name__}.{method.__name__}", args, kwargs)
@@ -56,6 +56,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     state = own_state(module)
+    reshard_in(module)
     try:
         return _jitted(module, key, function, name)(*args, **kwargs)
     except RankMismatchError as error:  # all ranks raise it
@@ -172,7 +173,7 @@ def sharded_class(cls: Any, *, root: bool, methods: tuple[tuple[str, Callable[[A
 def _call(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.__call__)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if own_state(self).is_to_run():
+        if own_state(self).is_to_run(self):
             return run(self, args, kwargs)
         return cls.__call__(self, *args, **kwargs)
 
@@ -182,9 +183,9 @@ def _call(cls: Any) -> Callable[..., Any]:
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (state := own_state(self)).is_to_run():
+        if (state := own_state(self)).is_to_run(self):
             return run(self, args, kwargs)
-        if not state.unsharded:
+        if not (state.unsharded or state.opened):
             args, kwargs = cast((args, kwargs), self.__dict__.get(INPUTS))
         with state.casting() as precision:
             return with_casts(original, precision)(self, *args, **kwargs)
@@ -197,6 +198,7 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        reshard_in(self)  # values that are written into whole parameters are lost
         copying = {**metadata, "assign_to_params_buffers": False}
         original(self, state_dict, prefix, metadata if own_state(self).unsharded else copying, *args)
 
@@ -209,6 +211,7 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        reshard_in(self)
         parameters = list(self.parameters(recurse))
         kept = [(dict(p.__dict__), p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]
         original(self, fn, recurse)
@@ -231,6 +234,8 @@ def _of_jitted(name: str, module: nn.Module) -> Any:
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded copy, or a plain one while the parameters are whole."""
     state = own_state(self)
+    if not state.unsharded:
+        reshard_in(self)
     if state.unsharded:
         memo[id(state)] = None  # the copy has none
     new = object.__new__(type(self))

@@ -91,6 +91,7 @@ class ShardedState:
         self.unsharded = False  # inside full_params
         self.compared: set[Hashable] = set()  # the shapes of batches that the ranks of a sequence have compared
         self.whole: AbstractContextManager[None] | None = None  # that full_params, if it ends at the next training step
+        self.opened: dict[int, Callable[[], torch.Tensor]] = {}  # parameters of parts that are whole: what undoes it
         self.tracing = False  # stand-ins are in place
         self._casting = False  # the forward is running, with its inputs cast
         self._running = 0  # submodules that PyTorch runs with whole parameters in place
@@ -256,7 +257,7 @@ class ShardedState:
     def _check_in_place(self) -> None:
         """Raises RuntimeError if a parameter is not this rank's shard, nor one that can take its place, or was frozen
         before its sum was reduced, or if modules have changed."""
-        if not self.holds_shards:
+        if self.is_open or not self.holds_shards:
             raise RuntimeError("whole parameters are in place")
         self._check_not_frozen()
         for held, key, parameter, local in self._held:
@@ -280,17 +281,44 @@ class ShardedState:
         """Whether the modules have shards now."""
         return not (self.unsharded or self.tracing or self._running)
 
-    def is_to_run(self) -> bool:
-        """Whether a call that begins now is to run a compiled step. With gradients, it ends ``unshard``."""
+    def is_to_run(self, module: nn.Module) -> bool:
+        """Whether a call of ``module`` that begins now is to run a compiled step, which ends ``unshard``: it gathers by
+        itself. Without gradients, PyTorch runs modules whose parameters are all whole."""
         if torch.is_grad_enabled():
+            self.reshard()
+        elif self.opened:
+            if self.numbers_in(module) <= self.opened.keys():
+                return False
             self.reshard()
         return self.holds_shards
 
-    def reshard(self) -> None:
-        """Ends ``unshard``, if it was called."""
-        if self.whole is not None:
+    @property
+    def is_open(self) -> bool:
+        """Whether ``unshard`` has made parameters whole."""
+        return self.whole is not None or bool(self.opened)
+
+    def unshard(self, module: nn.Module) -> None:
+        """Makes the parameters of a part of the model whole. A collective."""
+        if not self.opened:
+            self.adopt()
+        for number in sorted(self.numbers_in(module) - self.opened.keys()):
+            self.opened[number] = self.entries[number].unshard()
+
+    def reshard(self, module: nn.Module | None = None) -> None:
+        """Ends ``unshard``, if it was called; with ``module``, for the parameters of this part."""
+        if module is None and self.whole is not None:
             self.whole.__exit__(None, None, None)
             self.whole = None
+        for number in [*self.opened] if module is None else sorted(self.numbers_in(module) & self.opened.keys()):
+            self.opened.pop(number)()
+
+    def numbers_in(self, module: nn.Module, *, recurse: bool = True) -> frozenset[int]:
+        """The numbers of the parameters that a module of the model holds; without ``recurse``, of those that are in no
+        block inside it."""
+        inside = {*module.modules()}
+        blocks = set() if recurse else {name for name, m in self.model.named_modules() if m in inside - {module}}
+        held = (any(owner in inside for _, owner, _ in e.owners) and e.block not in blocks for e in self.entries)
+        return frozenset(number for number, is_held in enumerate(held) if is_held)
 
     def jit_options(self, name: str) -> Mapping[str, Any]:
         """The arguments of ``thunder.jit`` for the call of ``name``. Raises RuntimeError if it may not compile
@@ -304,7 +332,8 @@ class ShardedState:
         return {} if jit is True else jit
 
     def check_traceable(self) -> None:
-        """Raises RuntimeError if the model cannot be traced as it is now."""
+        """Ends ``unshard``. Raises RuntimeError if the model cannot be traced as it is now."""
+        self.reshard()
         if self.unsharded:
             raise RuntimeError(
                 f"a jitted {self.model_name} was called inside full_params: call the model itself, or leave the context"
@@ -503,6 +532,14 @@ def own_state(module: nn.Module) -> ShardedState:
     """The state of a sharded module, or of the one that ``module`` is a part of."""
     state: ShardedState = module.__dict__.get(ATTRIBUTE) or module.__dict__[PART_ATTRIBUTE]
     return state
+
+
+def reshard_in(module: nn.Module) -> None:
+    """Ends ``unshard`` of a sharded module or of the one around it, and of all sharded modules in it."""
+    state = own_state(module)
+    if any(other.is_open for other in state.known):
+        for each in (state, *states_in(module)):
+            each.reshard()
 
 
 def states_in(module: nn.Module) -> list[ShardedState]:

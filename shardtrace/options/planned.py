@@ -257,7 +257,7 @@ class TrainingPlan:
         model: the class of the model; ``fingerprint`` identifies its parameters.
         world_size, mesh_shape: the ranks, and (replicas, shards) if a hybrid strategy was chosen, or (data, context) if
             sequences are split.
-        budget: the memory that a step may need.
+        budget: the memory that a step may need; ``budget_given``: as the user wrote it, if that was not in GiB.
         device, links: what was planned for, as text; ``rates`` says where the figures come from: "modelled",
             "calibrated", "partly calibrated" (links are modelled) or "given".
         choices: the options of ``fsdp`` as JSON has them; :attr:`options` are those to pass.
@@ -295,6 +295,7 @@ class TrainingPlan:
     notes: tuple[str, ...] = ()
     allowed: Mapping[str, list[str]] = field(default_factory=dict)
     version: int = VERSION
+    budget_given: str = ""
     again: Any = field(default=None, repr=False, compare=False)  # plans for another batch; None if read from a file
 
     @property
@@ -314,11 +315,11 @@ class TrainingPlan:
             f"step     {ms(self.seconds)}{speed}" + (f", MFU {self.mfu:.1%}" if self.mfu else ""),
             f"         forward {ms(self.forward)}, backward {ms(self.backward)}, optimizer {ms(self.optimizer)}; "
             f"compute waits {ms(self.exposed)} for communication",
-            f"memory   {gib(self.peak)} of {gib(self.budget)}",
+            f"memory   {gib(self.peak)} of {self.budget_shown}",
             *(f"         {gib(n):>12}  {kind}" for kind, n in sorted(self.memory.items(), key=lambda kv: -kv[1])),
             *([f"rounds   {self.rounding}"] if self.rounding else []),
             f"limit    {self.binding}",
-            *([f"next     {runner_up}"] if runner_up else []),
+            *([f"smaller  {runner_up}"] if runner_up else []),
             "",
             f"  {HEADINGS}",
             *(f"{'> ' if row is chosen else '  '}{row}" for row in self.pareto),
@@ -374,6 +375,11 @@ class TrainingPlan:
         return next((row for row in self.pareto if row.options == self.choices), None)
 
     @property
+    def budget_shown(self) -> str:
+        """The budget, first as it was given, if that was in GB."""
+        return f"{self.budget_given} ({gib(self.budget)})" if self.budget_given else gib(self.budget)
+
+    @property
     def _ranks(self) -> str:
         return f"{self.world_size} ranks of {self.device}, {self.links} ({self.rates} rates)"
 
@@ -393,7 +399,7 @@ class TrainingPlan:
             return ""
         row = less[-1]
         saved, lost = self.peak - row.memory, row.seconds - self.seconds
-        return f"{gib(saved)} less takes {ms(lost)} more: {row.words}"
+        return f"{row.words}, needs {gib(saved)} less memory and takes {ms(lost)} longer"
 
     def _repr_html_(self) -> str:
         return embed(self._shown)
@@ -413,7 +419,7 @@ class TrainingPlan:
             "step": (ms(self.seconds), self._speed),
             "model FLOPs utilization": (f"{self.mfu:.1%}" if self.mfu else "unknown", "of the data sheet's peak"),
             "exposed communication": (ms(self.exposed), f"{self.exposed / self.seconds:.1%} of the step"),
-            "memory": (gib(self.peak), f"of {gib(self.budget)}"),
+            "memory": (gib(self.peak), f"of {self.budget_shown}"),
         }
         runner_up = self._next
         return Shown(
@@ -428,7 +434,7 @@ class TrainingPlan:
             notes=[
                 *([f"Rounds {self.rounding}."] if self.rounding else []),
                 f"Limit: {self.binding}.",
-                *([f"Next: {runner_up}."] if runner_up else []),
+                *([f"The next smaller plan, {runner_up}."] if runner_up else []),
                 *self.notes,
             ],
         )

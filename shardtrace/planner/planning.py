@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from passes.plan import CostModel
@@ -190,14 +191,14 @@ def plan(
     with fake_ranks(world_size), progress(f"planning {type(model).__name__}"):
         chosen, *others = explore_degrees(task, context, budget)
     search = chosen.search
-    result = _write(search, chosen.best or search.front[0], rates, others)
+    result = replace(_write(search, chosen.best or search.front[0], rates, others), budget_given=_decimal(memory))
     if chosen.best is None:
         lower = "" if "mp_policy" in fixed else ', or a lower precision (fixed={"mp_policy": "bf16"})'
         lower += ', or split sequences over ranks (context="auto")' if context is None and task.positions > 1 else ""
         spelled = ", ".join(f"{name}={value!r}" for name, value in result.choices.items() if value is not None)
         raise NoPlanFitsError(
-            f"no step of {type(model).__name__} on {world_size} ranks fits into {size(budget)}: the least is "
-            f"{size(result.peak)}, with {spelled}. Use more ranks, smaller inputs{lower}",
+            f"no step of {type(model).__name__} on {world_size} ranks fits into {result.budget_given or size(budget)}: "
+            f"the least is {size(result.peak)}, with {spelled}. Use more ranks, smaller inputs{lower}",
             result,
         )
     return result
@@ -234,6 +235,12 @@ def _bytes(memory: str | float) -> float:
             f"memory={memory!r} would be {found:g} bytes: write {found:g}GB, or {found:g}B if that is meant"
         )
     return float(found)
+
+
+def _decimal(memory: str | float | None) -> str:
+    """An amount of memory as the user wrote it, if that is in GB and not in GiB."""
+    is_decimal = isinstance(memory, str) and re.search(r"[kmgt]b\s*$", memory.lower()) is not None
+    return str(memory).strip() if is_decimal else ""
 
 
 # ---- the result ----

@@ -248,7 +248,8 @@ def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name']"
+                f"mesh must have one dimension, this one has shape {tuple(mesh.mesh.shape)}: pass mesh['name'], or "
+                'sharding_strategy="hybrid_zero3" to shard over the last dimension and replicate over the first'
             )
         return mesh.get_group()
     if isinstance(mesh, dist.ProcessGroup):
@@ -272,14 +273,22 @@ def resolve_group(mesh: Mesh | None, device: torch.device, timeout: float = 300.
     return group
 
 
+def size_of(mesh: Mesh | None) -> int:
+    """The number of ranks of a mesh or group, else of the default group or of torchrun's environment."""
+    if isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        return mesh.size()
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
 def mesh_of_nodes(ranks: int, mesh: Mesh | None, device: torch.device, *, timeout: float) -> DeviceMesh:
-    """A mesh (nodes, ranks of a node) of all ranks. Raises ValueError if there is a mesh, or if nodes would differ."""
-    if mesh is not None:
+    """A mesh (nodes, ranks of a node) of all ranks. Raises ValueError for a 2-D mesh or one of fewer ranks, or if nodes
+    would differ."""
+    size = resolve_group(None, device, timeout).size()
+    if is_2d(mesh) or resolve_group(mesh, device, timeout).size() != size:
         raise ValueError(
             f'reshard_after_forward={ranks} makes a mesh of all ranks: pass sharding_strategy="zero3_secondary" with '
             "a 2-D mesh (nodes, ranks of a node) instead"
         )
-    size = resolve_group(None, device, timeout).size()
     if size % ranks:
         raise ValueError(f"reshard_after_forward={ranks} does not divide the {size} ranks: pass a divisor, or True")
     return init_device_mesh(device.type, (size // ranks, ranks), mesh_dim_names=("replicate", "shard"))

@@ -27,6 +27,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 def sharded_entries(model: nn.Module) -> tuple[nn.Module, list[ShardedState], dict[int, Entry]]:
     """The module itself (not jitted), the sharded states in it, and each shard's entry by the shard's id."""
     module, states = sharded_states(model)
+    for state in states:
+        state.reshard()
     if any(state.unsharded for state in states):
         raise RuntimeError("inside full_params the parameters are whole: use model.state_dict() there")
     for state in states:

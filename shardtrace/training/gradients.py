@@ -99,23 +99,27 @@ def keep_of(model: nn.Module, level: Level) -> dict[ShardedState, Keep]:
     outer = state_around(module) if state_of(module) is None else None
     if outer is not None:
         if outer.runtime.keep is None:
-            keep[outer] = Keep(level, _indices(module, outer))
+            keep[outer] = Keep(level, outer.numbers_in(module))
     elif not keep:
         raise ValueError(f"{type(module).__name__} is not sharded: call shardtrace.fsdp(model) first")
     return keep
 
 
-def _indices(module: nn.Module, state: ShardedState) -> frozenset[int]:
-    """The numbers of the parameters of a sharded model that a module in it holds."""
-    inside = {*module.modules()}
-    return frozenset(i for i, entry in enumerate(state.entries) if any(owner in inside for _, owner, _ in entry.owners))
-
-
-def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE) -> None:
+def set_sync(module: nn.Module, sync: bool, level: Level = Level.WHOLE, *, recurse: bool = True) -> None:
     """Until it is called again, backwards of a sharded model, or of a part of one, reduce gradients, or are as inside
-    :func:`no_sync`. Raises NotImplementedError if another part is to keep gradients on another level."""
+    :func:`no_sync`. Without ``recurse`` this holds for parameters that are in no block inside ``module``.
+
+    Raises NotImplementedError if another part is to keep gradients on another level.
+    """
     state = own_state(module)
-    mine, everything = _indices(module, state), frozenset(range(len(state.entries)))
+    _set_sync(state, state.numbers_in(module, recurse=recurse), sync, level)
+    for inner in states_in(module) if recurse else ():
+        if inner is not state:
+            _set_sync(inner, frozenset(range(len(inner.entries))), sync, level)
+
+
+def _set_sync(state: ShardedState, mine: frozenset[int], sync: bool, level: Level) -> None:
+    everything = frozenset(range(len(state.entries)))
     before = state.runtime.keep
     kept = frozenset[int]() if before is None else everything if before.parameters is None else before.parameters
     if before is not None and before.level is not level and not sync and not kept <= mine:

@@ -4,10 +4,10 @@ parameter."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 from passes.compat.jit import unjitted
 from passes.plan import Level
@@ -86,21 +86,24 @@ def _sharded(value: Any) -> ShardedState | None:
     return None
 
 
+# Switches of FSDP2 that have one position in a compiled step, and what to do instead of the other one.
+CONSTANT = {
+    "set_reshard_after_backward": (
+        True,
+        'pass fsdp(sharding_strategy="ddp") to keep parameters whole, or "zero2" to gather them once for each step',
+    ),
+    "set_unshard_in_backward": (True, "leave it out, because backward gathers only what it uses"),
+}
 # What FSDP2's modules have and a compiled step has otherwise: what to do instead.
 ELSEWHERE = {
-    "set_reshard_after_forward": "choose a sharding_strategy, of parts of the model by patterns of names",
-    "set_reshard_after_backward": 'backward frees what it has used; "zero2" gathers once for each step',
-    "set_modules_to_forward_prefetch": "the schedule prefetches: CompilePolicy(prefetch=...)",
-    "set_modules_to_backward_prefetch": "the schedule prefetches: CompilePolicy(prefetch=...)",
-    "set_unshard_in_backward": "backward gathers only what it uses",
-    "set_gradient_divide_factor": "pass CommPolicy(gradient_divide_factor=...)",
-    "set_reduce_scatter_divide_factor": "pass CommPolicy(gradient_divide_factor=...)",
-    "set_force_sum_reduction_for_comms": "pass CommPolicy(sum_reductions=True)",
+    "set_gradient_divide_factor": "pass fsdp(comm_policy=CommPolicy(gradient_divide_factor=...))",
+    "set_reduce_scatter_divide_factor": "pass fsdp(comm_policy=CommPolicy(gradient_divide_factor=...))",
+    "set_force_sum_reduction_for_comms": "pass fsdp(comm_policy=CommPolicy(sum_reductions=True))",
     "set_all_reduce_hook": "write a pass that adds a line to the reduction, or register a hook on the parameter",
     "set_custom_all_gather": "write a wire",
     "set_custom_reduce_scatter": "write a wire",
     "set_allocate_memory_from_process_group_for_comm": "leave it out",
-    "set_reduce_scatter_max_input_buffers": "pass CompilePolicy(max_inflight_bytes=...)",
+    "set_reduce_scatter_max_input_buffers": "pass fsdp(compile_policy=CompilePolicy(max_inflight_bytes=...))",
     "set_reduce_scatter_unused_params": "leave it out: an unused parameter has no gradient",
     "set_separate_reduce_scatter_group": "leave it out",
     "set_symm_mem_for_comm": "leave it out",
@@ -152,24 +155,37 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def unshard(self: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Makes the parameters whole until ``reshard()``: :func:`shardtrace.full_params` without a ``with``, as in FSDP2.
+    """Makes the parameters of the model, or of this part of it, whole until ``reshard()``: FSDP2's method.
 
-    Calls without gradients are then run by PyTorch. One with gradients reshards the model first, because a compiled
-    step gathers by itself. What is written into parameters is lost.
+    Calls without gradients are then run by PyTorch if all parameters of the called module are whole. Any other call,
+    and whatever reads or changes all parameters (state dicts, ``full_params``, ``to``), reshards first, because a
+    compiled step gathers by itself. What is written into parameters is lost. A collective: every rank must call it.
 
     Args:
         async_op: returns a handle, whose ``wait`` has nothing to wait for: the parameters are there when this returns.
     """
-    if not own_state(self).unsharded:
+    state, inside = own_state(self), states_in(self)
+    if state.unsharded:  # already
+        pass
+    elif state_of(self) is None:
+        state.unshard(self)
+        for inner in inside:
+            unshard(inner.model)
+    else:
         context = full_params(self, writeback=False)
         context.__enter__()
-        own_state(self).whole = context
+        for each in inside:
+            each.whole = context  # which may be left several times
     return UnshardHandle() if async_op else None
 
 
 def reshard(self: nn.Module) -> None:
-    """Makes the parameters shards again after ``unshard()``; nothing if they are."""
-    own_state(self).reshard()
+    """Makes the parameters shards again after ``unshard()``; nothing if they are. If ``unshard`` was called on the
+    model, its parts stay whole until ``reshard`` is, too."""
+    if state_of(self) is None:
+        own_state(self).reshard(self)
+    for state in states_in(self):
+        state.reshard()
 
 
 def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
@@ -177,30 +193,69 @@ def set_is_last_backward(self: nn.Module, is_last_backward: bool) -> None:
 
 
 def _set_requires_gradient_sync(_: Any) -> Callable[..., None]:
-    def set_requires_gradient_sync(
-        self: nn.Module, requires_gradient_sync: bool, *, recurse: Literal[True] = True
-    ) -> None:
-        """FSDP2's switch. False: backwards are as in ``shardtrace.no_sync`` until it is set to True again."""
-        _check_recurse("set_requires_gradient_sync", recurse)
-        set_sync(self, requires_gradient_sync)
+    def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """FSDP2's switch. False: backwards are as in ``shardtrace.no_sync`` until it is set to True again.
+
+        Args:
+            recurse: False: only for parameters that are in no block inside this module. The blocks are those of
+                ``"block"`` buckets, or those that ``bucketing_strategy`` names.
+        """
+        set_sync(self, requires_gradient_sync, recurse=recurse)
 
     return set_requires_gradient_sync
 
 
 def _set_requires_all_reduce(_: Any) -> Callable[..., None]:
-    def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recurse: Literal[True] = True) -> None:
-        """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is True."""
-        _check_recurse("set_requires_all_reduce", recurse)
-        set_sync(self, requires_all_reduce, Level.REPLICAS)
+    def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """FSDP2's switch. False: backwards are as in ``no_sync(model, reduce_each="shard")`` until it is True.
+        ``recurse`` is that of ``set_requires_gradient_sync``."""
+        set_sync(self, requires_all_reduce, Level.REPLICAS, recurse=recurse)
 
     return set_requires_all_reduce
 
 
-def _check_recurse(name: str, recurse: bool) -> None:
-    if not recurse:
+def _set_reshard_after_forward(original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def set_reshard_after_forward(self: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """FSDP2's switch, which ``fsdp`` decides by its strategy. Nothing if that does the same.
+
+        Raises:
+            NotImplementedError: it does not. The error has the call of ``fsdp`` that does.
+        """
+        state = own_state(self)
+        mine = state.numbers_in(self, recurse=recurse)
+        strategies = {e.strategy for e in (state.entries[i] for i in mine) if e.home.is_spread}
+        if all(strategy.regathers is bool(reshard_after_forward) for strategy in strategies):
+            return
+        name = next((name for name, module in state.model.named_modules() if module is self), "")
+        kind = "hybrid_" if any(strategy.is_hybrid for strategy in strategies) else ""
+        wanted, others = (f"{kind}zero{stage}" for stage in ((3, 2) if reshard_after_forward else (2, 3)))
+        rules = f'{{"{name}.*": "{wanted}", "*": "{others}"}}' if name else f'"{wanted}"'
         raise NotImplementedError(
-            f"{name}(recurse=False): a module is switched with all modules in it: leave recurse out"
+            f"set_reshard_after_forward({bool(reshard_after_forward)}): a compiled step does not change any more. Pass "
+            f"fsdp(model, sharding_strategy={rules})"
         )
+
+    return original or set_reshard_after_forward
+
+
+def _constant(name: str, value: bool, instead: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A switch of FSDP2 that has one position here."""
+
+    def switch(self: nn.Module, wanted: bool, *, recurse: bool = True) -> None:
+        if bool(wanted) is not value:
+            raise NotImplementedError(f"{name}({bool(wanted)}) is not possible in a compiled step: {instead}")
+
+    return original or switch
+
+
+def _prefetch(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def refuse(self: nn.Module, modules: Sequence[nn.Module]) -> None:
+        raise NotImplementedError(
+            f"{name} does nothing in a compiled step, which gathers ahead by itself. To gather more buckets ahead, "
+            f"pass fsdp(compile_policy=CompilePolicy(prefetch={max(1, len(modules))})); otherwise leave the call out"
+        )
+
+    return original or refuse
 
 
 def _require_backward_grad_sync(_: Any) -> property:
@@ -215,16 +270,6 @@ def _refused(name: str, instead: str, original: Callable[..., Any] | None) -> Ca
     return original or refuse
 
 
-def _of_model(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A method that only the model has, for its submodules."""
-
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        model = own_state(self).model_name
-        raise NotImplementedError(f"{name} is for the whole model: call it on the {model} that fsdp() was given")
-
-    return original or refuse
-
-
 METHODS: Methods = {
     "no_sync": _no_sync,
     "generate": _generate,
@@ -234,9 +279,14 @@ METHODS: Methods = {
     "set_requires_gradient_sync": _set_requires_gradient_sync,
     "set_requires_all_reduce": _set_requires_all_reduce,
     "require_backward_grad_sync": _require_backward_grad_sync,
+    "set_reshard_after_forward": _set_reshard_after_forward,
+    **{name: functools.partial(_constant, name, value, instead) for name, (value, instead) in CONSTANT.items()},
+    **{
+        f"set_modules_to_{way}_prefetch": functools.partial(_prefetch, f"set_modules_to_{way}_prefetch")
+        for way in ("forward", "backward")
+    },
     **{name: functools.partial(_refused, name, instead) for name, instead in ELSEWHERE.items()},
 }
 METHODS_OF_PARTS: Methods = {
-    **{name: method for name, method in METHODS.items() if name not in ("generate", "require_backward_grad_sync")},
-    **{name: functools.partial(_of_model, name) for name in ("unshard", "reshard")},
+    name: method for name, method in METHODS.items() if name not in ("generate", "require_backward_grad_sync")
 }

@@ -131,11 +131,26 @@ if __name__ == "__main__":
 """
 
 
+FUNCTION = "def build():\n    return OtherWay(4, 4), torch.ones(2, 4)\n"
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("script", [False, True])
 def test_command(tmp_path, capsys, wrong, script):
     file = tmp_path / "model.py"
-    end = SCRIPT if script else "def build():\n    return OtherWay(4, 4), torch.ones(2, 4)\n"
+    end = SCRIPT if script else FUNCTION
     file.write_text(FACTORY.replace("WRONG", str(wrong)) + end)
     assert main(["check", str(file) if script else f"{file}:build"]) == wrong
     assert ("DIFFERENT" in capsys.readouterr().out) == wrong
+
+
+def test_command_on_two_ranks(tmp_path, capfd):
+    (tmp_path / "model.py").write_text(FACTORY.replace("WRONG", "False") + FUNCTION)
+    command = ["check", f"{tmp_path}/model.py:build", "--world-size", "2"]
+    assert main(command) == 0
+    said = capfd.readouterr().out
+    assert said.count("equal to the bit: of ") + said.count("the same: of ") == 1  # one rank prints
+    assert main([*command, "--mp-policy", "bf16"]) == 1
+    assert "mp_policy='bf16' rounds, and eager PyTorch does not" in capfd.readouterr().out
+    assert main(["check", f"{tmp_path}/model.py:other", "--world-size", "2"]) == 1
+    assert capfd.readouterr().err.count("there is no function other") == 1

@@ -3,10 +3,12 @@
 import io
 import json
 import random
+import weakref
 
 import shardtrace  # isort: split
 
-from shardtrace.checkpoint import files, storage
+from shardtrace.checkpoint import files, storage, weights
+from shardtrace.checkpoint.state import Slot
 
 import numpy
 import pytest
@@ -323,6 +325,48 @@ def test_export_is_loaded_by_plain_pytorch(tmp_path, strategy):
         found |= load_file(many / file)
     assert found.keys() == index["weight_map"].keys() == expected.keys() - {"head.weight"}
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+@on_ranks(2)
+def test_export_holds_one_whole_parameter(tmp_path, monkeypatch):
+    sharded, _ = zoo_and_optimizer("zero3")
+    sharded.register_buffer("mask", torch.tensor([True, False, True]))  # elements of one byte, before larger ones
+    sharded.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+    sharded.register_buffer("tiny", torch.ones((), dtype=torch.bfloat16))
+    whole, given = Slot.whole, []
+
+    def watched(self):
+        assert not [r for r in given if r() is not None]
+        value = whole(self)
+        given.extend([weakref.ref(value)] if self.entry is not None else [])
+        return value
+
+    monkeypatch.setattr(Slot, "whole", watched)
+    shardtrace.export_safetensors(tmp_path, sharded)
+    monkeypatch.undo()
+    assert len(given) > 5
+    expected, found = shardtrace.full_state_dict(sharded), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys() - {"head.weight"}
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+def test_an_export_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, monkeypatch):
+    """After a part of it was written. No rank waits in a gather."""
+    sharded, _ = zoo_and_optimizer("zero3")
+    gathered = []
+
+    def full(header, values, path):
+        gathered.append(next(values))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "_stream", full)
+    with pytest.raises(shardtrace.CheckpointError, match="No space left on device"):
+        shardtrace.export_safetensors(tmp_path, sharded)
+    assert len(gathered) == (dist.get_rank() == 0)
+    shardtrace.full_state_dict(sharded)
 
 
 def test_export_is_loaded_by_transformers(tmp_path):

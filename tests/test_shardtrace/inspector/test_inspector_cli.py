@@ -108,7 +108,7 @@ def test_hybrid(folder, capsys):
     assert main(arguments) == 1
     assert "for fake ranks mesh_shape=(replicas, shards)" in capsys.readouterr().err
     assert main([*arguments, "--mesh", "8x2", "--world-size", "8"]) == 1
-    assert "a mesh of shape (8, 2) has 16 ranks, not world_size=8" in capsys.readouterr().err
+    assert "a mesh of shape (8, 2) has 16 ranks, not --world-size 8" in capsys.readouterr().err
 
 
 def test_prove(folder, capsys, monkeypatch):
@@ -156,8 +156,13 @@ def test_what_cannot_be_changed_is_refused(folder, capsys):
 def test_a_plan_checkpointing_and_offload(folder, capsys):
     assert main(["plan", "factory_for_cli.py:model", "--world-size", "4", "--out", "plan.json"]) == 0
     capsys.readouterr()
-    assert main(["explain", "factory_for_cli.py:model", "--world-size", "4", "--plan", "plan.json"]) == 0
+    assert main(["explain", "factory_for_cli.py:model", "--plan", "plan.json"]) == 0  # on as many ranks as the plan has
     assert capsys.readouterr().out.startswith("Sequential: DDP over 4 ranks")
+    assert main(["explain", "factory_for_cli.py:model", "--plan", "plan.json", "--link", "1gbit"]) == 1
+    assert "shardtrace: the plan decides the rates (--device, --link, --node-link" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["prove", "factory_for_cli.py:model", "--plan", "nowhere.json"])
+    assert "error: --plan: there is no plan in nowhere.json" in capsys.readouterr().err
     placed = ["--activation-checkpointing", "full", "--offload"]
     assert main(["explain", "factory_for_cli.py:model", *placed]) == 0
     with pytest.raises(SystemExit):
@@ -188,7 +193,7 @@ def test_explain_module(folder, capsys):
     assert capsys.readouterr().out.startswith("Sequential: ZeRO-2 over 8 ranks, seen from rank 0")
     wires = ["--gather-dtype", "int8", "--reduce-wire", "int3", "--error-feedback"]
     assert main(["explain", "factory_for_cli:model", *wires]) == 1
-    assert "unknown reduce_wire 'int3'" in capsys.readouterr().err
+    assert "unknown --reduce-wire 'int3'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argument", ["train", "evaluate"])
@@ -243,6 +248,36 @@ def test_example_is_a_target(capsys, tmp_path):
 def test_errors(folder, capsys, target, message):
     assert main(["explain", target]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "--sharding-strategy", "zero4"], "unknown --sharding-strategy 'zero4': choose one of"),
+        (["plan", "--memory", "10XB"], "--memory 10XB: write it as 80GB or 72GiB"),
+        (
+            ["plan", "--memory", "1MB", "--world-size", "4"],
+            "fits into 1MB: the least is .* with --bucketing-strategy .*or a lower precision --mp-policy bf16",
+        ),
+    ],
+)
+def test_errors_are_in_flags(folder, capsys, arguments, message):
+    command, *options = arguments
+    assert main([command, "factory_for_cli.py:model", *options]) == 1
+    said = capsys.readouterr().err
+    for part in message.split(".*"):
+        assert part in said.replace("(--mp", "--mp")
+    assert "_strategy" not in said
+
+
+def test_an_unknown_flag(folder, capsys):
+    for flag, meant in (("--shard-strategy=zero3", "did you mean --sharding-strategy?"), ("--xyz", "check --help")):
+        with pytest.raises(SystemExit) as stop:
+            main(["check", "factory_for_cli.py:model", flag])
+        assert stop.value.code == 2
+        said = capsys.readouterr().err
+        assert f"check has no {flag.partition('=')[0]}: " in said
+        assert meant in said
 
 
 @pytest.mark.parametrize(

@@ -42,20 +42,26 @@ def test_whole_gradients(strategy):
 def test_methods_of_fsdp2_on_submodules(fake_ranks):
     fake_ranks(2)
     model = shardtrace.fsdp(net())
-    for name in ("unshard", "reshard"):
-        with pytest.raises(NotImplementedError, match=f"{name} is for the whole model: call it on the Sequential"):
-            getattr(model[0], name)()
-    for name in ("set_modules_to_forward_prefetch", "set_reshard_after_forward"):
-        with pytest.raises(NotImplementedError, match="does nothing in a compiled step"):
-            getattr(model[2], name)([model[3]])
+    for way in ("forward", "backward"):
+        name = f"set_modules_to_{way}_prefetch"
+        with pytest.raises(NotImplementedError, match=rf"{name} does nothing in .*CompilePolicy\(prefetch=2\)\)"):
+            getattr(model[2], name)([model[3], model[0]])
+    for module in (model, model[2]):
+        for recurse in (False, True):
+            module.set_reshard_after_forward(True, recurse=recurse)  # what ZeRO-3 does
+            module.set_reshard_after_backward(True, recurse=recurse)
+        with pytest.raises(NotImplementedError, match=r'set_reshard_after_backward\(False\) .*or "zero2" to gather'):
+            module.set_reshard_after_backward(False)
+    with pytest.raises(NotImplementedError, match=r'fsdp\(model, sharding_strategy="zero2"\)'):
+        model.set_reshard_after_forward(False)
+    with pytest.raises(NotImplementedError, match=r'sharding_strategy=\{"2.\*": "zero2", "\*": "zero3"\}\)'):
+        model[2].set_reshard_after_forward(False)
     for sync in (False, True):  # a script that goes through all modules
         for module in reversed([*model.modules()]):
             if hasattr(module, "set_requires_gradient_sync"):
                 module.set_requires_gradient_sync(sync)
                 module.set_is_last_backward(sync)
         assert model.require_backward_grad_sync is sync
-    with pytest.raises(NotImplementedError, match="recurse=False"):
-        model.set_requires_gradient_sync(True, recurse=False)
     model[0].set_requires_gradient_sync(False)
     with pytest.raises(NotImplementedError, match="switched off for different parts of Sequential"):
         model[2].set_requires_all_reduce(False)
@@ -81,6 +87,132 @@ def test_gradients_of_a_block_are_reduced_later():
         assert model[2].weight.grad is not None
         for other in range(2):
             (eager(X * (other + 1 + step)).square().mean() / 2).backward()
+    torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 3))
+
+
+def test_a_switch_without_the_blocks_inside(fake_ranks):
+    """As in FSDP2, whose root has the parameters that no block has."""
+    fake_ranks(2)
+    model = shardtrace.fsdp(blocks(), bucketing_strategy=Block)
+    for off, kept in (([model], {0, 3}), ([model[1]], {1}), ([model, model[2]], {0, 2, 3})):
+        for module in off:
+            module.set_requires_gradient_sync(False, recurse=False)
+        model(X).sum().backward()
+        missing = {name for name, p in model.named_parameters() if p.grad is None}
+        assert {int(name[0]) for name in missing} == kept
+        model.set_requires_gradient_sync(True)
+        assert model.require_backward_grad_sync
+        model(X).sum().backward()
+        model.zero_grad()
+
+
+def test_a_switch_of_a_model_that_has_a_sharded_block(fake_ranks):
+    fake_ranks(2)
+    model = blocks()
+    shardtrace.fsdp(model[1])
+    shardtrace.fsdp(model)
+    model.set_requires_gradient_sync(False)
+    model(X).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mp_policy", [None, "bf16"])
+def test_a_part_is_unsharded_by_hand(mp_policy):
+    eager = blocks()
+    model = shardtrace.fsdp(copy.deepcopy(eager), mp_policy=mp_policy)
+    part, other = model[1], model[2]
+    handle = part.unshard(async_op=True)
+    handle.wait()
+    assert type(part.up.weight) is nn.Parameter
+    assert torch.equal(part.up.weight, eager[1].up.weight)
+    assert isinstance(other.up.weight, DTensor)
+    hidden = X[:, :4]
+    with torch.no_grad():
+        assert torch.equal(part(hidden), eager[1](hidden))  # by PyTorch, as inside full_params
+        assert type(part.up.weight) is nn.Parameter
+        part.up.reshard()
+        assert isinstance(part.up.weight, DTensor)
+        assert type(part.down.weight) is nn.Parameter
+        torch.testing.assert_close(
+            model(X).float(), eager(X), rtol=2e-2 if mp_policy else None, atol=2e-2 if mp_policy else None
+        )
+        assert isinstance(part.down.weight, DTensor)  # the step has gathered by itself
+    for each in model.modules():  # as scripts do
+        each.unshard()
+    with torch.no_grad():
+        assert torch.equal(model(X), eager(X))
+    for each in model.modules():
+        each.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", ["step", "state dict", "jitted", "copy", "load", "convert"])
+def test_what_ends_unshard_of_a_part(use):
+    eager = blocks()
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    model[1].unshard()
+    if use == "step":
+        model[1](X[:, :4])
+        model[1].unshard()
+        for m in (eager, model):
+            m(X).square().mean().backward()
+        torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
+    elif use == "state dict":
+        torch.testing.assert_close(dict(shardtrace.full_state_dict(model)), dict(eager.state_dict()))
+    elif use == "jitted":
+        cmodel = thunder.jit(model)
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(cmodel(X), eager(X))
+            assert isinstance(model[1].up.weight, DTensor)
+            model[1].unshard()
+        model[1].reshard()
+    elif use == "copy":
+        assert all(isinstance(p, DTensor) for p in copy.deepcopy(model).parameters())
+    elif use == "load":
+        model.load_state_dict({name: t + 1 for name, t in eager.state_dict().items()})
+        assert torch.equal(shardtrace.full_state_dict(model)["1.up.weight"], eager[1].up.weight + 1)
+    else:
+        model.double()
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_block_that_is_sharded_before_its_root_is_unsharded_by_hand():
+    eager = blocks()
+    model = copy.deepcopy(eager)
+    shardtrace.fsdp(model[1])
+    shardtrace.fsdp(model)
+    with torch.no_grad():
+        model[1].unshard()
+        assert type(model[1].up.weight) is nn.Parameter
+        torch.testing.assert_close(model(X), eager(X))
+        model[1].reshard()
+        model[1].unshard()
+        model.unshard()
+        assert torch.equal(model(X), eager(X))
+        model.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.unshard()
+    (model[1](X[:, :4]).sum() + 0 * model(X).sum()).backward()  # reduces, as it reshards
+    (eager[1](X[:, :4]).sum() + 0 * eager(X).sum()).backward()
     torch.testing.assert_close(shardtrace.full_gradients(model), {n: p.grad for n, p in eager.named_parameters()})
 
 
@@ -195,10 +327,8 @@ def test_switches_that_accumulate(way):
 def test_what_a_compiled_step_does_not_have(fake_ranks):
     fake_ranks(2)
     model = shardtrace.fsdp(net())
-    with pytest.raises(
-        NotImplementedError, match=r"set_modules_to_forward_prefetch of FSDP2 .*CompilePolicy\(prefetch"
-    ):
-        model.set_modules_to_forward_prefetch([model[0]])
+    with pytest.raises(NotImplementedError, match=r"set_gradient_divide_factor of FSDP2 .*CommPolicy\(gradient_divide"):
+        model.set_gradient_divide_factor(2.0)
     for name in [n for n in dir(torch.distributed.fsdp.FSDPModule) if not n.startswith(("_", "reset_iter"))]:
         assert hasattr(model, name), name
 
@@ -209,6 +339,17 @@ def test_a_number_of_ranks_after_forward(fake_ranks):
     model(X).sum().backward()
     (plan,) = model._shardtrace.plans.values()
     assert (plan.world_size, plan.secondary.world_size) == (8, 2)
+    (plan,) = shardtrace.fsdp(
+        net(), reshard_after_forward=2, mesh=init_device_mesh("cpu", (8,))
+    )._shardtrace.plans.values()
+    assert (plan.world_size, plan.secondary.world_size) == (8, 2)
+    (key,) = shardtrace.fsdp(net(), reshard_after_forward=8)._shardtrace.plans  # all ranks, as True
+    assert key[0] is shardtrace.ShardingStrategy.ZERO3
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("nodes", "ranks"))
+    with pytest.raises(ValueError, match='pass sharding_strategy="zero3_secondary" with a 2-D mesh'):
+        shardtrace.fsdp(net(), reshard_after_forward=2, mesh=mesh)
+    with pytest.raises(ValueError, match='or sharding_strategy="hybrid_zero3" to shard over the last dimension'):
+        shardtrace.fsdp(net(), reshard_after_forward=True, mesh=mesh)
 
 
 @pytest.mark.parametrize("name", ["shard_placement_fn", "dp_mesh_dims"])
