@@ -28,7 +28,7 @@ from shardtrace.checkpoint import (
     save_checkpoint,
     sharded_state_dict,
 )
-from shardtrace.doctor import VERSION as __version__  # noqa: F401
+from shardtrace.doctor import VERSION as _version
 from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, inspect, profile
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
@@ -53,6 +53,7 @@ from shardtrace.training.full import (
 from shardtrace.training.gradients import clip_grad_norm_, no_sync, split_parameters
 from shardtrace.training.methods import register_forward_method
 
+__version__ = _version
 kernels = executor
 """An executor that runs torch's own kernels, forward and backward, for functions that Thunder takes apart.
 

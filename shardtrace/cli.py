@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments[:cut])
     if unknown:
-        _refuse_unknown(parser, options.command, unknown)
+        _refuse_unknown(options.parser, options.command, unknown)
     if options.command == "passes":
         print(_passes())
         return 0
@@ -173,16 +173,11 @@ def _on_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
 def _refuse_unknown(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> None:
     """Ends with a usage error that names the flag that was meant."""
-    flags = [flag for action in _commands(parser)[command]._actions for flag in action.option_strings]
+    flags = re.findall(r"--[a-z-]+", parser.format_usage())
     wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
     near = get_close_matches(wrong.partition("=")[0], flags, 1)
     meant = f"did you mean {near[0]}?" if near else f"`shardtrace {command} --help` lists the flags"
     parser.error(f"{command} has no {wrong.partition('=')[0]}: {meant}")
-
-
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    (commands,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(commands)
 
 
 def _in_flags(message: str) -> str:
@@ -249,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", metavar="D", help=calibrate.DEVICE)
     commands.add_parser("passes", help="lists the passes, in order")
     commands.add_parser("doctor", help="says what works in this environment, and what to install")
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 

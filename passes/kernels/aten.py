@@ -311,7 +311,8 @@ class _Log(TorchDispatchMode):
             if len({t.dtype for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}) > 1:
                 function, like, named = without_writing(func, *given)
                 wide = function(*like, **named)  # a write keeps the dtype, the function may promote it
-                self.operations.append(Operation(*functional, Value(self.know(wide))))
+                func, args, kwargs = functional
+                self.operations.append(Operation(func, args, kwargs, Value(self.know(wide))))
                 functional = torch.ops.aten._to_copy.default, (self._value(wide),), {"dtype": results[0].dtype}
             func, args, kwargs = functional
         elif results and all(self.number(t) is not None for t in results):

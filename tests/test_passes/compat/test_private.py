@@ -16,6 +16,7 @@ COMPAT = ROOT / "passes" / "compat"
 SOURCES = sorted(p for package in ("passes", "shardtrace") for p in (ROOT / package).rglob("*.py"))
 OTHERS = {"_asdict", "_fields", "_replace"}  # of NamedTuples
 OTHERS |= {"_current_frames", "_getframe"}  # of Python
+OTHERS |= {"_to_copy"}  # an operator
 OTHERS |= {"_C", "_autograd", "_functorch", "_dynamo"}  # modules, whose names are listed
 NEVER_THERE = ("torch.TensorProxy", "torch._dynamo.eval_frame.guarded_backend_cache")  # for torch before 2.3; a slip
 OURS = {"_hold", "_timed", "_shardtrace_outside", "_shardtrace_number"}
