@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 STATISTICS = {nn.functional.batch_norm}  # Thunder's symbol writes into the running statistics of a module itself
+GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _HOOK = (
@@ -158,6 +159,7 @@ class Recorder(TorchFunctionMode):
         memory.begin()
         self._written: list[torch.Tensor] = []  # by the operators of the call of torch that runs
         self._hooks = _saved_tensors_hooks()
+        self._unwatched: set[int] = set()  # memory of results with a gradient that forward has got by .data
         self._leaves: list[torch.Tensor] = []  # results that forward has made to require a gradient
 
     @contextmanager
@@ -218,6 +220,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside -= 1
             self._written = []
+        self._check_unwatched(func, given, changed)
         self._memory.use(given.values(), written=changed)
         pass_class_on(func, given.values(), result)
         is_cut = self._check_states(func, given, before, changed)
@@ -264,6 +267,17 @@ class Recorder(TorchFunctionMode):
         self._memory.use([t, value], written=[t])
         self._memory.assign(t, value, chain.from_iterable(call.results for call in self.record.calls))
         self._keep(torch.Tensor.copy_, (t, value), {}, t, (t,), False, grad=False)
+
+    def _check_unwatched(self, func: Any, given: Mapping[int, torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        """Raises NotImplementedError for a write by ``.data`` into what a backward has saved: torch's would read what
+        was written, and that of a line what was there before."""
+        if func == GET_DATA:
+            self._unwatched |= {storage(t) for t in given.values() if t.grad_fn is not None}
+        written = {storage(t) for t in changed if not t.requires_grad} & self._unwatched
+        if written and not written.isdisjoint(_saved(r for call in self.record.calls for r in call.results)):
+            raise NotImplementedError(
+                f"{name_of(func)} writes by .data into a tensor that backward has saved: compute a new tensor"
+            )
 
     def _check_states(
         self, func: Any, given: Mapping[int, torch.Tensor], before: Mapping[int, TensorState], changed: Any
@@ -708,3 +722,17 @@ class TensorState(NamedTuple):
 def autocast_states() -> tuple[Autocast, ...]:
     """The states of autocast that are on."""
     return tuple(Autocast(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d))
+
+
+def _saved(results: Iterable[torch.Tensor]) -> set[int]:
+    """The memory of what the graphs of results have saved for backward."""
+    nodes, seen, found = [t.grad_fn for t in results], set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found |= {storage(t) for t in (*kept, *getattr(node, "saved_tensors", ())) if isinstance(t, torch.Tensor)}
+    return found

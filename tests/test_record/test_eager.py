@@ -482,3 +482,34 @@ def test_a_module_with_two_names_keeps_its_tensors(single_rank):
     eager, x = copy.deepcopy(model), torch.ones(2, 4)
     torch.testing.assert_close(shardtrace.fsdp(model)(x), eager(x))
     assert isinstance(model[0].weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: (z := y.exp(), z.data.mul_(2), z)[-1],
+        lambda y: (z := y.sigmoid(), z.data[0].clamp_(0.4, 0.6), z * 3)[-1],
+        lambda y: (z := y * y, y.data.add_(1), z)[-1],
+        lambda y: (z := torch.softmax(y, -1), z.data.copy_(y.detach()), z)[-1],
+    ],
+    ids=["exp", "a row", "an input", "copy"],
+)
+def test_writes_past_autograd_into_what_backward_has_saved(write, single_rank):
+    """PyTorch runs the module: its backward reads what was written."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return write(self.fc(x))
+
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(4, 4), Part())
+    model = shardtrace.fsdp(copy.deepcopy(eager))
+    x = torch.randn(3, 4)
+    for run in (eager, model):
+        run(x).square().sum().backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
