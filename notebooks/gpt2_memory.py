@@ -60,7 +60,8 @@ def predict(strategy, blocks, width, sequence=SEQUENCE):
     with torch.device("meta"):
         model = GPT(blocks, width)
     tokens = torch.zeros(BATCH, sequence, dtype=torch.long)
-    options = {"sharding_strategy": strategy, "jit_options": {"executors": ["torchcompile"]}}
+    at_once = shardtrace.CompilePolicy(chunk_loss=None)
+    options = {"sharding_strategy": strategy, "compile_policy": at_once, "jit_options": {"executors": ["torchcompile"]}}
     return shardtrace.inspect(model, (tokens, tokens), world_size=RANKS, **options)
 
 
@@ -112,7 +113,8 @@ plt.show()
 #
 # ## A formula
 #
-# How much does forward save? The logits, and a number of activations of `4 * tokens * width` bytes each:
+# How much does forward save? The logits, which are whole here (by default a loss of this size is computed in chunks of
+# them), and a number of activations of `4 * tokens * width` bytes each:
 
 # %%
 VOCABULARY, CONTEXT = 50257, 1024

@@ -54,6 +54,7 @@ class ChunkedLoss:
     mean: bool = True
 
     __name__ = "chunked_loss"
+    always_differentiates = True  # each input that wants a gradient has one
 
     def __call__(
         self,

@@ -152,7 +152,10 @@ class TorchCall(OwnLine):
 
     @cached_property
     def is_certain(self) -> bool:
-        """Whether backward surely returns gradients: of one input from one result, by a function of torch's own."""
+        """Whether backward surely returns gradients: of one input from one result, by a function of torch's own; or by
+        a function that says so."""
+        if getattr(self.function, "always_differentiates", False):
+            return True
         return len(self.wanted) == len(self.returned) == 1 and resolve_name(self.function) is not None
 
     def __repr__(self) -> str:
