@@ -49,11 +49,11 @@ eight
 
 # %% [markdown]
 # Read the plan from its memory. Weights, gradients and AdamW's state take 16 bytes for each parameter, spread over
-# eight ranks. Most of the rest is what forward saves for backward. There is not enough room to save everything, so the
-# first blocks recompute their cheap activations: all but the results of products and of attention.
+# eight ranks. Most of the rest is what forward saves for backward. There is room to save everything, so that no block
+# recomputes anything: the loss is computed in chunks, and the logits are never there as a whole.
 #
 # Each point of the curve is a step that no other one beats in both memory and time. From the left, blocks recompute
-# less and less. The slope is the price of memory: on the left a GiB saves about 8 ms, on the right about 2.
+# less and less. The slope is the price of memory: on the left a GiB saves about 10 ms, on the right less than 1.
 #
 # ## Another budget
 #
@@ -95,10 +95,10 @@ def summary(found):
 pd.DataFrame({ranks: summary(found) for ranks, found in plans.items()})
 
 # %% [markdown]
-# From 8 to 64 GPUs, weights and optimizer almost vanish. The memory that they free goes to activations: fewer blocks
-# recompute, and each GPU is a little faster, although its links are slower. From 64 to 256 there is little left to
-# free. Communication stays hidden behind compute: a block has tens of milliseconds of work, and the parameters of the
-# next one arrive in a few.
+# From 8 to 64 GPUs, weights and optimizer almost vanish, and the memory that they free is left for larger batches. Each
+# GPU is a little faster, although its links are slower: it updates fewer weights. From 64 to 256 there is little left
+# to free. Communication stays hidden behind compute: a block has tens of milliseconds of work, and the parameters of
+# the next one arrive in a few.
 #
 # ## Too little memory
 #

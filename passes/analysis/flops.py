@@ -171,6 +171,15 @@ def work(bsym: BoundSymbol) -> Work:
     return total
 
 
+def forward_flops(bsym: BoundSymbol) -> int:
+    """FLOPs of a line of forward, without those of the gradients that a loss in chunks computes there."""
+    call = call_of(bsym.sym)
+    if call is not None and isinstance(call.function, ChunkedLoss):
+        (rows, width), (classes, _) = call.inputs[0].shape, call.inputs[1].shape
+        return int(2 * rows * width * classes)
+    return work(bsym).flops
+
+
 def _of_chunked_loss(call: TorchCall) -> Work:
     """All products in the dtype of the weight, and an exponential for each logit."""
     rows, weight, *_ = call.inputs

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from itertools import cycle, product, starmap
 from typing import Any, NamedTuple
 
-from passes.analysis.flops import work
+from passes.analysis.flops import forward_flops
 from passes.analysis.recognise import bucket_of, is_collective, is_gather, is_issue, nbytes
 from passes.analysis.seconds import block_seconds, compute_seconds, latency_seconds, link_seconds
 from passes.plan import Bucket, Wire
@@ -258,7 +258,7 @@ class Family:
     def useful_flops(self) -> float:
         """FLOPs of a forward and a backward that recomputes nothing: a backward has twice the products of its
         forward."""
-        return 3.0 * sum(work(b).flops for b in self.base.step.forward.bound_symbols)
+        return 3.0 * sum(forward_flops(b) for b in self.base.step.forward.bound_symbols)
 
     # ---- what is known of them ----
 
