@@ -1,8 +1,8 @@
 """Pass: a loss is computed in chunks of rows, and the logits are never there as a whole.
 
-    t7 = linear(t6, t_head)                              loss, saved = torch_chunked_loss_0_forward(t9, t_head, t8)
-    t8 = to(t7, torch.float32)                    ->     ...
-    loss = cross_entropy(view(t8, (4096, 50304)), t9)    g6, g_head = torch_chunked_loss_0_backward(saved, g)
+    t7 = linear(t6, t_head)                              t10 = view(t6, (4096, 768))
+    t8 = to(t7, torch.float32)                    ->     loss, saved = torch_chunked_loss_forward(t10, t_head, t9)
+    loss = cross_entropy(view(t8, (4096, 50304)), t9)    g10, g_head = torch_chunked_loss_backward(saved, g)
 
 The logits of a language model are its largest values: rows x vocabulary, in two precisions, with their gradient. The
 new line computes the loss and its gradients chunk by chunk in forward, and hands the gradients on in backward. No
@@ -15,6 +15,7 @@ the lines stay as they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,19 +23,16 @@ from typing import Any, Literal
 from passes.analysis.calls import stops_gradients
 from passes.analysis.dims import TorchLine, torch_line
 from passes.analysis.recognise import names
-from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.kernels.chunked_loss import GIVEN, ChunkedLoss, Step
 from passes.kernels.torch_call import call_of
-from passes.kernels.torch_call import executor as torch_calls
 from passes.plan.dims.reductions import RESHAPES
 from passes.plan.dims.views import is_full
-from passes.sequence import Writer, loss_arguments, of_each_dim
+from passes.sequence import Writer, loss_arguments, of_each_dim, writing
 
 import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
-from thunder.core.langctxs import Languages, langctx
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -47,7 +45,7 @@ LEAST_ROWS = 128  # of a chunk, so that products stay efficient
 
 @dataclass(frozen=True)
 class Loss:
-    """What a line of a loss is computed from, and what lies between: ``views`` of the rows, then ``steps``."""
+    """The operands of a loss. Its product's rows are seen by ``views``, and its logits go through ``steps``."""
 
     rows: TensorProxy
     weight: TensorProxy
@@ -64,17 +62,14 @@ def chunk_loss(computation: TraceCtx, *, chunks: Chunks) -> TraceCtx:
     Gives: one line for a product with the weight of the head, what lies between, and the loss.
     No-op when: something else reads the logits, they are small, or ``CompilePolicy(chunk_loss=None)``.
     """
-    if chunks is None or chunks == 1:
+    if chunks is None:
         return computation
     lines = computation.bound_symbols
     calls = [(i, call) for i, line in enumerate(lines) if (call := _loss(line)) is not None]
     if not calls:
         return computation
     made = {o.name: line for line in lines for o in line.flat_proxy_outs}
-    readers: dict[str, int] = {}
-    for line in lines:
-        for name in names((line.args, line.kwargs)):
-            readers[name] = readers.get(name, 0) + 1
+    readers = Counter(name for line in lines for name in names((line.args, line.kwargs)))
     found = {i: (call, loss) for i, call in calls if (loss := _find(call.args[0], made, readers)) is not None}
     wanted = {i: (call, loss, n) for i, (call, loss) in found.items() if (n := _count(chunks, call)) > 1}
     return _written(computation, wanted) if wanted else computation
@@ -102,7 +97,7 @@ def _count(chunks: Chunks, call: TorchLine) -> int:
 
 
 def _find(logits: TensorProxy, made: Mapping[str, BoundSymbol], readers: Mapping[str, int]) -> Loss | None:
-    """What logits are computed from; None if there is no product, or if something else reads them."""
+    """Finds the operands of logits. None if no product makes them, or if another line reads them, too."""
     line = made.get(logits.name)
     if line is None or readers[logits.name] > 1 or not _is_plain(line) or (call := torch_line(line)) is None:
         return None
@@ -189,21 +184,15 @@ def _view(call: TorchLine) -> Callable[[TensorProxy], TensorProxy] | None:
 
 
 def _written(computation: TraceCtx, losses: Mapping[int, tuple[TorchLine, Loss, int]]) -> TraceCtx:
-    data, _ = compile_data_and_stats()
-    torch_calls.join(data)
     to = Writer(computation)
     dropped = {id(line) for _, loss, _ in losses.values() for line in loss.lines}
-    enabled, data.is_grad_enabled = data.is_grad_enabled, True  # what is detached is told by the recorded values
-    try:
-        with exempt_from_autocast(data), langctx(Languages.TORCH):
-            for i, line in enumerate(computation.bound_symbols):
-                if i in losses:
-                    _write(to, line, *losses[i])
-                elif id(line) not in dropped:
-                    to.trace.bound_symbols.append(line)
-    finally:
-        data.is_grad_enabled = enabled
-    return to.trace
+    with writing():
+        for i, line in enumerate(computation.bound_symbols):
+            if i in losses:
+                _write(to, line, *losses[i])
+            elif id(line) not in dropped:
+                to.trace.bound_symbols.append(line)
+    return to.finished()
 
 
 def _write(to: Writer, line: BoundSymbol, call: TorchLine, loss: Loss, chunks: int) -> None:
@@ -224,6 +213,4 @@ def _write(to: Writer, line: BoundSymbol, call: TorchLine, loss: Loss, chunks: i
     grads = [flows and to.has_gradient(t) for t in recorded if isinstance(t, TensorProxy)]
     function = ChunkedLoss(chunks, loss.steps, ignored, float(smoothing), reduction == "mean")
     (found,) = to.torch(line, function, operands, {}, grads, name="torch_chunked_loss")
-    last = to.trace.bound_symbols.pop()
-    (result,) = call.results
-    to.trace.bound_symbols.append(last.from_bsym_swap_proxies({variableify(found): renamed(found, result.name)}))
+    to.name(found, call.results[0])

@@ -6,7 +6,8 @@ first among them, so that other lines compute while it is under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,11 +17,12 @@ from passes.analysis.dims import Placed, TorchLine, follow, lead, resized, torch
 from passes.analysis.recognise import changes_values, is_random, is_return, is_unpack, names, properties
 from passes.comm.sequence import Part, cut, exchange_heads, exchange_positions, gather_sequence, sum_sequence
 from passes.comm.symbols import Property
-from passes.compat.jit import renamed
+from passes.compat.jit import compile_data_and_stats, exempt_from_autocast, renamed
 from passes.compat.versions import Fakes
 from passes.kernels.aten import Meta
 from passes.kernels.attention import CausalAttention
 from passes.kernels.torch_call import TorchCall, call_of
+from passes.kernels.torch_call import executor as torch_calls
 from passes.plan.dims import views
 from passes.plan.plan import ContextPlan, Split
 
@@ -28,6 +30,7 @@ import torch
 from thunder import torch as ltorch
 from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
+from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
@@ -69,6 +72,20 @@ def _needed(lines: Sequence[BoundSymbol], wanted: set[str]) -> list[BoundSymbol]
             found.append(bsym)
             wanted = wanted | names(bsym.flat_proxy_args)
     return found[::-1]
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Around what writes lines of a recorded computation again, before autodiff. Casts are lines already, and detached
+    values are marked, whatever the modes in which tracing has ended."""
+    data, _ = compile_data_and_stats()
+    torch_calls.join(data)
+    enabled, data.is_grad_enabled = data.is_grad_enabled, True
+    try:
+        with exempt_from_autocast(data), langctx(Languages.TORCH):
+            yield
+    finally:
+        data.is_grad_enabled = enabled
 
 
 class Writer:

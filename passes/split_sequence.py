@@ -40,14 +40,11 @@ from passes.analysis.recognise import (
     names,
 )
 from passes.comm.sequence import Part, cut, from_input, gather_output, gather_sequence, to_output
-from passes.compat.jit import compile_data_and_stats, exempt_from_autocast
-from passes.kernels.torch_call import executor as torch_calls
 from passes.plan import TracedParameters
 from passes.plan.plan import ContextPlan, Split
-from passes.sequence import RULES, Blocks, Rules, Splitter, Value
+from passes.sequence import RULES, Blocks, Rules, Splitter, Value, writing
 
 from thunder.core import dtypes
-from thunder.core.langctxs import Languages, langctx
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
@@ -85,25 +82,18 @@ def split_sequence(computation: TraceCtx, *, context: Context | None, parameters
     """
     if context is None or context.plan.ranks == 1:
         return computation
-    data, _ = compile_data_and_stats()
-    torch_calls.join(data)
-    # whether a value is detached is told by the recorded one, not by the mode in which tracing has ended
-    enabled, data.is_grad_enabled = data.is_grad_enabled, True
     to = Splitter(computation, context.plan, Rules(RULES, Blocks().call), context.remarks)
-    try:
-        with exempt_from_autocast(data), langctx(Languages.TORCH):
-            gathers = given_parts(computation)
-            for line in filter(is_unpack, computation.bound_symbols):
-                if isinstance(line.output, TensorProxy) and line.output.name in gathers:
-                    _add_part(to, line, gathers[line.output.name])
-                else:
-                    _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
-            _check_arguments(to, context)
-            to.follow_lines()
-            for line in filter(is_return, computation.bound_symbols):
-                _add_return(to, line, context)
-    finally:
-        data.is_grad_enabled = enabled
+    with writing():
+        gathers = given_parts(computation)
+        for line in filter(is_unpack, computation.bound_symbols):
+            if isinstance(line.output, TensorProxy) and line.output.name in gathers:
+                _add_part(to, line, gathers[line.output.name])
+            else:
+                _add_input(to, line, context, sharded=parameters.get(line.output) is not None)
+        _check_arguments(to, context)
+        to.follow_lines()
+        for line in filter(is_return, computation.bound_symbols):
+            _add_return(to, line, context)
     return to.writer.finished()
 
 

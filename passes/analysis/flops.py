@@ -175,16 +175,21 @@ def forward_flops(bsym: BoundSymbol) -> int:
     """FLOPs of a line of forward, without those of the gradients that a loss in chunks computes there."""
     call = call_of(bsym.sym)
     if call is not None and isinstance(call.function, ChunkedLoss):
-        (rows, width), (classes, _) = call.inputs[0].shape, call.inputs[1].shape
-        return int(2 * rows * width * classes)
+        rows, width, classes, _ = _sizes_of_loss(call)
+        return 2 * rows * width * classes
     return work(bsym).flops
+
+
+def _sizes_of_loss(call: TorchCall) -> tuple[int, int, int, int]:
+    """The rows, their width, the classes and the bytes of a weight's element of a loss in chunks."""
+    (rows, width), (classes, _), size = call.inputs[0].shape, call.inputs[1].shape, call.inputs[1].dtype.itemsize
+    return rows, width, classes, size
 
 
 def _of_chunked_loss(call: TorchCall) -> Work:
     """All products in the dtype of the weight, and an exponential for each logit."""
-    rows, weight, *_ = call.inputs
-    half = weight.dtype.itemsize <= 2
-    return Work(**{"half" if half else "full": call.reads.flops}, special=rows.shape[0] * weight.shape[0])
+    rows, _, classes, size = _sizes_of_loss(call)
+    return Work(**{"half" if size <= 2 else "full": call.reads.flops}, special=rows * classes)
 
 
 def _of_operator(operator: OpOverload, bsym: BoundSymbol) -> Work:
@@ -256,9 +261,9 @@ def bytes_moved(bsym: BoundSymbol) -> int:
 def _moved_by_chunks(bsym: BoundSymbol, call: TorchCall, chunks: int) -> int:
     """Logits are written and read by the product, the cast, the logarithm of the softmax, and by their gradients. Each
     chunk adds to the gradient of the weight. Backward multiplies the gradients by a number."""
-    (rows, width), (classes, _), size = call.inputs[0].shape, call.inputs[1].shape, call.inputs[1].dtype.itemsize
     if isinstance(bsym.sym.id, Line) and bsym.sym.id.kind == "_backward":
         return 2 * sum(_sizes(_tensors(bsym.flat_proxy_outs)).values())
+    rows, width, classes, size = _sizes_of_loss(call)
     of_logits = rows * classes * (36 if size > 2 else 42)
     return of_logits + chunks * classes * width * (8 if size > 2 else 12) + 2 * rows * width * size
 

@@ -68,7 +68,7 @@ class ChunkedLoss:
         return found
 
     def count(self, weight: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor | None) -> torch.Tensor:
-        """What the sum of the rows' losses is divided by."""
+        """The divisor of the sum of the rows' losses: for a mean, the number or the weight of the rows that count."""
         dtype = _wide(weight)
         if not self.mean:
             return labels.new_ones((), dtype=dtype)

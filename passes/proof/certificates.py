@@ -62,7 +62,7 @@ PATIENCE = 20.0  # seconds until a rank is taken for lost
 
 
 class _Table:
-    """What the ranks of a group have sent. The nth operation of a rank is matched with the nth one of the others."""
+    """The messages of a group's ranks. The nth operation of a rank is matched with the nth one of the others."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -234,7 +234,7 @@ def uncertified(forward: TraceCtx, backward: TraceCtx | None) -> Iterator[str]:
 
 
 def _outcome(find: Callable[[Any], str], case: Any) -> str:
-    """What a function finds about a case, or what it raises."""
+    """The text that ``find`` returns for a case, or the error that it raises."""
     try:
         return find(case)
     except Exception as error:
@@ -329,8 +329,8 @@ LENGTH = 7  # of 4 or 6 chunks: the last ones are short or empty
 
 
 class Setting(NamedTuple):
-    """What a collective of sequences depends on, except for the length of the sequence. Its values are
-    (2, 2 heads for each rank, LENGTH, 3)."""
+    """The properties of a sequence on which its collectives depend, except for its length. The values that are tried
+    are (2, 2 heads for each rank, LENGTH, 3)."""
 
     ranks: int
     direct: bool
@@ -351,7 +351,7 @@ class Setting(NamedTuple):
         return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3) if self.flattened else Split.along(2, LENGTH))
 
     def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
-        """What a rank holds of a value: its "part", its "heads", or all of it."""
+        """A rank's share of a value: its "part", its "heads", or all of it."""
         if form == "part":
             return _cut(whole, _positions(rank, self.ranks), padding)
         return whole[:, 2 * rank : 2 * rank + 2] if form == "heads" else whole
@@ -518,12 +518,14 @@ def wrong_losses(first: TraceCtx) -> Iterator[str]:
             yield f"a loss in {loss.chunks} chunks is not the loss of all rows: {text}"
 
 
+@lru_cache(maxsize=256)
 def _found_of_loss(loss: ChunkedLoss) -> str:
+    """How a loss in three chunks, or its gradients, differ from those of all rows; empty if they do not."""
     draw = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((LENGTH, 3), (5, 3), (5,))
     )
-    labels = torch.tensor([0, 4, loss.ignored, 2, 1, 1, 3])[:LENGTH]
+    labels = torch.tensor([0, 4, loss.ignored, 2, 1, 1, 3])
     results = []
     for function in (replace(loss, chunks=3), loss.at_once):
         given = [t.clone().requires_grad_() for t in (rows, weight, bias)]

@@ -397,8 +397,8 @@ class CompilePolicy:
         chunk_loss: in how many chunks of rows the loss of a language model is computed, so that its logits are never
             there as a whole. "auto": 8 or more, if they take more than 64 MiB. None: at once. Logits that forward also
             returns are there in any case, see ``returns``.
-        returns: "all" that forward returns; or "loss", and not the logits: where the result has a single number with a
-            gradient, other tensors are left out of it. A read of one is an error.
+        returns: "all" that forward returns; or "loss", and not the logits: if a tensor of the result is a single
+            floating number, tensors with dims are left out of it. A read of one is an error.
         disable_passes: names of passes to leave out, for debugging. ``shardtrace passes`` lists those that can be.
 
     Raises:

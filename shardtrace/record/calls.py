@@ -177,9 +177,8 @@ def only_losses(result: Any) -> Any:
         return result
 
     def kept(t: torch.Tensor, path: Path) -> Any:
-        return (
-            t if t.ndim == 0 else NotReturned(next((str(k) for _, k in path[::-1] if isinstance(k, str)), "a tensor"))
-        )
+        names = [key for _, key in path if isinstance(key, str)]
+        return t if t.ndim == 0 else NotReturned(names[-1] if names else "a tensor")
 
     return map_tensors(result, kept)
 

@@ -157,7 +157,7 @@ def test_backward_again(single_rank):
 
 
 def test_half_precision_keeps_small_gradients():
-    """Those of a mean over many rows are below the least number of float16, until a GradScaler's factor meets them."""
+    """The gradients of a mean over many rows are zero in float16 unless a GradScaler's factor comes first."""
     torch.manual_seed(0)
     rows, weight = (torch.randn(n, WIDTH).half().requires_grad_() for n in (4096, CLASSES))
     labels = torch.randint(0, CLASSES, (4096,))
