@@ -159,7 +159,7 @@ class Contract:
         optimizer = _budget(self.state).optimizer
         cost = optimizer_cost(optimizer) if optimizer is not None else NO_OPTIMIZER
         found = replace(hardware("cpu" if device == "cpu" else "cuda"), memory=self.budget)
-        setting = Setting(self.state.cost, found, cost)
+        setting = Setting(self.state.cost, found, cost, losses=True)
         traced = {(p.plan.runtime, p.index) for _, p in self.facts.parameters.by_history.values()}
         others = 0.0
         for state in self.state.known:
@@ -255,8 +255,8 @@ class Contract:
         sharded = replicated = 0.0
         for e in (e for s in self.states for e in s.entries if e.home.host is None):
             mine = self.kept_for(e.rows.nbytes, trains=e.shard.requires_grad, cost=cost, gradients=True)
-            sharded += mine if e.home.placement is Placement.SHARD else 0
-            replicated += mine if e.home.placement is Placement.REPLICATE else 0
+            replicated += mine if e.home.placement is Placement.REPLICATE and ranks > 1 else 0
+            sharded += mine if e.home.placement is Placement.SHARD or ranks == 1 else 0
         inputs = [a for a in computation.args if isinstance(a, TensorProxy) and self.facts.parameters.get(a) is None]
         rows = max((a.shape[0] for a in inputs if a.ndim), default=1)
         if batch is not None and batch > short and (fewer := int(rows * (1 - short / batch))) >= 1:
@@ -264,7 +264,7 @@ class Contract:
         if ranks > 1 and replicated * (1 - 1 / ranks) > short:
             yield 'sharding_strategy="zero3" for parameters that are whole on every rank now'
         if sharded > short:
-            yield f"about {math.ceil(ranks * sharded / (sharded - short))} ranks instead of {ranks}"
+            yield f"about {max(ranks + 1, math.ceil(ranks * sharded / (sharded - short)))} ranks instead of {ranks}"
         if any("cross_entropy" in b.sym.name for b in computation.bound_symbols):
             if self.state.options.compile.returns == "all" and not makes_chunks(computation, None):
                 yield 'CompilePolicy(returns="loss"), if the script does not read the logits'
@@ -307,7 +307,7 @@ def _words(choice: Choice) -> str:
     said = []
     for what, names in groups.items():
         named = ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)})"
-        said.append(f"{named} recompute {'everything' if what == 'full' else 'what is cheap'}")
+        said.append(f"recomputing {'all' if what == 'full' else 'what is cheap'} of {named}")
     if isinstance(choice.chunks, int):
         said.append(f"the loss in {choice.chunks} chunks")
     if choice.prefetch is not None:
@@ -369,22 +369,38 @@ class Search:
 
     def _large_steps(self) -> None:
         """Those whose blocks recompute something, and whose loss is in chunks."""
+        variants = {NOTHING: self.plain.base.calls}
+        if self.plain.base.calls:
+            variants |= recomputing(self.plain.base, lambda activation_checkpointing: self._tried(activation_checkpointing))
         chunks = [self.asked.chunks, *([CHUNKS] if makes_chunks(self.computation, self.asked.chunks) else [])]
-        first = self.plain.base
-        variants = {NOTHING: first.calls}
-        if first.calls:
-            variants |= recomputing(first, lambda activation_checkpointing: self._rehearsed(activation_checkpointing))
+        inline = self._allowed(dict.fromkeys(n for n in self._blocks if n not in self._called))
         for number in chunks:
-            for inline in self._inline_marks():
-                choice = self.asked._replace(chunks=number, recomputed=inline)
-                base = first if choice == self.asked else self._compiled(choice)
-                shared = {what: {c: pairs[c] for c in base.calls if c in pairs} for what, pairs in variants.items()}
-                explore_near(self._add(choice, base, shared), self.budget)
-        if fastest(self._points, self.budget) is None and self.contract.pinned is None:
+            for marks in ({}, *(dict.fromkeys(inline, what) for what in reversed(RECOMPUTED) if inline)):
+                self._explore(self.asked._replace(chunks=number, recomputed=marks), variants)
+        best = fastest(self._points, self.budget)
+        if best is not None and (marks := self.families[best.candidate.family][1].recomputed):
+            self._fewer(self.families[best.candidate.family][1], variants)
+        if best is None and self.contract.pinned is None:
             for point in sorted(self._points, key=lambda p: p.estimate.peak)[:3]:
                 self.families[point.candidate.family][0].point(point.candidate._replace(prefetch=0))
 
-    def _rehearsed(self, what: Any) -> Compiled:
+    def _fewer(self, choice: Choice, variants: Mapping[str, Any]) -> None:
+        """Fewer of the blocks that are no functions, by halving: the first ones, whose backward comes last."""
+        marks = list(choice.recomputed.items())
+        low, high = 0, len(marks)
+        while high - low > 1:
+            family = self._explore(choice._replace(recomputed=dict(marks[: (low + high) // 2])), variants)
+            fits = fastest(family.points, self.budget) is not None
+            low, high = (low, (low + high) // 2) if fits else ((low + high) // 2, high)
+
+    def _explore(self, choice: Choice, variants: Mapping[str, Any]) -> Family:
+        base = self.plain.base if choice == self.asked else self._compiled(choice)
+        shared = {what: {c: pairs[c] for c in base.calls if c in pairs} for what, pairs in variants.items()}
+        family = self._add(choice, base, shared)
+        explore_near(family, self.budget)
+        return family
+
+    def _tried(self, what: Any) -> Compiled:
         marks = what if isinstance(what, Mapping) else {name: what for name, _ in self.plain.base.calls}
         return self._compiled(self.asked._replace(recomputed=self._allowed(marks)))
 
@@ -393,16 +409,13 @@ class Search:
         assert isinstance(found, Compiled)
         return found
 
-    def _inline_marks(self) -> Iterator[dict[str, str]]:
-        """What the blocks recompute that are no functions: nothing, what is cheap, everything."""
-        yield {}
-        called = {called_module(b) for b in self.computation.bound_symbols}
-        blocks = [name for name in self._blocks if name not in called]
-        for what in reversed(RECOMPUTED) if (marks := self._allowed(dict.fromkeys(blocks, ""))) else ():
-            yield dict.fromkeys(marks, what)
-
     def _allowed(self, marks: Mapping[str, str]) -> dict[str, str]:
         return {name: what for name, what in marks.items() if self._blocks.get(name)}
+
+    @cached_property
+    def _called(self) -> set[str | None]:
+        """The blocks that are functions."""
+        return {called_module(b) for b in self.computation.bound_symbols}
 
     @cached_property
     def _blocks(self) -> dict[str, bool]:
@@ -439,7 +452,7 @@ class Search:
             chunks=None if choice.chunks == self.asked.chunks else choice.chunks,
             prefetch=choice.prefetch if family.buckets else None,
         )
-        said = [f"peak {size(found.peak)}, predicted", _words(changed) or "nothing is recomputed"]
+        said = [f"peak {size(found.peak)}, predicted", _words(changed) or "recomputing nothing"]
         if family.buckets and choice.kept is not None:
             kept = sum(b.members[0].parameter.name in choice.kept for b in family.buckets.values())
             said.append(f"{kept} of {len(family.buckets)} buckets stay gathered until backward")
@@ -454,7 +467,7 @@ class Search:
         words = _words(self._choice(family, base, least.candidate))
         memory = least.estimate.memory
         batch = sum(memory.get(kind, 0) for kind in ("activations", "saved"))
-        said = f"the least is {size(least.estimate.peak)}{f', where {words}' if words else ''}"
+        said = f"the least is {size(least.estimate.peak)}{f', {words}' if words else ''}"
         return self.contract.error(self.computation, said, least.estimate.peak, batch)
 
 

@@ -16,6 +16,7 @@ from passes.analysis.recognise import (
     is_sequence_issue,
     is_unpack,
     names,
+    nbytes,
     part_at,
 )
 from passes.plan import CostModel
@@ -117,13 +118,15 @@ class Estimate(NamedTuple):
 
 class Setting(NamedTuple):
     """The machine and the training on it, apart from what a plan decides. ``others``: bytes that are there beside the
-    step, such as parameters that it does not use."""
+    step, such as parameters that it does not use. ``losses``: count the memory of a loss that the script computes of
+    the results, if none is a loss: it saves as much again as the results that get a gradient."""
 
     cost: CostModel
     hardware: Hardware
     optimizer: OptimizerCost
     accumulation: int = 1
     others: int = 0
+    losses: bool = False
 
 
 def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None = None) -> Estimate:
@@ -146,6 +149,10 @@ def estimate(step: ComposedStep, setting: Setting, facts: dict[Any, Any] | None 
         kinds |= {"activations": 0, "saved": 0, "unsharded": 0, "in_flight": 0}
         kinds["gradients"] = 4 * words
         kinds["temporary"] = updating - sum(kinds.values())
+    if setting.losses and memory.backward is not None:
+        given, start = _cotangents(step.backward), memory.backward.lines[0]
+        if (more := start.total + given - sum(kinds.values())) > 0:
+            kinds["losses"] = more
     tensors = sum(kinds.values())
     reserved = memory_reserved(step, tensors, setting.hardware)
     update = optimizer.moved * (words / cost.device.bandwidth + elsewhere / HOST_MEMORY)
@@ -167,6 +174,13 @@ def _while_updating(last: LineMemory, words: int, setting: Setting) -> int:
     """Bytes while the optimizer works, which on a GPU treats all parameters at once."""
     temporary = 0.0 if setting.hardware.name == "cpu" else setting.optimizer.temporary
     return last.inputs + int((setting.optimizer.state + 4 + temporary) * words)
+
+
+def _cotangents(backward: TraceCtx) -> int:
+    """The bytes of the gradients that a backward is given; none if one is a loss, which is then all that is used."""
+    unpacked = (b for b in backward.bound_symbols if is_unpack(b) and names(b.args) == {"cotangents"})
+    found = [o for b in unpacked for o in b.flat_proxy_outs]
+    return 0 if any(isinstance(o, TensorProxy) and o.numel == 1 for o in found) else nbytes(found)
 
 
 def memory_reserved(step: Sequence[TraceCtx], tensors: int, hardware: Hardware) -> dict[str, int]:

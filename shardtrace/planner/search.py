@@ -473,8 +473,9 @@ def explore_near(family: Family, budget: float) -> None:
     low, high = 0.0, program.most
     for _ in range(HALVINGS):
         solved = program.solve(middle := (low + high) / 2)
-        if solved is None:
-            return
+        if solved is None:  # blocks save more whatever they recompute
+            low = middle
+            continue
         kept = family.allowed_kept(solved.kept)
         for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
             found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
