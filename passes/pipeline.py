@@ -152,7 +152,9 @@ class Rehearsal:
         inner: what blocks go through.
     """
 
-    def __init__(self, before: Sequence[Callable[..., TraceCtx]], after: Sequence[Callable[..., TraceCtx]], inner: Inner):
+    def __init__(
+        self, before: Sequence[Callable[..., TraceCtx]], after: Sequence[Callable[..., TraceCtx]], inner: Inner
+    ):
         self.before, self.after, self.inner = before, after, inner
 
     def __call__(self, computation: TraceCtx, facts: Facts, recomputed: Mapping[str, str]) -> list[TraceCtx]:

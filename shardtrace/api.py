@@ -109,10 +109,10 @@ def fsdp(
         context_parallel: the name of the dimension of ``mesh`` whose ranks hold the parts of one sequence, or a
             :class:`ContextParallel`. These ranks get the same batch, and each computes on its part of it. Parameters
             are sharded over all dimensions of the mesh. Outputs and gradients are those of whole sequences.
-        memory: of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of a shape
-            is compiled, the fastest step that fits is chosen: what each block recomputes (if ``activation_checkpointing``
-            is None), which parameters of "zero3" and "zero2" stay gathered until backward, the prefetch, and whether the
-            loss is computed in chunks. A line on stderr says what. Needs scipy.
+        memory: that of a rank, as in "80GB" or a number of bytes, or a :class:`MemoryBudget`. When the first batch of
+            a shape is compiled, the fastest step that fits is chosen: what each block recomputes (if
+            ``activation_checkpointing`` is None), which parameters of "zero3" and "zero2" stay gathered until
+            backward, the prefetch, and whether the loss is computed in chunks. A line on stderr says what. Needs scipy.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.

@@ -271,12 +271,11 @@ class _Memory:
         return temporary
 
     def _dry_run(self, bsym: BoundSymbol, arguments: Values) -> Result:
-        if not is_collective(bsym):
-            return dry_run(bsym, arguments)
         made = [o.name for o in bsym.flat_proxy_outs]
-        return rehearse(
-            self.facts, (bsym.sym.id, _work_of(bucket_of(bsym))), arguments, made, lambda: dry_run(bsym, arguments)
-        )
+        if not is_collective(bsym) and not made:
+            return dry_run(bsym, arguments)
+        what: Hashable = bsym.sym.id, _work_of(bucket_of(bsym)) if is_collective(bsym) else (*made, *_constants(bsym))
+        return rehearse(self.facts, what, arguments, made, lambda: dry_run(bsym, arguments))
 
     def _call_part(self, bsym: BoundSymbol, part: BlockFunction) -> int:
         """Runs the function of a block, with the caller's memory as inputs. What forward saved for it is freed as the
@@ -381,6 +380,13 @@ def _kind(bsym: BoundSymbol, name: str, unsharded: Container[str]) -> Kind:
     if bsym.sym.id in GATHERS.values() or name in unsharded:
         return "unsharded"
     return "gradients" if is_wait(bsym) else "activations"
+
+
+def _constants(bsym: BoundSymbol) -> Iterator[Hashable]:
+    """What a line is given beside tensors."""
+    for a in bsym.flat_args:
+        if not isinstance(a, Proxy):
+            yield a if isinstance(a, int | float | str | None | torch.dtype) else id(a)
 
 
 def _parameters(trace: TraceCtx) -> set[str]:

@@ -542,7 +542,7 @@ class MemoryBudget:
 def optimizer_class(optimizer: Any) -> Any:
     """A class of optimizers, or None. Raises ValueError if there is none of this name."""
     found = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
-    if found is not None and callable(found) or optimizer is None:
+    if (found is not None and callable(found)) or optimizer is None:
         return found
     raise ValueError(f"torch.optim has no optimizer {optimizer!r}: pass its class")
 

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import block_of, called_module
 from passes.analysis.liveness import step_liveness
-from passes.analysis.recognise import is_deletion, module_of, nbytes
+from passes.analysis.recognise import is_deletion, nbytes
 from passes.chunk_loss import CHUNKS, Chunks, chunk_loss
 from passes.pipeline import Compilation, Facts
 from passes.plan import BucketPlan, Placement, ShardedParameter, TracedParameters
@@ -54,12 +54,12 @@ from shardtrace.planner.search import (
     Point,
     explore_near,
     fastest,
-    recipes,
+    prefetched,
     recomputing,
 )
 
 import torch.distributed as dist
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.trace import TraceCtx, TraceTag
 
 
@@ -67,6 +67,7 @@ class MemoryBudgetError(RuntimeError):
     """No step fits into the memory that ``fsdp`` was given. Raised before anything runs."""
 
 
+KERNELS = 0.01  # of tensors' bytes: what kernels on a CPU allocate for themselves
 TOLERANCE = 0.01  # of a budget, between what was chosen and what was compiled
 NO_OPTIMIZER = OptimizerCost("no optimizer", 0.0, 0.0, 0.0)
 
@@ -88,12 +89,15 @@ class Contract:
     compilation: Compilation
     facts: Facts
     states: list[ShardedState]
+    inputs: list[TensorProxy] = field(default_factory=list)  # of the computation: the batch and buffers
     forward: TraceCtx | None = None  # the final one, for the backward that follows
 
     # ---- what the passes call ----
 
     def choose(self, computation: TraceCtx) -> Mapping[str, str]:
         """Chooses for a computation as it was recorded. Raises MemoryBudgetError if nothing fits."""
+        proxies = (a for a in computation.args if isinstance(a, TensorProxy))
+        self.inputs = [a for a in proxies if self.facts.parameters.get(a) is None]
         asked = Choice({}, self.facts.chunks, frozenset() if self.may_keep else None)
         first = self.rehearse(computation, asked)
         if isinstance(first, TraceCtx):
@@ -159,21 +163,22 @@ class Contract:
         optimizer = _budget(self.state).optimizer
         cost = optimizer_cost(optimizer) if optimizer is not None else NO_OPTIMIZER
         found = replace(hardware("cpu" if device == "cpu" else "cuda"), memory=self.budget)
+        found = replace(found, allocator=max(found.allocator, KERNELS))
         setting = Setting(self.state.cost, found, cost, losses=True)
-        traced = {(p.plan.runtime, p.index) for _, p in self.facts.parameters.by_history.values()}
-        others = 0.0
-        for state in self.state.known:
-            for i, e in enumerate(state.entries):
-                if (state.runtime, i) not in traced and e.home.host is None:
-                    others += self.kept_for(e.rows.nbytes, trains=e.shard.requires_grad, cost=cost)
+        traced, others = {(p.plan.runtime, p.index) for _, p in self.facts.parameters.by_history.values()}, 0.0
+        for state in self.states:
+            unused = [
+                e for i, e in enumerate(state.entries) if (state.runtime, i) not in traced and e.home.host is None
+            ]
+            others += sum(self.kept_for(e.rows.nbytes, trains=e.shard.requires_grad, cost=cost) for e in unused)
             others += _of_largest_owner(state, partial(self.kept_for, gradients=True, cost=cost))
-        return setting._replace(others=int(others))
+            others += sum(b.nbytes for b in {*state.model.buffers()} if not b.is_meta)
+        used = [a for a in self.inputs if ProxyTag.STATIC_MEMORY_LOCATION in a.tags]
+        return setting._replace(others=int(max(others - nbytes(used), 0)))
 
-    def kept_for(
-        self, nbytes: int, *, trains: bool, cost: OptimizerCost, gradients: bool = False, values: bool = True
-    ) -> float:
+    def kept_for(self, values: int, *, trains: bool, cost: OptimizerCost, gradients: bool = False) -> float:
         """The bytes that live on for so many bytes of parameters."""
-        return nbytes * (values + trains * (cost.state / 4 + gradients))
+        return values * (1 + trains * (cost.state / 4 + gradients))
 
     # ---- compiling ----
 
@@ -199,7 +204,7 @@ class Contract:
         for _, p in self.facts.parameters.by_history.values():
             kept = None if choice.kept is None else p.name in choice.kept
             if (p.plan, kept) not in plans:
-                changes = {} if prefetch is None else {"prefetch": prefetch}
+                changes: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch}
                 changes |= {} if kept is None else {"regather": not kept}
                 plans[p.plan, kept] = replace(p.plan, **changes)
             found[p] = replace(p, plan=plans[p.plan, kept])
@@ -244,7 +249,8 @@ class Contract:
         """``batch``: bytes at the peak that are proportional to the batch, if they are known."""
         short = peak - self.budget
         remedies = [*self._remedies(computation, short / (1 + self.setting.hardware.allocator), batch)]
-        fits = f"memory=\"{math.ceil(peak / 1e6):,}MB\"".replace(",", "") + " would fit"
+        unit, name = next((10.0**n, name) for n, name in ((9, "GB"), (6, "MB"), (3, "KB"), (0, "B")) if peak >= 10.0**n)
+        fits = f'memory="{math.ceil(100 * peak / unit) / 100:g}{name}" would fit'
         return MemoryBudgetError(
             f"no step of {self.state.model_name} with these inputs fits into {self.given}: {least}, {size(short)} more "
             f"({fits}). Smallest changes that would do: {'; '.join(remedies) or 'a smaller model'}"
@@ -257,8 +263,8 @@ class Contract:
             mine = self.kept_for(e.rows.nbytes, trains=e.shard.requires_grad, cost=cost, gradients=True)
             replicated += mine if e.home.placement is Placement.REPLICATE and ranks > 1 else 0
             sharded += mine if e.home.placement is Placement.SHARD or ranks == 1 else 0
-        inputs = [a for a in computation.args if isinstance(a, TensorProxy) and self.facts.parameters.get(a) is None]
-        rows = max((a.shape[0] for a in inputs if a.ndim), default=1)
+        batches = (a.shape[0] for a in self.inputs if a.ndim and ProxyTag.STATIC_MEMORY_LOCATION not in a.tags)
+        rows = next(batches, 1)
         if batch is not None and batch > short and (fewer := int(rows * (1 - short / batch))) >= 1:
             yield f"a batch of about {fewer} instead of {rows}"
         if ranks > 1 and replicated * (1 - 1 / ranks) > short:
@@ -285,8 +291,8 @@ def _of_largest_owner(state: ShardedState, kept_for: Callable[..., float]) -> fl
     """The bytes that the rank has which owns most, beyond those of this rank."""
     owned: dict[int, float] = {}
     for e in (e for e in state.entries if e.home.placement is Placement.OWNER and e.home.host is None):
-        nbytes = math.prod(e.full_shape) * e.dtype.itemsize
-        owned[e.home.owner] = owned.get(e.home.owner, 0.0) + kept_for(nbytes, trains=e.shard.requires_grad)
+        values = math.prod(e.full_shape) * e.dtype.itemsize
+        owned[e.home.owner] = owned.get(e.home.owner, 0.0) + kept_for(values, trains=e.shard.requires_grad)
     return max(owned.values(), default=0.0) - owned.get(state.group.rank(), 0.0)
 
 
@@ -336,6 +342,14 @@ class Search:
         if best is None or best.estimate.seconds > (1 + NOT_WORTH_IT) * min(p.estimate.seconds for p in self._points):
             self._large_steps()
             best = fastest(self._points, self.budget)
+            exact = [p for family, c in self.families.values() if c.chunks == self.asked.chunks for p in family.points]
+            same = fastest(exact, self.budget)
+            if (
+                best is not None
+                and same is not None
+                and (1 - NOT_WORTH_IT) * same.estimate.seconds < best.estimate.seconds
+            ):
+                best = same  # rather than a loss in chunks, which rounds otherwise
         if best is None:
             raise self._error()
         family, base = self.families[best.candidate.family]
@@ -361,24 +375,27 @@ class Search:
         asked = {p.name for p in self._parameters if not p.plan.regather}
         labels = frozenset(label for label, b in family.buckets.items() if b.members[0].parameter.name in asked)
         own = max((plan.prefetch for plan in self.contract.plans), default=1)
+        asking = family.point(Candidate(family.name, (), family.allowed_kept(labels), own)).estimate
+        if asking.peak <= self.budget and asking.exposed < NOT_WORTH_IT * asking.seconds:
+            return
         for kept in dict.fromkeys((labels, frozenset(), frozenset(family.buckets))):
-            for prefetch in dict.fromkeys((own, *family.prefetches)):
-                found = family.point(Candidate(family.name, (), family.allowed_kept(kept), prefetch)).estimate
-                if found.exposed < NOT_WORTH_IT * found.seconds:
-                    break
+            prefetched(family, Candidate(family.name, (), family.allowed_kept(kept)), self.budget)
 
     def _large_steps(self) -> None:
         """Those whose blocks recompute something, and whose loss is in chunks."""
         variants = {NOTHING: self.plain.base.calls}
         if self.plain.base.calls:
-            variants |= recomputing(self.plain.base, lambda activation_checkpointing: self._tried(activation_checkpointing))
+            variants |= recomputing(
+                self.plain.base, lambda activation_checkpointing: self._tried(activation_checkpointing)
+            )
         chunks = [self.asked.chunks, *([CHUNKS] if makes_chunks(self.computation, self.asked.chunks) else [])]
-        inline = self._allowed(dict.fromkeys(n for n in self._blocks if n not in self._called))
+        inline = [name for name, may in self._blocks.items() if may and name not in self._called]
         for number in chunks:
-            for marks in ({}, *(dict.fromkeys(inline, what) for what in reversed(RECOMPUTED) if inline)):
+            for what in (None, *reversed(RECOMPUTED)) if inline else (None,):
+                marks = dict.fromkeys(inline, what) if what is not None else {}
                 self._explore(self.asked._replace(chunks=number, recomputed=marks), variants)
         best = fastest(self._points, self.budget)
-        if best is not None and (marks := self.families[best.candidate.family][1].recomputed):
+        if best is not None and self.families[best.candidate.family][1].recomputed:
             self._fewer(self.families[best.candidate.family][1], variants)
         if best is None and self.contract.pinned is None:
             for point in sorted(self._points, key=lambda p: p.estimate.peak)[:3]:
@@ -413,9 +430,9 @@ class Search:
         return {name: what for name, what in marks.items() if self._blocks.get(name)}
 
     @cached_property
-    def _called(self) -> set[str | None]:
+    def _called(self) -> set[str]:
         """The blocks that are functions."""
-        return {called_module(b) for b in self.computation.bound_symbols}
+        return {called_module(b) or "" for b in self.computation.bound_symbols}
 
     @cached_property
     def _blocks(self) -> dict[str, bool]:
@@ -471,9 +488,7 @@ class Search:
         return self.contract.error(self.computation, said, least.estimate.peak, batch)
 
 
-def _contract(
-    earlier: Any, states: Sequence[ShardedState], compilation: Compilation, facts: Facts
-) -> Contract | None:
+def _contract(earlier: Any, states: Sequence[ShardedState], compilation: Compilation, facts: Facts) -> Contract | None:
     """The contract of a call of these models, in a step that an ``earlier`` call may have begun."""
     known = earlier.states if isinstance(earlier, Contract) else []
     if not known and not any(s.options.memory is not None for s in states):

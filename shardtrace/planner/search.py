@@ -476,13 +476,23 @@ def explore_near(family: Family, budget: float) -> None:
         if solved is None:  # blocks save more whatever they recompute
             low = middle
             continue
-        kept = family.allowed_kept(solved.kept)
-        for prefetch in family.prefetches if family.buckets else family.prefetches[:1]:
-            found = family.point(solved._replace(kept=kept, prefetch=prefetch)).estimate
-            if prefetch == family.prefetches[0]:
-                low, high = (middle, high) if found.peak <= budget else (low, middle)
-            if found.exposed < NOT_WORTH_IT * found.seconds or found.peak > budget:
-                break
+        found = prefetched(family, solved._replace(kept=family.allowed_kept(solved.kept)), budget)
+        low, high = (middle, high) if found.estimate.peak <= budget else (low, middle)
+
+
+def prefetched(family: Family, candidate: Candidate, budget: float) -> Point:
+    """Predicts a candidate with the least prefetch, which it returns, and with more as long as that is faster and
+    fits."""
+    first, *others = (candidate._replace(prefetch=n) for n in family.prefetches)
+    point = best = family.point(first)
+    for more in others if family.buckets else ():
+        if best.estimate.exposed < NOT_WORTH_IT * best.estimate.seconds or best.estimate.peak > budget:
+            break
+        found = family.point(more)
+        if found.estimate.seconds > (1 - NOT_WORTH_IT) * best.estimate.seconds:
+            break
+        best = found
+    return point
 
 
 def explore_rounded(family: Family) -> None:
