@@ -291,7 +291,7 @@ def build_step_data(
         shapes.setdefault(p.module, []).append((p.name.rpartition(".")[2], p.shape))
     tree = fold(names, lambda name: (forms.get(name), tuple(shapes.get(name, ()))))
     return StepData(
-        setup=_setup(plan, buckets, parameters) if plan is not None else Setup(model, cost),
+        setup=_setup(model if forms else plan.model, plan, buckets, parameters) if plan else Setup(model, cost),
         stages=stages,
         phases=phases,
         parameters=parameters,
@@ -416,7 +416,7 @@ def _bytes_of(bucket: Bucket | None) -> dict[str, int]:
     return {m.parameter.name: size for m, size in zip(bucket.members, bucket.member_bytes, strict=True)}
 
 
-def _setup(plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
+def _setup(model: str, plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Parameter]) -> Setup:
     names = dict.fromkeys(p.strategy for p in parameters) or [plan.strategy]
     strategy = " and ".join(STRATEGY_NAMES.get(name, name) for name in names)
     group = plan.runtime.group(Axis.ALL)
@@ -432,7 +432,7 @@ def _setup(plan: BucketPlan, buckets: Sequence[Bucket], parameters: Sequence[Par
         f"{size(kept)} of shards in host memory" if kept else "",
         _wires(buckets),
     ]
-    return Setup(plan.model, plan.cost, strategy, ranks, " · ".join(filter(None, parts)), kept)
+    return Setup(model, plan.cost, strategy, ranks, " · ".join(filter(None, parts)), kept)
 
 
 def _wires(buckets: Sequence[Bucket]) -> str:
