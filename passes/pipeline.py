@@ -27,7 +27,6 @@ from functools import partial
 from inspect import getdoc
 from typing import Any, Literal, NamedTuple
 
-from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
 from passes.blocks import Inner, outline, share_fusions
@@ -268,7 +267,6 @@ class PassAfterLowering(Pass):
             new = self.run(computation_trace)
             if new is not computation_trace:
                 self._verify(new)
-                new = with_blocks(new)
         if new is not computation_trace:
             self.publish(new, "backward" if is_backward(new) else "forward")
         return new
@@ -443,7 +441,6 @@ AFTER_LOWERING = (
           "optimizers would move parameters that were not used"),
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
-    Entry("show_blocks", with_blocks, "for a trace that no other pass has changed", "a trace would not print"),
     Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs",
           "it ends the compilation; fsdp(checks=Checks(prove=False)) proves nothing"),
 )

@@ -347,6 +347,20 @@ def test_each_bug_of_the_museum_is_found(run_here):
         assert float(seconds[1]) < 1  # of CPU time
 
 
+def test_traces_of_two_ranks():
+    sections = run_on_two_ranks("traces.py", "zero3").split("\n\n\n")
+    titles = [section.splitlines()[0] for section in sections if section]
+    assert [title.partition(",")[0] for title in titles[:4]] == [
+        "Parameters are gathered for their use", "Forward and backward in one", "Forward", "Backward",
+    ]  # fmt: skip
+    gathered, joint, forward, backward = sections[:4]
+    assert re.search(r'\(t\d,\) = synchronize\(\(t_0_weight,\), b_0\)  # t\d: "cpu f32\[64, 64\]"\n', gathered)
+    for trace, gathers, reduces in ((joint, 3, 2), (forward, 2, 0), (backward, 1, 2)):
+        assert trace.count(" = all_gather(") == gathers
+        assert trace.count(" = reduce_scatter(") == reduces
+        assert "# b_2: ZeRO-3 over 2 ranks, 4,096 f32, 16,384 bytes: 2.weight\n" in trace
+
+
 @pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"gpt2/single_device.py", "gpt2/plugin.py"}))
 def test_examples_do_as_the_readme_does(script):
     """They call the sharded model. One page and two notebooks have ``thunder.jit`` around it, and say when."""

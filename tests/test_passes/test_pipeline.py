@@ -76,7 +76,6 @@ def test_added_once_with_the_users_passes_before_schedule_and_other_transforms_a
         "drop_unused",
         "verify_schedule",
         "compare_ranks",
-        "show_blocks",
     ]
     assert names == [*before, *after, "late", "early", "outline", *scheduled, "other", "prove_step"]
 
