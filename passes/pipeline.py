@@ -28,7 +28,6 @@ from inspect import getdoc
 from itertools import chain, takewhile
 from typing import Any, Literal, NamedTuple
 
-from passes.analysis.calls import with_blocks
 from passes.analysis.recognise import bucket_of, is_backward, is_issue
 from passes.analysis.verify import VerificationError, verify_lines, verify_schedule
 from passes.blocks import Inner, copy_of, outline, share_fusions
@@ -320,7 +319,6 @@ class PassAfterLowering(Pass):
             new = self.run(computation_trace)
             if new is not computation_trace:
                 self._verify(new)
-                new = with_blocks(new)
         if new is not computation_trace:
             self.publish(new, "backward" if is_backward(new) else "forward")
         return new
@@ -498,7 +496,6 @@ AFTER_LOWERING = (
     Entry("verify_schedule", verify_schedule, "after all passes that add lines, before ranks compare"),
     Entry("verify_memory", verify_memory, "after all passes that change what is alive at a line"),
     Entry("compare_ranks", compare_ranks, "after all passes that add, remove or move collectives", announces=False),
-    Entry("show_blocks", with_blocks, "for a trace that no other pass has changed", "a trace would not print"),
     Entry("prove_step", prove_step, "last, after Thunder's own Transforms: it proves what runs",
           "it ends the compilation; fsdp(checks=Checks(prove=False)) proves nothing"),
 )

@@ -505,6 +505,9 @@ def _live_buckets(
             yield i, live
 
 
+BUG = "but ZeRO-3 saves only shards. Report this model, and train it with sharding_strategy='zero2'"
+
+
 def _verify_saved(trace: TraceCtx) -> None:
     lines = trace.bound_symbols
     if TraceTag.AUGMENTED_FORWARD not in trace.tags or not is_return(lines[-1]):
@@ -520,7 +523,7 @@ def _verify_saved(trace: TraceCtx) -> None:
         members = ", ".join(m.parameter.name for m in kept[0].members)
         if p.name in parameter_aliases(trace):
             what = f"{p.name}, unsharded, of bucket {kept[0].label} ({members})"
-            _fail(lines, len(lines) - 1, f"{what}, is saved for backward: use ZeRO-2 until this is mended")
+            _fail(lines, len(lines) - 1, f"{what}, is saved for backward, {BUG}")
         warnings.warn(
             f"{p.name} of shape {tuple(p.shape)} is computed only from parameters (bucket {kept[0].label}: {members}) "
             "and saved for backward unsharded, because Thunder's autodiff hides how to recompute it",
@@ -554,8 +557,4 @@ def _verify_lists(lines: list[BoundSymbol], values: dict[str, frozenset[Bucket]]
             if names(line.flat_proxy_args[:1]) & aliases and properties(line.sym).is_alias:
                 aliases |= outs
         if kept & aliases:
-            _fail(
-                lines,
-                i,
-                f"{called.name} saves {min(kept & aliases)}, an unsharded parameter: use ZeRO-2 until this is mended",
-            )
+            _fail(lines, i, f"{called.name} saves {min(kept & aliases)}, an unsharded parameter, {BUG}")
