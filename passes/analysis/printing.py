@@ -161,6 +161,11 @@ def _shown(bsym: BoundSymbol, above: Iterable[str] = ()) -> BoundSymbol:
     )
 
 
+def line_text(bsym: BoundSymbol) -> str:
+    """A line by itself, for messages: its code, and the types of its results if they fit behind it."""
+    return str(_shown(bsym.from_bsym(header=""))).splitlines()[0]
+
+
 def _parts(bsym: BoundSymbol) -> list[BoundSymbol]:
     """The lines that print below a line: its definition if nothing runs it yet, or what a fusion computes."""
     if bsym.sym.is_fusion:
