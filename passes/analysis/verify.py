@@ -45,6 +45,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
 from passes.analysis.calls import block_function, block_functions
+from passes.analysis.printing import line_text
 from passes.analysis.recognise import (
     bucket_of,
     ends_copies,
@@ -327,7 +328,7 @@ def verify_schedule(trace: TraceCtx) -> TraceCtx:
 
 def _fail(lines: list[BoundSymbol], at: int, message: str) -> NoReturn:
     shown = [
-        f"{'>' if i == at else ' '} {i:5d}  {str(lines[i].from_bsym(header='')).splitlines()[0]}"
+        f"{'>' if i == at else ' '} {i:5d}  {line_text(lines[i])}"
         for i in range(max(0, at - 3), min(len(lines), at + 4))
     ]
     raise VerificationError("\n".join([f"{message} (line {at})", *shown]))
