@@ -43,8 +43,10 @@ from passes.proof.borders import Border
 from passes.proof.prove import Proof, Record, has_backward, prove_step
 from passes.save import Kept, Swapped, checkpoint_activations, keep_random, keep_secondary, regather, save_shards
 from passes.schedule import schedule, wait_copies
+from passes.sequence import Context
 from passes.shard_parameters import insert_synchronize, shard_parameters
-from passes.split_sequence import Context, overlap_sequence, split_sequence
+from passes.split_parameters import split_parameters
+from passes.split_sequence import overlap_sequence, split_sequence
 
 import torch
 from thunder.core.trace import TraceCtx, TraceProvenance
@@ -396,6 +398,7 @@ def yours(trace: TraceCtx) -> TraceCtx:
 BEFORE_AUTODIFF = (
     Entry("split_sequence", split_sequence, "first: it needs the computation as it was recorded",
           "ranks would compute on whole sequences", begins=True),
+    Entry("split_parameters", split_parameters, "likewise", "ranks would compute with whole parameters", begins=True),
     Entry("chunk_loss", chunk_loss, "after split_sequence, which knows the model's own loss; before lines are inserted",
           begins=True),
     Entry("shard_parameters", shard_parameters, "before the next passes, which ask which inputs are parameters",

@@ -33,7 +33,7 @@ from shardtrace.inspector import CollectiveRow, Inspection, MemoryRow, Profile, 
 from shardtrace.inspector.timeline import MemorySnapshot, memory_snapshot
 from shardtrace.model.places import init_empty_weights
 from shardtrace.options.planned import NoPlanFitsError, PlanError, TrainingPlan
-from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy
+from shardtrace.options.policies import Checks, CommPolicy, CompilePolicy, ContextParallel, InitPolicy, TensorParallel
 from shardtrace.options.strategy import ShardingStrategy
 from shardtrace.planner import plan
 from shardtrace.plugins import DDP, FSDP
@@ -88,6 +88,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "ShardingStrategy",
+    "TensorParallel",
     "TrainingPlan",
     "VerificationError",
     "block_traces",

@@ -5,7 +5,7 @@ whole on every rank. Parameters without elements are not part of a plan.
 
 Context parallelism. A whole sequence of ``length`` positions is cut into ``2 * ranks`` chunks of equal size (the last
 ones may be shorter, and are padded). Rank r holds chunks r and ``2 * ranks - 1 - r``: with a causal mask, all ranks
-then have the same work.
+then have the same work. In tensor parallelism, a dimension is cut into ``ranks`` chunks, of which rank r holds chunk r.
 """
 
 from __future__ import annotations
@@ -117,11 +117,12 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
-    """The ranks that hold the parts of a sequence.
+    """The ranks that hold the parts of a sequence, or of parameters.
 
     Args:
         ranks: how many they are.
         rank: this rank's number among them.
+        pieces: the chunks of each rank: 2 of a sequence, 1 of a parameter.
         attention: how queries of one rank see the keys of others: "gather" gathers keys and values, "ulysses" exchanges
             heads for positions where heads divide, "auto" does what sends less.
         axis: their process group in ``runtime``.
@@ -131,6 +132,7 @@ class ContextPlan:
     ranks: int
     rank: int = 0
     _: KW_ONLY
+    pieces: Literal[1, 2] = 2
     attention: Literal["auto", "gather", "ulysses"] = "auto"
     axis: Axis = Axis.CONTEXT
     direct: bool = False
@@ -138,15 +140,15 @@ class ContextPlan:
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""
-        return -(-length // (2 * self.ranks))
+        return -(-length // (self.pieces * self.ranks))
 
     def local(self, length: int) -> int:
         """Positions that each rank holds of a sequence, padding included."""
-        return 2 * self.chunk(length)
+        return self.pieces * self.chunk(length)
 
-    def chunks_of(self, rank: int) -> tuple[int, int]:
-        """The numbers of the two chunks that a rank holds, in this order."""
-        return rank, 2 * self.ranks - 1 - rank
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the chunks that a rank holds, in this order."""
+        return (rank, 2 * self.ranks - 1 - rank)[: self.pieces]
 
     def part_of(self, split: Split) -> int:
         """Elements that each rank holds of a split dimension."""

@@ -8,6 +8,7 @@ the law, written down once more and without the layouts, plans and buffers of th
     gathered: the whole, in the dtype of its use                        whatever the padding holds
     reduced: this rank's part of the sum, by the divisor                padded with zeros
     a sequence of L positions: chunks r and 2 N - 1 - r of ceil(L / 2 N), or the whole, or some heads of the whole
+    a dim of a parameter of L positions: chunk r of ceil(L / N)
 
 The gradient of a collective A of sequences is its adjoint A': <A x, y> = <x, A' y> for all x and y. Inside the model
 <a, b> is the sum over ranks of what each one holds; at its border, where all hold the same, it is that of one rank.
@@ -24,7 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_functions, block_of
 from passes.analysis.recognise import (
@@ -335,10 +336,12 @@ class Setting(NamedTuple):
     ranks: int
     direct: bool
     flattened: bool  # whether the dim of positions is flattened with others
+    pieces: Literal[1, 2]  # chunks of each rank
 
     @classmethod
     def of(cls, part: Part) -> Setting:
-        return cls(min(part.plan.ranks, 3), part.plan.direct, part.split.outer * part.split.inner > 1)
+        plan, split = part.plan, part.split
+        return cls(min(plan.ranks, 3), plan.direct, split.outer * split.inner > 1, plan.pieces)
 
     def values(self, draw: torch.Generator) -> list[torch.Tensor]:
         """A whole value of small integers for each rank."""
@@ -347,14 +350,20 @@ class Setting(NamedTuple):
 
     def part(self, rank: int, runtime: PlainRuntime) -> Part:
         """A rank's part of such a value."""
-        plan = ContextPlan(self.ranks, rank, direct=self.direct, runtime=runtime)
+        plan = ContextPlan(self.ranks, rank, pieces=self.pieces, direct=self.direct, runtime=runtime)
         return Part(plan, Split(0, 4 * self.ranks, LENGTH, 3) if self.flattened else Split.along(2, LENGTH))
 
     def held(self, form: str, whole: torch.Tensor, rank: int, padding: float) -> torch.Tensor:
         """A rank's share of a value: its "part", its "heads", or all of it."""
         if form == "part":
-            return _cut(whole, _positions(rank, self.ranks), padding)
+            return _cut(whole, _positions(rank, self.ranks, self.pieces), padding)
         return whole[:, 2 * rank : 2 * rank + 2] if form == "heads" else whole
+
+    def is_part(self, found: torch.Tensor, whole: torch.Tensor, rank: int) -> bool:
+        """Whether a rank's part of a whole value is that of the law, padding aside."""
+        inside = _positions(rank, self.ranks, self.pieces) < LENGTH
+        expected = self.held("part", whole, rank, 0.0)
+        return torch.equal(found.view(expected.shape)[:, :, inside], expected[:, :, inside])
 
     def laid_out(self, value: torch.Tensor) -> torch.Tensor:
         return value.reshape(-1) if self.flattened else value.contiguous()
@@ -403,17 +412,18 @@ def _found_of_sequence(case: Exchange) -> str:
             return f"rank {rank} gets {found.numel()} values for {expected.numel()}"
         found = found.view(expected.shape)
         if gives == "part":
-            inside = _positions(rank, setting.ranks) < LENGTH
+            inside = _positions(rank, setting.ranks, setting.pieces) < LENGTH
             found, expected = found[:, :, inside], expected[:, :, inside]
         if not torch.equal(found, expected):
             return f"rank {rank} gets {found.flatten()[:4].tolist()} ... for {expected.flatten()[:4].tolist()} ..."
     return ""
 
 
-def _positions(rank: int, ranks: int) -> torch.Tensor:
+def _positions(rank: int, ranks: int, pieces: Literal[1, 2]) -> torch.Tensor:
     """The positions that a rank holds according to the law. Positions from LENGTH on are padding."""
-    size = -(-LENGTH // (2 * ranks))
-    return torch.cat([torch.arange(size) + number * size for number in (rank, 2 * ranks - 1 - rank)])
+    size = -(-LENGTH // (pieces * ranks))
+    numbers = (rank,) if pieces == 1 else (rank, 2 * ranks - 1 - rank)
+    return torch.cat([torch.arange(size) + number * size for number in numbers])
 
 
 def _cut(whole: torch.Tensor, positions: torch.Tensor, padding: float) -> torch.Tensor:
@@ -446,7 +456,7 @@ FORMS = {  # what collectives take and give; "equal": a whole that is the same o
 
 
 def wrong_gradients(split: TraceCtx) -> Iterator[str]:
-    """The collectives of a computation on parts of sequences whose gradients are not their adjoints."""
+    """The collectives of a computation on parts whose gradients are not their adjoints, and cuts of other parts."""
     blocks = [block for line in split.bound_symbols if (block := block_of(line)) is not None]
     lines = [line for trace in (split, *(b.trace for b in dict.fromkeys(blocks))) for line in trace.bound_symbols]
     cases = {
@@ -456,7 +466,7 @@ def wrong_gradients(split: TraceCtx) -> Iterator[str]:
     }
     for case, line in cases.items():
         if text := _outcome(_found_of_gradient, case):
-            yield f"the gradient of {line.sym.name} is not its adjoint: {text}"
+            yield f"{line.sym.name}, or its gradient, is not what its law says: {text}"
 
 
 @lru_cache(maxsize=256)
@@ -469,7 +479,7 @@ def _found_of_gradient(case: Gradient) -> str:
         for form, values in ((form, setting.values(draw)) for form in forms)
     )
 
-    def run(rank: int, runtime: PlainRuntime) -> tuple[float, float]:
+    def run(rank: int, runtime: PlainRuntime) -> tuple[float, float, bool]:
         given = setting.laid_out(setting.held(takes, x[rank], rank, 7.0))
         cotangent = setting.laid_out(setting.held(gives, y[rank], rank, 0.0))
         trace = TraceCtx()
@@ -478,9 +488,12 @@ def _found_of_gradient(case: Gradient) -> str:
             result = case.rule(a, setting.part(rank, runtime))
         values = {a.name: given}
         gradient = _run_with_gradient(trace.bound_symbols, values, cotangent)
-        return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item()
+        is_part = case.id != sequence.cut.id or setting.is_part(values[result.name], x[rank], rank)
+        return (values[result.name] * cotangent).sum().item(), (given * gradient).sum().item(), is_part
 
-    outs, ins = zip(*_on_ranks(setting.ranks, run), strict=True)
+    outs, ins, are_parts = zip(*_on_ranks(setting.ranks, run), strict=True)
+    if not all(are_parts):
+        return f"rank {are_parts.index(False)} cuts another part"
     left = outs[0] if gives == "border" else sum(outs)
     right = ins[0] if takes == "border" else sum(ins)
     return "" if abs(left - right) < 0.5 else f"<A x, y> = {left:g}, <x, A' y> = {right:g}"

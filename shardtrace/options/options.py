@@ -17,11 +17,13 @@ from shardtrace.options.policies import (
     CompilePolicy,
     ContextParallel,
     InitPolicy,
+    TensorParallel,
     WireRules,
     parse_context,
     parse_gather_dtype,
     parse_precision,
     parse_reduce_wire,
+    parse_tensor,
 )
 from shardtrace.options.strategy import Checkpointed, Rules, Wrap, is_wrap, parse_bucketing_strategy, parse_rules
 
@@ -142,12 +144,14 @@ class Options:
     compile: CompilePolicy
     checks: Checks
     context: ContextParallel | None = None
+    tensor: TensorParallel | None = None
     nodes_of: int | None = None  # the ranks of a node, if the mesh of second shards is to be made of them
 
     def __repr__(self) -> str:
         """What must be equal on all ranks, which compare it."""
         shown: dict[str, Any] = {"bucketing": self.bucketing, "precision": self.precision, "offload": self.offload}
         shown |= {"context_parallel": self.context} if self.context is not None else {}
+        shown |= {"tensor_parallel": self.tensor} if self.tensor is not None else {}
         for policy in (self.init, self.comm, self.compile, self.checks):
             shown |= {name: value for name, value in vars(policy).items() if name not in NOT_COMPARED}
         shown["reduce_wire"] = self.reduction.name if self.reduction is not None else None
@@ -165,6 +169,8 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         checks = replace(checks, steps=True)
     if checks.prove is None and os.environ.get("SHARDTRACE_PROVE") == "1":
         checks = replace(checks, prove=True)
+    if given["context_parallel"] is not None and given["tensor_parallel"] is not None:
+        raise ValueError("context_parallel and tensor_parallel cannot be combined yet: pass one of them")
     precision, bucketing = parse_precision(given["mp_policy"]), given["bucketing_strategy"]
     wrap = bucketing if is_wrap(bucketing) else None
     return Options(
@@ -181,6 +187,7 @@ def parse_options(arguments: Mapping[str, Any], spelling: Mapping[str, Any]) -> 
         compile=given["compile_policy"],
         checks=checks,
         context=parse_context(given["context_parallel"]),
+        tensor=parse_tensor(given["tensor_parallel"]),
         nodes_of=ranks_after_forward(spelling.get("reshard_after_forward")),
     )
 
