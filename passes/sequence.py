@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from passes.analysis.calls import Block, block_of, differentiated, unique_name
@@ -310,7 +311,9 @@ class Splitter:
             if o.name not in self.values:  # a line may return its argument
                 self.values[o.name] = Value(o, line)
         if not any(self.is_split(a) for a in line.flat_proxy_args):
-            if self.rules.eager:
+            if self.rules.eager and block_of(line) is not None and is_random(line):
+                self.rules.call_block(self, line)
+            elif self.rules.eager:
                 self._as_whole(line)
             return  # else it is written when it is needed
         if block_of(line) is not None:
@@ -390,6 +393,8 @@ class Splitter:
 
     def _as_whole(self, line: BoundSymbol) -> None:
         """Writes a line on whole operands."""
+        if is_random(line) and self.rules.eager and self._drawn_in_parts(line):
+            return
         if is_random(line):
             ranks, remedy = "tensor_parallel", ""
             if self.plan.axis is Axis.CONTEXT:
@@ -408,6 +413,26 @@ class Splitter:
             if isinstance(old, TensorProxy):
                 value = self.values.setdefault(old.name, Value(old, line))
                 value.whole = value.whole if value.whole is not None else found
+
+    def _drawn_in_parts(self, line: BoundSymbol) -> bool:
+        """Writes a line that draws random numbers for a value that all ranks hold: each draws a part of them, which are
+        gathered. False if it cannot be."""
+        call = self.torch_line(line)
+        if call is None or len(call.results) != 1:
+            return False
+        (result,) = call.results
+        for dim in reversed(range(result.ndim)):
+            inner, rest = divmod(result.shape[dim], self.plan.ranks)
+            placed = lead(call, 0, Split(dim, 1, self.plan.ranks, inner)) if inner and not rest else None
+            if placed is None or placed.combine is not None or placed.results[0] is None:
+                continue
+            part = self.at(placed.results[0])
+            pairs = zip(call.operands, placed.operands, strict=True)
+            operands = [self.whole(o) if s is None else self.part(o, s) for o, s in pairs]
+            (found,) = self.writer.on_parts(line, call, operands, [part.local_shape(tuple(result.shape))])
+            self.know_whole(result, self.writer.emit(line, partial(gather_sequence, found, part))[0])
+            return True
+        return False
 
     def _finish_pending(self, number: int) -> None:
         """Writes what later lines read and is not written yet: a line is about to change one of its operands."""

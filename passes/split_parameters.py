@@ -10,6 +10,8 @@ followed backward to the parameters. Heads of attention are found in this way, t
 rank has some of them. A value that other lines read as well, or that comes from a line without a rule, is computed
 whole and cut there. If no product upstream computes only a part of its columns, nothing is cut.
 
+Ranks draw different random numbers. For a value that all of them hold, each draws a part, and the parts are gathered.
+
 A dim of ``outer * ranks * inner`` elements is split along the middle: rows of queries, keys and values in one matrix
 are ``Split(0, 3, ranks, inner)``. The gradient of a value that all ranks hold is the sum of theirs, and so is that of a
 parameter: see Note [Gradients] in :mod:`passes.comm.sequence`.
@@ -17,13 +19,14 @@ parameter: see Note [Gradients] in :mod:`passes.comm.sequence`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from passes.analysis.calls import block_of
 from passes.analysis.dims import Product, TorchLine, lead, product_of, torch_line, without_bias
-from passes.analysis.recognise import is_random, is_return, is_unpack
+from passes.analysis.recognise import is_return, is_unpack
 from passes.comm.sequence import from_input, sum_sequence
 from passes.kernels.torch_call import call_of
 from passes.plan import TracedParameters
@@ -55,16 +58,16 @@ def split_parameters(computation: TraceCtx, *, context: Context | None, paramete
     No-op when: no ranks share the parameters of a product.
 
     Raises:
-        RuntimeError: if random numbers would have to be the same on all ranks, or if a parameter is to be cut that is
-            not the matrix of a product, or does not divide by the ranks.
+        RuntimeError: if random numbers would have to be the same on all ranks and cannot be drawn in parts, or if a
+            parameter is to be cut that is not the matrix of a product, or does not divide by the ranks.
     """
     if not isinstance(context, Tensors) or context.plan.ranks == 1:
         return computation
     names = {p.name: parameter.name for p in computation.args if (parameter := parameters.get(p)) is not None}
     hows = {proxy: context.hows.get(name) for proxy, name in names.items()}
-    chosen = Search(computation, hows, context.plan.ranks, names).run()
-    if not chosen:
-        context.remarks[f"no parameter is split over the {context.plan.ranks} ranks of tensor_parallel"] = None
+    search = Search(computation, hows, context.plan.ranks, names)
+    chosen = search.run()
+    context.remarks |= dict.fromkeys(_remarks(search))
     to = _Cutter(computation, context, chosen)
     with writing():
         for line in filter(is_unpack, computation.bound_symbols):
@@ -73,6 +76,16 @@ def split_parameters(computation: TraceCtx, *, context: Context | None, paramete
         for line in filter(is_return, computation.bound_symbols):
             add_return(to, line, context)
     return to.writer.finished()
+
+
+def _remarks(search: Search) -> Iterator[str]:
+    """What is computed whole, although it could be shared if it had another shape or place."""
+    if not search.found:
+        yield f"no parameter is split over the {search.ranks} ranks of tensor_parallel"
+    whole = (search.names[p] for p in search.matrices if p not in search.found)
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in whole)
+    if search.found and kinds:
+        yield f"each rank computes the whole products with {', '.join(kinds)}"
 
 
 class _Cutter(Splitter):
@@ -166,7 +179,8 @@ class Search:
             for a in () if is_return(line) else line.flat_proxy_args:  # what is returned is gathered
                 self.readers.setdefault(a.name, []).append(line)
         self.found: dict[str, Split] = {}
-        self._blocks: dict[Hashable, dict[str, Split]] = {}
+        self.matrices: dict[str, None] = {}  # the inputs with which products are computed
+        self._blocks: dict[Hashable, Search] = {}
 
     def run(self) -> dict[str, Split]:
         """The split of each input that is cut, by its name."""
@@ -175,6 +189,7 @@ class Search:
                 self._inside(line)
             product = product_of(self.calls.get(id(line)))
             if product is not None and product.weight.name in self.hows:
+                self.matrices[product.weight.name] = None
                 self._product(line, product)
         for proxy, how in self.hows.items():
             if how in ("colwise", "rowwise") and proxy in self.readers and proxy not in self.found:
@@ -193,8 +208,12 @@ class Search:
         key = id(block), tuple(hows.items())
         if key not in self._blocks:
             named = {inside: self.names[outside] for inside, outside in pairs}
-            self._blocks[key] = Search(block.trace, hows, self.ranks, named).run()
-        self.found |= {outside: s for inside, outside in pairs if (s := self._blocks[key].get(inside)) is not None}
+            self._blocks[key] = Search(block.trace, hows, self.ranks, named)
+            self._blocks[key].run()
+        search = self._blocks[key]
+        outside = dict(pairs)
+        self.matrices |= {outside[inside]: None for inside in search.matrices}
+        self.found |= {outside[inside]: split for inside, split in search.found.items()}
 
     def _product(self, line: BoundSymbol, product: Product) -> None:
         weight, how = product.weight, self.hows[product.weight.name]
@@ -243,7 +262,7 @@ class Search:
             if value.name in region.values and region.values[value.name] != s:
                 return None
             line = self.makers.get(value.name)
-            if value.name in region.values or line is None or is_random(line):
+            if value.name in region.values or line is None:
                 continue
             if any(o.name in outside for o in line.flat_proxy_outs):
                 continue

@@ -102,6 +102,7 @@ def test_blocks_are_compiled_once(compiled):
     model = compiled(lambda: Tokens(layers=3), torch.ones(2, 3, dtype=torch.long))
     assert len(cuts(model)) == 9
     assert "is compiled once for 3 calls" in remarks(model)
+    assert "each rank computes the whole products with layers.*.up.weight, head.weight" in remarks(model)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,16 @@ class Dropping(MLP):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-def test_random_numbers_of_whole_values_are_refused(compiled):
+def test_random_numbers_of_whole_values_are_drawn_in_parts(compiled):
+    cmodel = compiled(Dropping, torch.ones(3, 4))
+    lines = [b.sym.name for b in stage(cmodel, "shard_parameters").bound_symbols]
+    assert lines[-5:] == ["cut", "dropout", "gather_sequence", "to_output", "python_return"]
+    assert shardtrace.prove(cmodel).verdict == "proven"
+
+
+def test_random_numbers_that_do_not_divide_are_refused(compiled):
     with pytest.raises(RuntimeError, match="all ranks of tensor_parallel hold as a whole, and they would differ"):
-        compiled(Dropping, torch.ones(2, 4))
+        compiled(lambda: Dropping(width=5), torch.ones(3, 5))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from contexts import (
     mesh_of,
     of_hugging_face,
     of_logits,
+    on_each_rank_equal,
     train_both,
 )
 from ranks import on_ranks
@@ -127,6 +128,46 @@ def test_clipping_and_state_dicts(tmp_path):
     other = shardtrace.fsdp(Model())  # without tensor parallelism
     shardtrace.load_checkpoint(tmp_path, other, adamw(other.parameters()))
     torch.testing.assert_close(shardtrace.full_state_dict(other), whole.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+class Dropping(nn.Module):
+    """One product, whose result is dropped out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 64, bias=False)
+
+    def forward(self, x):
+        return F.dropout(self.layer(x), 0.5, self.training)
+
+
+@on_ranks(2)
+def test_dropout_of_whole_values_is_equal_on_all_ranks():
+    model = shardtrace.fsdp(Dropping(), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    x = torch.ones(8, 4)
+    torch.manual_seed(dist.get_rank())
+    y = model(x)
+    y.sum().backward()
+    assert on_each_rank_equal(y.detach())
+    kept = y.detach() != 0
+    torch.testing.assert_close(y.detach(), 2 * kept * (x @ shardtrace.full_state_dict(model)["layer.weight"].T))
+    torch.testing.assert_close(shardtrace.full_gradients(model)["layer.weight"], (2.0 * kept).T @ x)
+    first, second = kept.chunk(2, -1)
+    assert not torch.equal(first, second)  # each rank has drawn one of them
+
+
+@on_ranks(2)
+def test_dropout_in_all_places():
+    model = shardtrace.fsdp(gpt(dropout=0.5, layers=2), mesh=mesh_of((1, 2), "tensor"), tensor_parallel="tensor")
+    x, y = batch(0, 12)
+    torch.manual_seed(dist.get_rank())
+    loss = model(x, y)
+    loss.backward()
+    assert on_each_rank_equal(loss.detach())
+    before = shardtrace.full_gradients(model)["wte.weight"]
+    model.zero_grad()
+    model(x, y).backward()
+    assert not torch.equal(before, shardtrace.full_gradients(model)["wte.weight"])  # drawn anew
 
 
 @on_ranks(2)
