@@ -111,8 +111,8 @@ def fsdp(
             are sharded over all dimensions of the mesh. Outputs and gradients are those of whole sequences.
         tensor_parallel: the name of the dimension of ``mesh`` whose ranks compute with parts of parameters, or a
             :class:`TensorParallel`. These ranks get the same batch, and each computes some heads of attention and some
-            columns of the products between. Parameters are sharded over all dimensions of the mesh; each rank gathers
-            them whole, and takes its part. What a step cannot compute in parts is computed whole.
+            columns of the products between. Parameters are sharded over all dimensions of the mesh, and a rank receives
+            the parts with which it computes. What a step cannot compute in parts is computed whole.
         ignored_params: parameters that are not sharded and whose gradients are not reduced. They may lie outside
             ``model`` if one jitted function trains both. It is an error if a step uses any other trainable parameter
             that is not sharded.

@@ -137,6 +137,9 @@ class ContextPlan:
     axis: Axis = Axis.CONTEXT
     direct: bool = False
     runtime: Runtime = field(default_factory=PlainRuntime)
+    seats: tuple[
+        int, ...
+    ] = ()  # of the ranks over which parameters are sharded, in order: the number of each among these
 
     def chunk(self, length: int) -> int:
         """Positions of one chunk of a sequence, padding included."""
@@ -293,7 +296,7 @@ class ShardedParameter:
     outside). ``index`` is its position among the model's parameters, ``dtype`` its dtype at rest (None: that of its
     bucket), ``owner`` the rank of the group that holds it if only one does, ``rest_device`` the device of its shard as
     torch prints it (empty: the one on which the parameter is used). ``is_distributed`` tells that it is a DTensor, of
-    the whole shape, at rest.
+    the whole shape, at rest. If it is ``cut``, a gather gives each rank its part only.
     """
 
     plan: BucketPlan
@@ -307,6 +310,7 @@ class ShardedParameter:
     owner: int = 0
     rest_device: str = ""
     is_distributed: bool = False
+    cut: Any = None  # the Part (passes.comm.sequence) with which this rank computes; None: the whole
 
     @cached_property
     def shard_shape(self) -> Shape:
@@ -318,8 +322,16 @@ class ShardedParameter:
         return (0, *self.full_shape[1:])
 
     @cached_property
+    def used_shape(self) -> Shape:
+        """The shape of what a gather gives."""
+        found: Shape = self.full_shape if self.cut is None else self.cut.local_shape(self.full_shape)
+        return found
+
+    @cached_property
     def full_numel(self) -> int:
-        """Elements of the parameter while it is unsharded, padding included."""
+        """Elements of the parameter, or of the part of it, while it is unsharded, padding included."""
+        if self.cut is not None:
+            return math.prod(self.used_shape)
         sharded = self.plan.placement is Placement.SHARD
         return self.plan.world_size * math.prod(self.shard_shape) if sharded else math.prod(self.full_shape)
 

@@ -7,6 +7,7 @@ the law, written down once more and without the layouts, plans and buffers of th
     rank r holds the rows r k to (r + 1) k of a parameter, with k = ceil(rows / ranks), or the whole, or nothing
     gathered: the whole, in the dtype of its use                        whatever the padding holds
     reduced: this rank's part of the sum, by the divisor                padded with zeros
+    if members are cut: each rank gets its chunk, and adds the gradient of its chunk
     a sequence of L positions: chunks r and 2 N - 1 - r of ceil(L / 2 N), or the whole, or some heads of the whole
     a dim of a parameter of L positions: chunk r of ceil(L / N)
 
@@ -55,6 +56,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 SHAPES = ((5, 2), (3,), (4, 3))  # of the members: the last rank has padding, or nothing
+CUTS = {  # of the members of which two ranks have parts: how they are cut
+    (6, 4): Split(0, 1, 2, 3), (4,): Split(0, 1, 2, 2), (5, 4): Split(1, 1, 2, 2), (12, 2): Split(0, 3, 2, 2),
+}  # fmt: skip
 LARGE = ((7, 12000), *SHAPES)  # with one that is a message by itself, and is large enough for wires
 PATIENCE = 20.0  # seconds until a rank is taken for lost
 
@@ -210,9 +214,12 @@ class Case(NamedTuple):
     param: dtypes.dtype | None
     inner: bool  # whether other ranks reduce the result next
     wire: Wire | None
+    seats: tuple[int, ...] = ()  # of each rank, with which part of the members it computes; none: with the whole
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
+        if self.seats:
+            return tuple(CUTS)
         return LARGE if self.direct or self.wire is not None else SHAPES
 
 
@@ -250,12 +257,23 @@ def _is_by_a_users_wire(line: BoundSymbol) -> bool:
 
 def _case(line: Any, wait: Any) -> Case:
     bucket = bucket_of(line)
-    plan = bucket.plan
+    plan, seats = bucket.plan, _seats(bucket)
     return Case(
-        function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement, min(plan.world_size, 3),
+        function_of(line), function_of(wait), line.sym.id in GATHERS, plan.placement,
+        len(seats) or min(plan.world_size, 3),
         plan.direct, plan.averages, plan.sums, plan.divisor / plan.world_size, bucket.dtype, bucket.rest_dtype,
-        plan.param_dtype, plan.outer is not None, bucket.wire,
+        plan.param_dtype, plan.outer is not None, bucket.wire, seats,
     )  # fmt: skip
+
+
+def _seats(bucket: Bucket) -> tuple[int, ...]:
+    """The seats of two or four ranks that are like those of a bucket; none if its members are whole."""
+    if not bucket.is_cut:
+        return ()
+    given = bucket.members[0].parameter.cut.plan.seats
+    if len(given) == max(given) + 1:  # one for data
+        return 0, 1
+    return (0, 1, 0, 1) if given[1] == 1 else (0, 0, 1, 1)
 
 
 @lru_cache(maxsize=256)
@@ -273,14 +291,15 @@ def _found(case: Case) -> str:
         if case.gathers:
             given = [_part(v, i, case, rank, padding=7.0).to(rest) for i, v in enumerate(whole)]
         else:
-            given = [v.to(dtypes.to_torch_dtype(case.dtype)) for v in values[rank]]
+            given = [_used(v, case, rank).to(dtypes.to_torch_dtype(case.dtype)) for v in values[rank]]
         return case.finish(case.issue(tuple(given), bucket), bucket)
 
     found = _on_ranks(case.ranks, run)
-    total = [torch.stack(same).sum(0) / (case.share * case.ranks) for same in zip(*values, strict=True)]
+    added = [[_contributed(v, case, rank) for v in own] for rank, own in enumerate(values)]
+    total = [torch.stack(same).sum(0) / (case.share * case.ranks) for same in zip(*added, strict=True)]
     for rank, tensors in enumerate(found):
         for i, tensor in enumerate(tensors or ()):
-            expected = whole[i] if case.gathers else _part(total[i], i, case, rank)
+            expected = _used(whole[i], case, rank) if case.gathers else _part(total[i], i, case, rank)
             if tensor.shape != expected.shape:
                 return f"rank {rank} gets {tuple(tensor.shape)} for {tuple(expected.shape)}"
             if not expected.numel():
@@ -298,10 +317,39 @@ def _bucket(case: Case, rank: int, runtime: PlainRuntime) -> Bucket:
         sums=case.sums, divide_by=case.share * case.ranks, param_dtype=case.param, outer=outer, runtime=runtime,
     )  # fmt: skip
     members = tuple(
-        Member(ShardedParameter(plan, f"p{i}", s, "", index=i, dtype=case.rest, owner=i % case.ranks), trainable=True)
+        Member(
+            ShardedParameter(
+                plan, f"p{i}", s, "", index=i, dtype=case.rest, owner=i % case.ranks, cut=_cut_of(s, case, rank)
+            ),
+            trainable=True,
+        )
         for i, s in enumerate(case.shapes)
     )
     return Bucket("certificate", "b", plan, members, case.dtype, case.wire)
+
+
+def _cut_of(shape: tuple[int, ...], case: Case, rank: int) -> Part | None:
+    if not case.seats:
+        return None
+    return Part(ContextPlan(2, case.seats[rank], pieces=1, seats=case.seats), CUTS[shape])
+
+
+def _used(value: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    """What a rank computes with, of a value, according to the law."""
+    if not case.seats:
+        return value
+    dim, *sizes = CUTS[tuple(value.shape)]
+    return value.unflatten(dim, sizes).select(dim + 1, case.seats[rank]).flatten(dim, dim + 1)
+
+
+def _contributed(gradient: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    """A gradient of a whole value, of which a rank has that of what it computes with."""
+    if not case.seats:
+        return gradient
+    dim, *sizes = CUTS[tuple(gradient.shape)]
+    kept = torch.zeros(sizes[1]).index_fill(0, torch.tensor([case.seats[rank]]), 1.0)
+    shape = [1] * dim + [1, sizes[1], 1] + [1] * (gradient.dim() - dim - 1)
+    return (gradient.unflatten(dim, sizes) * kept.view(shape)).reshape(gradient.shape)
 
 
 def _part(value: torch.Tensor, i: int, case: Case, rank: int, padding: float = 0.0) -> torch.Tensor:

@@ -115,7 +115,15 @@ def tensors_of(state: ShardedState, options: TensorParallel) -> Tensors:
     group = state.groups.tensor
     assert group is not None
     direct = transport(group, {e.device.type for e in state.entries}).direct
-    plan = ContextPlan(group.size(), group.rank(), pieces=1, axis=Axis.TENSOR, direct=direct, runtime=state.runtime)
+    plan = ContextPlan(
+        group.size(),
+        group.rank(),
+        pieces=1,
+        axis=Axis.TENSOR,
+        direct=direct,
+        runtime=state.runtime,
+        seats=state.groups.seats,
+    )
     return Tensors(plan, hows=options.hows(e.name for e in state.entries))
 
 

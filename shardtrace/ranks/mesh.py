@@ -25,6 +25,7 @@ import os
 import time
 import uuid
 from datetime import timedelta
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -185,6 +186,7 @@ class Groups(NamedTuple):
     outer: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    seats: tuple[int, ...] = ()  # of all ranks, in order: the number of each among those that share its batch
 
     @property
     def sharing(self) -> dist.ProcessGroup | None:
@@ -243,7 +245,10 @@ def _sharing(kind: Literal["context", "tensor"], mesh: Mesh | None, dim: str, *,
         )
     everyone = _everyone(mesh)
     flat = DeviceMesh.from_group(everyone, mesh.device_type)
-    return Groups(flat, everyone, everyone, **{kind: mesh.get_group(dim)})
+    along = (mesh.mesh_dim_names or ()).index(dim)
+    seat_of = {int(mesh.mesh[place]): place[along] for place in product(*map(range, mesh.mesh.shape))}
+    seats = tuple(seat_of[rank] for rank in dist.get_process_group_ranks(everyone))
+    return Groups(flat, everyone, everyone, seats=seats, **{kind: mesh.get_group(dim)})
 
 
 def _everyone(mesh: DeviceMesh) -> dist.ProcessGroup:

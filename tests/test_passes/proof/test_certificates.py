@@ -4,7 +4,7 @@ import shardtrace  # isort: split
 
 from dataclasses import replace
 
-from passes.comm import direct, native, quantized, sequence
+from passes.comm import cuts, direct, native, quantized, sequence
 from passes.plan.layout import ShardLayout
 from passes.proof import certificates
 from shardtrace import CommPolicy, ContextParallel
@@ -144,6 +144,29 @@ def test_a_gradient_that_is_no_adjoint_is_found(what, monkeypatch):
     sequence._with_gradient(symbol, forward, backward)
     text = f"{symbol.name}, or its gradient, is not what its law says: <A x, y>"
     assert text in str(proof_of_sequence(attention))
+
+
+PARTS = {
+    "another part": changed(cuts, "_positions", lambda found, p, rank, seat: cuts_of(p, rank, 1 - seat)),
+    "another order": changed(cuts, "_split", lambda found, *args: found[::-1]),
+    "gradients twice": changed(cuts, "finish_reduce_scatter", lambda found, *args: tuple(2 * t for t in found)),
+}
+
+
+def cuts_of(parameter, rank, seat):
+    """As ``cuts._positions``."""
+    split = parameter.cut.split
+    rows = cuts._rows(parameter, rank) if split.dim == 0 else range(split.size)
+    return [i for i, at in enumerate(rows) if at // split.inner % split.length == seat]
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_a_gather_of_parts_that_breaks_its_law_is_found(what, monkeypatch):
+    for cached in (cuts._positions, cuts._held):
+        cached.cache_clear()
+    monkeypatch.setattr(*PARTS[what])
+    assert "does not do what its law says" in str(proof_of_sequence("tensor"))
+    cuts._held.cache_clear()
 
 
 @pytest.mark.parametrize("attention", ["gather", "tensor"])
